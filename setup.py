@@ -29,15 +29,21 @@ HOT = (
     "runtime/slots.py",
     "runtime/tickets.py",
     "server/front.py",
+    "server/inference/answer_facts.py",
     "server/inference/ask.py",
+    "server/inference/media.py",
     "server/inference/peek.py",
+    "server/inference/prefix_cache.py",
     "server/inference/requests.py",
     "server/inference/routes.py",
     "server/inference/running.py",
     "telemetry/activity.py",
     "telemetry/metrics.py",
     "telemetry/table.py",
+    "telemetry/usage.py",
     "tenancy/keys.py",
+    "tenancy/limits.py",
+    "tenancy/shared_window.py",
     "tenancy/tenants.py",
 )
 # Only tests and simulations ask for the invariants; code of packages themselves runs only at the start.
@@ -57,11 +63,13 @@ def hot_files() -> list[str]:
 
 
 def build_requirements() -> list[str]:
-    """The compiler of types to C, and what the types of the compiled modules are made of."""
+    """The compiler of types to C, and what the types of the compiled modules and of their imports are made of."""
     if not is_wanted():
         return []
     project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return ["mypy>=1.18", *project["dependencies"]]
+    extras = project["optional-dependencies"]
+    tools = [name for name in extras["dev"] if name.startswith(("mypy", "types-"))]
+    return [*tools, *project["dependencies"], *extras["redis"]]
 
 
 def extensions() -> list[Extension]:

@@ -70,6 +70,8 @@ class Engine:
         self.is_ready = False
         self.answering = 0
         self._connections: set[asyncio.Task[None]] = set()
+        # When each picture was begun, and what was asked, by request.
+        self._drawing: dict[str, tuple[float, dict[str, Any]]] = {}
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +166,8 @@ class Engine:
             raise
         except Hung:
             await connection.never_answer()
+        except (TypeError, ValueError, AttributeError) as wrong:
+            connection.send_json(400, error(repr(wrong), "invalid_request_error"))
         finally:
             tell("cancelled")
 
@@ -189,6 +193,10 @@ class Engine:
             connection.send_json(503, error("Loading model", "unavailable_error"))
         elif request.path.startswith("/echo/"):
             connection.send_json(200, self._echo(request), head_only=request.method == "HEAD")
+        elif request.path == "/progress":
+            connection.send_bytes("application/json", self._progress(request.target.rpartition("=")[2]))
+        elif request.path == "/page":
+            connection.send_bytes("text/html", b"<script>alert(1)</script>")
         elif request.path == "/ws" and request.get("upgrade"):
             await connection.echo_raw(request.get("upgrade"))
         elif request.method == "POST" and request.path.startswith("/v1/"):
@@ -228,11 +236,12 @@ class Engine:
             case "/v1/rerank":
                 connection.send_json(200, self._rerank(body))
             case "/v1/images/generations":
-                connection.send_json(200, {"created": 1, "data": [{"b64_json": PIXEL}] * body.get("n", 1)})
+                await self._draw(connection, request.get("x-request-id"), body)
             case "/v1/audio/speech":
                 connection.send_bytes("audio/wav", f"RIFF {self.switches.name}: {body.get('input')}".encode())
             case "/v1/images/edits" | "/v1/images/variations":
-                connection.send_json(200, {"created": 1, "data": [{"b64_json": PIXEL}], **self._transcription(request)})
+                read = body if body else self._transcription(request)
+                connection.send_json(200, {**self._pictures(body), **read})
             case "/v1/audio/transcriptions" | "/v1/audio/translations":
                 connection.send_json(200, self._transcription(request))
             case _:
@@ -287,6 +296,28 @@ class Engine:
             self._crash()
         if answer.stall_after == answer.count:
             raise Hung
+
+    async def _draw(self, connection: Connection, request_id: str, body: dict[str, Any]) -> None:
+        """Pictures after `picture_s`, or the error `fail` (status and words). Meanwhile /progress tells of it."""
+        self._drawing[request_id] = (time.monotonic(), body)
+        await connection.pause(body.get("picture_s", 0))
+        if "fail" in body:
+            status, words = body["fail"]
+            connection.send_json(status, error(words, "server_error"))
+        else:
+            connection.send_json(200, self._pictures(body))
+
+    def _progress(self, request_id: str) -> bytes:
+        """The part of `picture_s` that has passed; or what `says` says, one after the other."""
+        began, body = self._drawing[request_id]
+        if says := body.get("says"):
+            return str(says.pop(0) if len(says) > 1 else says[0]).encode()
+        return json.dumps({"progress": (time.monotonic() - began) / body["picture_s"]}).encode()
+
+    def _pictures(self, body: dict[str, Any]) -> dict[str, Any]:
+        """As told by `data`, or `n` times the same; with `response_format` as it came."""
+        data = body.get("data", [{"b64_json": PIXEL}] * body.get("n", 1))
+        return {"created": 1, "data": data, "asked_for": body.get("response_format")}
 
     def _embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
         texts = body.get("input", "")

@@ -5,7 +5,7 @@
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
 "fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off; with "once " before it only the next time),
-`mib` what it takes of the GPU, `tokens`, `token_s` and `talkative` how it answers. With CUDA_FAKE_GPUS it takes memory
+`mib` what it takes of its GPUs, `tokens`, `token_s` and `talkative` how it answers. With CUDA_FAKE_GPUS it takes memory
 of GPUs that this file describes. The journal, `journal` in the model's folder, gets one JSON line for each operation.
 """
 
@@ -188,7 +188,10 @@ class Worker:
         slot.switches.token_s = slot.conduct.get("token_s", 0.0)
         slot.switches.talkative = slot.conduct.get("talkative", False)
         slot.engine.is_ready = True
-        return {"bytes": ARENA_BYTES, "device_bytes": self.size(slot), "expected_s": slot.conduct.get("expected_s", 0)}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        each = [self.size(slot) // len(gpus)] * len(gpus)
+        said = {"device_bytes": self.size(slot), "each_device_bytes": each}
+        return {"bytes": ARENA_BYTES, **said, "expected_s": slot.conduct.get("expected_s", 0)}
 
     async def sleep(self, slot: Slot, said: dict[str, Any]) -> dict[str, Any]:
         slot.engine.is_ready = slot.is_awake = False
@@ -220,6 +223,8 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("module", help="which worker it stands for, as launch.py is told")
+    parser.add_argument("--program")
     parser.add_argument("--control", required=True)
     path = parser.parse_args().control
     listener = socket.socket(socket.AF_UNIX)

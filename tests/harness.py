@@ -26,12 +26,28 @@ from greenroom.runtime.timeouts import TIMEOUTS
 from tests.waiting import PATIENCE_S, until_now
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 
 def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:
     """A model run by the fake engine with these switches."""
     cmd = [sys.executable, str(FAKE_ENGINE), "--port", "${PORT}", "--name", name, *switches]
     return {"cmd": cmd, "memory_mib": 100, "stop_timeout_s": 2, **keys}
+
+
+def served(kind: str, folder: Path, *switches: str, faults: str = "", **keys: Any) -> dict[str, Any]:
+    """A model run by a stand-in for vLLM or SGLang, whose program lies in this folder beside the model's."""
+    program, weights = folder / kind, folder / "weights"
+    folder.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE_SERVER} {kind} "$@"\n')
+    program.chmod(0o700)
+    weights.mkdir(exist_ok=True)
+    (weights / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}))
+    header = json.dumps({"w": {"dtype": "F16", "shape": [2**20], "data_offsets": [0, 2**21]}}).encode()
+    (weights / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**21))
+    env = {"FAKE_SWITCHES": json.dumps(switches), "FAKE_FAULTS": faults}
+    common = {"engine": kind, "path": str(weights), "program": str(program), "env": env}
+    return {**common, "memory_mib": 2_000, "stop_timeout_s": 2, **keys}
 
 
 def tiny(path: Path, **keys: Any) -> dict[str, Any]:

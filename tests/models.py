@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests import hf_folder, tiny_llm, torch_python
+from tests import hf_folder, tiny_llm, tiny_whisper, torch_python
 
 
 def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 128, layers: int = 2) -> Path:
@@ -45,6 +45,11 @@ def tiny_torch(*kinds: str) -> Path:
     return _made("-".join(kinds), partial(torch_python.make_models, kinds=kinds))
 
 
+def tiny_pipelines(*kinds: str) -> Path:
+    """A folder with a pipeline of each of these kinds, with random weights."""
+    return _made("-".join(kinds), partial(torch_python.make_pipelines, kinds=kinds))
+
+
 def tiny_embedding(name: str = "bag") -> Path:
     """A BERT that embeds texts by the words in them."""
     return _made(f"{name}-embedding.gguf", partial(tiny_llm.make_bert_gguf, name=name))
@@ -53,6 +58,13 @@ def tiny_embedding(name: str = "bag") -> Path:
 def tiny_reranker(name: str = "taste") -> Path:
     """A BERT that ranks documents by how much of them is the word "good"."""
     return _made(f"{name}-reranker.gguf", partial(tiny_llm.make_bert_gguf, name=name, rank=True))
+
+
+def tiny_ears(text: str, *, hidden: int = 64, layers: int = 1, multilingual: bool = True) -> Path:
+    """A Whisper model that hears these words in every 30 seconds of any sound."""
+    kind = f"{'many' if multilingual else 'en'}-{hidden}x{layers}"
+    maker = partial(tiny_whisper.make_whisper, text=text, hidden=hidden, layers=layers, multilingual=multilingual)
+    return _made(f"{text.replace(' ', '-')}-{kind}-whisper", maker)
 
 
 def _made(name: str, make: Callable[[Path], None]) -> Path:
@@ -77,7 +89,13 @@ def made_in(directory: Path, name: str, make: Callable[[Path], None]) -> None:
 
 
 def _cache_dir() -> Path:
-    files = (tiny_llm.__file__, hf_folder.__file__, torch_python.MAKER)
+    files = (
+        tiny_llm.__file__,
+        hf_folder.__file__,
+        tiny_whisper.__file__,
+        torch_python.MAKER,
+        torch_python.PIPELINE_MAKER,
+    )
     makers = b"".join(Path(file).read_bytes() for file in files)
     source = hashlib.sha256(makers).hexdigest()[:16]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "greenroom-tests"

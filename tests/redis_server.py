@@ -48,7 +48,7 @@ class RedisServer:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._clock = folder / "clock"
-        self._env = _clock_env(self._clock) if has_own_clock else None
+        self._env = clock_env(self._clock) if has_own_clock else None
         self.port = free_port()
         self.set_clock(0)
 
@@ -136,7 +136,8 @@ def redis_server(folder: Path, *options: str, has_own_clock: bool = False) -> It
         server.kill()
 
 
-def _clock_env(file: Path) -> dict[str, str]:
+def clock_env(file: Path) -> dict[str, str]:
+    """The environment of a process whose wall clock this file sets."""
     found = sorted(Path("/usr").glob("lib*/**/faketime/libfaketime.so.1"))
     assert found, NO_CLOCK
     return {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1] / "benchmarks"
 # These import torch, which is never installed beside the gateway; tests/workers/torch_host tries them.
-WITH_TORCH = {"benchmarks.rig.gpu_worker", "benchmarks.hosted.probe_decode"}
+WITH_TORCH = {"benchmarks.rig.gpu_worker", "benchmarks.hosted.probe_decode", "benchmarks.hosted.spread"}
 MODULES = {
     ".".join(("benchmarks", *path.relative_to(ROOT).with_suffix("").parts)): path
     for path in sorted(ROOT.rglob("*.py"))

@@ -23,15 +23,16 @@ MAY_IMPORT = {
     "tenancy": {"config", "core"},
     "telemetry": {"config", "core"},
     "engines": {"process", "config", "core"},
+    # What models are on disk.
+    "library": {"engines", "process", "telemetry", "config", "core"},
     "workers": set(),
-    "runtime": {"engines", "process", "leases", "http", "telemetry", "config", "core"},
-    "server": {"runtime", "engines", "process", "leases", "http", "tenancy", "telemetry", "config", "core"},
+    "runtime": {"library", "engines", "process", "leases", "http", "telemetry", "config", "core"},
+    "server": {"runtime", "library", "engines", "process", "leases", "http", "tenancy", "telemetry", "config", "core"},
     # Parts of the wiring, which only `app` puts together.
-    "wiring": {"server", "runtime", "engines", "process", "leases", "http", "tenancy", "telemetry", "config", "core"},
-    "app": {
-        "wiring",
+    "wiring": {
         "server",
         "runtime",
+        "library",
         "engines",
         "process",
         "leases",
@@ -41,35 +42,62 @@ MAY_IMPORT = {
         "config",
         "core",
     },
-    "cli": {"app", "runtime", "config", "core", "sim", "leases", "tenancy", "telemetry", "process", "engines"},
+    "app": {
+        "wiring",
+        "server",
+        "runtime",
+        "library",
+        "engines",
+        "process",
+        "leases",
+        "http",
+        "tenancy",
+        "telemetry",
+        "config",
+        "core",
+    },
+    "cli": {
+        "app",
+        "runtime",
+        "library",
+        "config",
+        "core",
+        "sim",
+        "leases",
+        "tenancy",
+        "telemetry",
+        "process",
+        "engines",
+    },
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.
 CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
 # What others may import of the core. All else is its own: they ask the view that the scheduler gives.
 CORE_IS_SEEN_BY = {"model", "events", "effects", "scheduler", "view", "explain", "policy"}
 # The simulated world knows where a sleeping copy lies without asking the scheduler that it judges.
-CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}}
+# An engine finds its parts in its shares by the arithmetic with which they were planned.
+CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}, "engines/diffusers.py": {"packing"}}
 # Programs for child processes that must start quickly or under another Python: the standard library and one engine.
 STANDALONE = {
     "process/keeper.py": set(),
+    "workers/launch.py": set(),
     "workers/llamacpp_server.py": {"xllamacpp"},
     "workers/torch_host/sandbox/program.py": set(),
     "workers/torch_host/sandbox/template_job.py": {"jinja2"},
     "workers/torch_host/sandbox/schema_job.py": {"llguidance"},
 }
-# The torch worker is a package of its own: it names itself relatively, because its program is started by path under
-# another Python, and it may use what that engine brings.
-TORCH_HOST = SOURCE / "workers" / "torch_host"
-TORCH_PACKAGES = {
-    "torch",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "h11",
-    "jinja2",
-    "llguidance",
-    "triton",
-    "numpy",
+# Worker programs are packages that name each other relatively, because they are started by path under another Python.
+# Each may use what its engine brings.
+WORKERS = SOURCE / "workers"
+WORKER_PACKAGES = {
+    "serving": {"h11"},
+    "comfyui": {"h11"},
+    "fetching": {"huggingface_hub", "certifi"},
+    "whisper": {"faster_whisper", "av", "numpy", "h11"},
+    "torch_host": {
+        *("torch", "transformers", "safetensors", "tokenizers", "h11", "jinja2", "llguidance", "triton", "numpy"),
+        *("diffusers", "PIL"),
+    },
 }
 
 
@@ -79,7 +107,7 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level or path.is_relative_to(TORCH_HOST), f"{path} imports relatively"
+            assert not node.level or path.is_relative_to(WORKERS), f"{path} imports relatively"
             if node.level:
                 continue
             found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module else set()
@@ -140,10 +168,10 @@ def test_programs_for_child_processes_stand_alone(name: str) -> None:
     assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
 
 
-@pytest.mark.parametrize("path", sorted(TORCH_HOST.rglob("*.py")), ids=lambda path: str(path.relative_to(TORCH_HOST)))
-def test_torch_worker_stands_alone(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(WORKERS.glob("*/**/*.py")), ids=lambda path: str(path.relative_to(WORKERS)))
+def test_worker_programs_stand_alone(path: Path) -> None:
     foreign = {word.split(".")[0] for word in imports(path)} - set(sys.stdlib_module_names)
-    assert foreign <= TORCH_PACKAGES
+    assert foreign <= WORKER_PACKAGES[path.relative_to(WORKERS).parts[0]]
 
 
 def test_gateway_process_never_imports_heavy_packages() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 MAKER = ROOT / "tests" / "workers" / "torch_host" / "tiny.py"
+PIPELINE_MAKER = MAKER.with_name("tiny_pipelines.py")
 MAKING = """
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.workers.torch_host.tiny import make_model
 for kind in sys.argv[2:]:
     make_model(Path(sys.argv[1]) / kind, kind)
 """
-MAKING_MAX_S = 110
+MAKING_MAX_S = 300
 
 
 def torch_python() -> str:
@@ -29,7 +30,16 @@ def torch_python() -> str:
 
 def make_models(folder: Path, kinds: Sequence[str]) -> None:
     """Some of the tiny models that the worker's own tests use. Takes an import of torch, and so makes all at once."""
-    command = [torch_python(), "-c", MAKING, str(folder), *kinds]
+    _make("-c", MAKING, str(folder), *kinds)
+
+
+def make_pipelines(folder: Path, kinds: Sequence[str]) -> None:
+    """The same for pipelines of diffusers."""
+    _make("-m", "tests.workers.torch_host.tiny_pipelines", str(folder), *kinds)
+
+
+def _make(*arguments: str) -> None:
+    command = [torch_python(), *arguments]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAKING_MAX_S, check=False)
     assert made.returncode == 0, made.stderr[-2000:]
 
@@ -47,3 +57,9 @@ def bring_own_attention(folder: Path) -> None:
     names = {"AutoConfig": "own_attention.OwnConfig", "AutoModelForCausalLM": "own_attention.OwnForCausalLM"}
     config |= {"model_type": "own_attention", "architectures": ["OwnForCausalLM"], "auto_map": names}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def painter(path: Path, **keys: Any) -> dict[str, Any]:
+    """A pipeline of diffusers, hosted by a worker."""
+    common = {"engine": "diffusers", "python": torch_python(), "threads": 1}
+    return {"path": str(path), **common, "memory_mib": 100, **keys}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 # Generous: the machine may be busy. Nothing waits this long when all is well.
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 POLL_S = 0.005
 
 

@@ -91,10 +91,10 @@ class HostedGateway(Gateway):
 
 
 @contextlib.contextmanager
-def hosted_gateway(home: Path, models: Mapping[str, Mapping[str, Any]]) -> Iterator[HostedGateway]:
-    """A gateway with these models, its state in `home`."""
+def hosted_gateway(home: Path, models: Mapping[str, Mapping[str, Any]], **sections: Any) -> Iterator[HostedGateway]:
+    """A gateway with these models and sections of its configuration, its state in `home`."""
     models = {name: {"ttl_s": 0, **model} for name, model in models.items()}
-    with gateway(models, home=home, memory={"probe": "nvml"}) as found:
+    with gateway(models, home=home, memory={"probe": "nvml"}, **sections) as found:
         yield HostedGateway(found.port, found.pid, found.config)
 
 

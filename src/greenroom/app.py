@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
@@ -19,27 +19,40 @@ from greenroom.config.limits import is_named, limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import ConfigError
-from greenroom.http import edge
+from greenroom.library.library import Library
+from greenroom.library.roots import Roots
+from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Draft
+from greenroom.runtime.catalogue import Draft, Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
+from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
+from greenroom.runtime.operations.updates import Updates, UpdateServices
+from greenroom.runtime.operations.warm_up import WarmUp
+from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes
+from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
+from greenroom.server.admin.loads import gpu_mib
+from greenroom.server.admin.snapshot import BUILD
+from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
+from greenroom.tenancy.governance.gate import Rules
+from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import CommonParts, MemoryParts, wire_common, wire_memory
 from greenroom.wiring.front import FrontParts, wire_front
+from greenroom.wiring.governance import wire_governance
 from greenroom.wiring.moves import LeaseParts, MoveParts, wire_leases, wire_moves, wire_rejections
 
-# Whether the hot path is Python or machine code.
-BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"
 _log = get_logger("app")
 
 # Thresholds of the garbage collector; the first is 700 by default.
@@ -65,7 +78,7 @@ class App:
         self._timeouts = timeouts
         self._reread = reread
         self.started_at = time.time()
-        self.is_draining = False
+        self.is_draining, self.is_starting = False, True
         # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
@@ -80,7 +93,7 @@ class App:
             config.server,
             self.state_dir,
             self.clock,
-            lambda tenant: is_named(self.config, tenant),
+            self._is_named,
             self._timeouts,
         )
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
@@ -92,7 +105,7 @@ class App:
         leases = self._leases = wire_leases(common, memory, config)
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
-        moves = self._moves = wire_moves(common, memory, leases, config, lambda: self.config.model_roots)
+        moves = self._moves = wire_moves(common, memory, leases, config, self._roots_of)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
@@ -105,10 +118,81 @@ class App:
             self.catalog.engine_of,
             common.state.green_room_shortfall,
         )
+        self.library = Library(
+            Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=bool(memory.needs.gpus)
+        )
+        self.resolver = Resolver(
+            self.catalog,
+            self.library,
+            lambda: self.config,
+            lambda: self.loop.scheduler.view,
+            self.post,
+            self.clock,
+            lambda models: self.learned.recall(models),
+            forgotten=self._forget_removed,
+        )
+        self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
+        self.versions = VersionStore(self.state_dir.path, replace_file)
+        self.catalog.version_of = lambda name: self.versions.of(name).current
+        self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
         self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
+        self.governance = wire_governance(self.state_dir, lambda: self.config, self.catalog, lambda: self.library)
+        self.salts = CacheSalts()
         front = self._front = wire_front(common, memory, self.tickets, self)
-        self.inference, self.door, self.edge = front.inference, front.door, front.edge
-        self.jobs, self.operation_table = front.jobs, front.operations
+        self.inference, self.door, self.keys = front.inference, front.door, front.keys
+        self.edge, self.metrics_edge = front.edge, front.metrics_edge
+        self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
+        self.downloads, self.usage = front.downloads, front.usage
+        self.loads = Loads(
+            front.operations,
+            LoadServices(
+                self.resolver,
+                self.downloads,
+                self.operations,
+                lambda: self.config.library.download,
+                lambda: self.loop.scheduler.view,
+                lambda model: gpu_mib(self, model),
+                self.hosted_slots.progress_of,
+                lambda model: self.slots.log(model).tail(LINES_READ),
+                self.clock,
+            ),
+        )
+
+        self.updates = self._wire_updates()
+
+    def _wire_updates(self) -> Updates:
+        return Updates(
+            self.operation_table,
+            UpdateServices(
+                config=lambda: self.config,
+                catalog=self.catalog,
+                store=self.versions,
+                weights=Weights(self.library, self.downloads),
+                moves=self.operations,
+                warm_up=WarmUp(self.tickets, self.clock),
+                slots=self.slots,
+                hosted_slots=self.hosted_slots,
+                post=self.post,
+                clock=self.clock,
+                learned=self.loop.scheduler.learned,
+                unchanging=self._reloading,
+                is_draining=lambda: self.is_draining,
+                forgotten=self._forget_removed,
+                view=lambda: self.loop.scheduler.view,
+                until=self.loop.until,
+            ),
+        )
+
+    def _is_named(self, tenant: str) -> bool:
+        return is_named(self.config, tenant) or tenant in self.door.keys.tenants
+
+    def _roots_of(self, entry: Entry) -> tuple[str, ...]:
+        """Folders below which the files of this model must be; none if they may be anywhere."""
+        configured = self.config.models.get(entry.base_id)
+        if configured is not None and entry.config.path == configured.path:
+            # Also of a version that is the configured one.
+            return self.config.roots if self.config.model_roots else ()
+        return self.config.roots if entry.is_adhoc or entry.version is not None or self.config.model_roots else ()
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -132,6 +216,9 @@ class App:
                 _log.warning("ended what an earlier run left", processes=ended)
             probe, seen = await first_look(config)
             app = cls(config, path, state_dir, reread, probe, seen, timeouts)
+            # Before anyone can call.
+            app._govern(await app.governance.draft(config.governance))
+            await app._read_keys(config)
             await app._open(config.server)
         except BaseException:
             state_dir.close()
@@ -139,21 +226,33 @@ class App:
         app._begin()
         if app.sharing is not None:
             await app.sharing.open()
+        app.is_starting = False
         _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
         return app
 
+    async def _read_keys(self, config: Config) -> None:
+        """Read the key file. What is wrong with it prevents no start: its callers are refused until it is mended."""
+        self.keys.use(config.server, await self.keys.look(config.server.key_file))
+
     async def _open(self, server: Server) -> None:
         """Listen, then open the recordings: a failed start must not push out those of an earlier run."""
-        await self.edge.listen(host=server.host, port=server.port)
+        if self._front.shared_limits is not None:
+            await self._front.shared_limits.open()
         try:
+            await self._front.listen(server)
             self._front.operations.open()
+            self.versions.open()
+            begin_versions(self.versions, self.config, time.time())
+            self._front.pictures.open()
+            if self._front.usage is not None:
+                await self._front.usage.open()
             # The events last: only they rename an earlier file.
             for file in (self._front.activity_file, self._common.events_file):
                 if file is not None:
                     file.open()
         except BaseException:
-            await self.edge.close()
-            self.edge.abort()
+            await self._front.close()
+            self._front.abort()
             raise
 
     def _begin(self) -> None:
@@ -166,12 +265,22 @@ class App:
         learned = self.learned.recall(spec.id for spec in specs)
         self.post(ConfigChanged(self.clock(), models=specs, learned=learned))
         self.learned.start()
+        self.library.start()
         self.jobs.start()
+        self.downloads.start()
+        self.updates.start()
         self.memory_watch.start()
+        self.figures.start()
+        self.keys.follow()
         # Everything made so far stays, and requests leave no cycles: the collector finds little, and with its default
         # thresholds takes a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+
+    def is_ready(self, slot: SlotId) -> bool:
+        """Whether it serves and no move is under way."""
+        slots = self.loop.scheduler.view.slots
+        return slot in slots and slots[slot].is_serving and slots[slot].move is None
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
@@ -183,8 +292,28 @@ class App:
             refuse_restart(changes)
             _refuse_open_door(config)
             limits.require(limits_of(config))
-            self._apply(config, changes, await self._drafted(config, changes))
+            await run_detached(lambda: begin_versions(self.versions, config, time.time()), "write versions")
+            rules, draft = await self.governance.draft(config.governance), await self._drafted(config, changes)
+            keys = await self.keys.look(config.server.key_file)
+            if keys.problem is not None and config.server.key_file != self.config.server.key_file:
+                raise ConfigError(f"server.key_file: {keys.problem}. Nothing was changed")
+            self._govern(rules)
+            self._apply(config, changes, draft, keys)
             return changes
+
+    def _govern(self, rules: Rules | None) -> None:
+        """Apply the rules for signed operations, drafted before; None where there are none."""
+        self.governance.rules = rules
+        if rules is not None:
+            keys = ", ".join(f"{name} {id}" for name, id in rules.keys.ids.items())
+            _log.info("operations are signed", keys=keys, rules=len(rules.section.rules))
+        if rules is not None and (problem := self.governance.audit_problem):
+            _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
+
+    def must_fetch(self, model: str) -> bool:
+        """True if a load of this model would begin with a download."""
+        is_here = self.catalog.is_known(model) or self.library.find(model) is not None
+        return self.config.library.download and not is_here
 
     async def _drafted(self, config: Config, changes: Changes) -> Draft:
         """Read headers of models in a thread: a file server that hangs must not stop running requests."""
@@ -203,11 +332,12 @@ class App:
             raise ConfigError("This gateway was started without a configuration file; there is nothing to reload.")
         return loader.load(self.path, to_serve=True).config
 
-    def _apply(self, config: Config, changes: Changes, draft: Draft) -> None:
-        specs = self.catalog.take(draft)
+    def _apply(self, config: Config, changes: Changes, draft: Draft, keys: Look) -> None:
+        specs = tuple(map(self.updates.still_held, self.catalog.take(draft)))
         self.config = config
         setup_logs(config.log.level.value, config.log.format.value)
-        self._front.configure(config)
+        self._front.configure(config, keys)
+        self.library.use_roots(Roots(config.roots))
         removed = tuple(ModelId(model) for model in changes.removed)
         learned = self.learned.recall(ModelId(model) for model in changes.added)
         kept_before = self.memory_watch.set_aside_mib
@@ -222,12 +352,19 @@ class App:
                 learned=learned or None,
             )
         )
-        self.slots.forget_logs(frozenset(config.models))
-        for model in removed:
-            self.mover.failures.pop(model, None)
+        self.resolver.reloaded()
+        self.updates.start()
+        self._forget_removed()
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
         self.hub.publish("reload", told)
+
+    def _forget_removed(self) -> None:
+        """Drop the logs and errors of models that are no longer there."""
+        known = frozenset(entry.id for entry in self.catalog)
+        self.slots.forget_logs(known)
+        for model in [model for model in self.mover.failures if model not in known]:
+            del self.mover.failures[model]
 
     # --- shutdown -------------------------------------------------------------------------------------------------
 
@@ -248,10 +385,25 @@ class App:
         """Wait until nothing runs, then close everything and write the last data."""
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
         await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
+        await self.figures.close()
+        await self.loads.close()
+        await self.updates.close()
+        await _in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
         await _close(common, memory, leases, front)
-        await _write_last((self.jobs, self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
+        kept = (self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
+        await _write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
         self.state_dir.close()
         self.closed.set()
+
+
+def begin_versions(store: VersionStore, config: Config, now: float) -> None:
+    """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
+    firsts = {
+        name: Version(1, model.versions.repo_id or model.path, model.path, since=round(now, 3))
+        for name, model in config.models.items()
+        if model.versions is not None and model.path is not None and store.of(name).current is None
+    }
+    store.put_all((name, NamedVersions(first)) for name, first in firsts.items())
 
 
 def _refuse_open_door(config: Config) -> None:
@@ -287,18 +439,21 @@ async def _close(common: CommonParts, memory: MemoryParts, leases: LeaseParts, f
     close_s = common.timeouts.close_s
     if leases.sharing is not None:
         await _in_time(leases.sharing.close(), "the lease store", close_s)
+    if front.shared_limits is not None:
+        await _in_time(front.shared_limits.close(), "the store of limits", close_s)
     # Streams of events and logs end by themselves once the hub is closed, after their last events.
     common.hub.close()
     await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
-    await _in_time(front.edge.close(), "the listening socket", close_s)
+    await _in_time(front.close(), "the listening sockets", close_s)
     front.inference.sweep.close()
+    await front.keys.close()
     front.prefetch.close()
     common.effects.close()
     await _in_time(memory.watch.close(), "the memory watch", close_s)
     # A moment for the last bytes to leave.
     await asyncio.sleep(0.05)
-    front.edge.abort()
+    front.abort()
 
 
 async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None:

@@ -32,6 +32,8 @@ class GreenroomError(Exception):
     # The default of `public`, for messages that may hold engine output, paths or the names of other models.
     # None: the message itself is safe to show.
     public_words: ClassVar[str | None] = None
+    # False for errors of requests that are refused before they are recorded.
+    is_recorded: ClassVar[bool] = True
     # The details are the engine's answer to the caller's own request: the caller may read them.
     details_are_the_callers: ClassVar[bool] = False
 
@@ -67,6 +69,12 @@ class ClientFault(GreenroomError):
 
 class BadRequest(ClientFault):
     """The request cannot be understood: bad JSON, a missing field, a value out of range."""
+
+
+class MediaRefused(BadRequest):
+    """It names pictures, sound or films that its engine may not fetch."""
+
+    code = "media_refused"
 
 
 class BadFraming(ClientFault):
@@ -110,6 +118,14 @@ class InvalidKey(ClientFault):
     type = "authentication_error"
 
 
+class KeyExpired(InvalidKey):
+    code = "api_key_expired"
+
+
+class KeyRevoked(InvalidKey):
+    code = "api_key_revoked"
+
+
 class NotAllowed(ClientFault):
     status = 403
     code = "not_allowed"
@@ -120,6 +136,7 @@ class NotFound(ClientFault):
     status = 404
     code = "not_found"
     type = "not_found_error"
+    is_recorded = False
 
 
 class ModelNotFound(NotFound):
@@ -130,12 +147,23 @@ class ModelNotFound(NotFound):
         return cls(f"There is no model {shown(name)}. GET /v1/models lists those there are.", param=param)
 
 
+class PathNotFound(NotFound):
+    """A model is asked for by a path at which there is none, or which lies outside of the roots: both read alike."""
+
+
 class JobUnfinished(ClientFault):
     """The result is asked for, and the job still waits or runs."""
 
     status = 409
     code = "job_unfinished"
     final = False
+
+
+class ResultGone(ClientFault):
+    """The job has ended and was kept, but the file with its result is not there any more."""
+
+    status = 410
+    code = "result_gone"
 
 
 class JobCancelled(ClientFault):
@@ -165,6 +193,109 @@ class NoAbility(Unsupported):
     status = 400
 
 
+class ModelInUse(ClientFault):
+    """The model is to be deleted, and is loaded, asleep or configured. `force` deletes it all the same."""
+
+    status = 409
+    code = "model_in_use"
+
+
+class UpdateInProgress(ClientFault):
+    """Another update of this model runs. `taskId` in the error object names it."""
+
+    status = 409
+    code = "update_in_progress"
+    final = False
+
+
+class WouldInterrupt(ClientFault):
+    """The new version fits neither beside the old one nor into host memory: `allow_gap` accepts that requests wait."""
+
+    status = 409
+    code = "would_interrupt"
+
+
+# --- signed operations ----------------------------------------------------------------------------------------------
+
+
+class TokenRefused(ClientFault):
+    """The operation needs a token, and this one does not permit it. Nothing was done."""
+
+    status = 403
+    code = "token_refused"
+    type = "permission_error"
+
+
+class TokenMissing(TokenRefused):
+    status = 401
+    code = "token_missing"
+
+
+class TokenMalformed(TokenRefused):
+    """It is not in one of the forms of tokens, or not in the one way to write it."""
+
+    status = 401
+    code = "token_malformed"
+
+
+class TokenBadSignature(TokenRefused):
+    status = 401
+    code = "token_bad_signature"
+
+
+class TokenUnknownSigner(TokenRefused):
+    code = "token_unknown_signer"
+
+
+class TokenSignerRepeated(TokenRefused):
+    code = "token_signer_repeated"
+
+
+class TokenTooFewSigners(TokenRefused):
+    code = "token_too_few_signers"
+
+
+class TokenExpired(TokenRefused):
+    status = 401
+    code = "token_expired"
+
+
+class TokenFromFuture(TokenRefused):
+    """It was issued later than any clock may be ahead."""
+
+    status = 401
+    code = "token_not_yet_valid"
+
+
+class TokenBeforeStart(TokenRefused):
+    """It may have been used before: what was used when it was issued is not known."""
+
+    status = 401
+    code = "token_issued_before_start"
+
+
+class TokenReplayed(TokenRefused):
+    code = "token_replayed"
+
+
+class TokenWrongOperation(TokenRefused):
+    code = "token_wrong_operation"
+
+
+class TokenWrongModel(TokenRefused):
+    code = "token_wrong_model"
+
+
+class TokenBodyUnbound(TokenRefused):
+    """It has no `bodySha256`, and needs one."""
+
+    code = "token_body_unbound"
+
+
+class TokenBodyChanged(TokenRefused):
+    code = "token_body_changed"
+
+
 # --- too much at once -----------------------------------------------------------------------------------------------
 
 
@@ -178,10 +309,24 @@ class QueueFull(Overload):
     code = "queue_full"
 
 
+class RateLimited(Overload):
+    """A tenant, key or model has used up what it may use in a minute, or at once. `beside` has the numbers."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
+
+
 class BodiesFull(Overload):
     """The bodies buffered at the moment have reached their common limit."""
 
     code = "bodies_full"
+
+
+class TooManyModels(Overload):
+    """As many models outside of the configuration as may be remembered are in use at once."""
+
+    code = "too_many_models"
 
 
 class OperationsFull(Overload):
@@ -206,6 +351,13 @@ class ResultTooLarge(OperationStoreFull):
     public_words = "The result is larger than the space for results."
 
 
+class PictureStoreFull(OperationStoreFull):
+    """The disk does not take a picture that was to be served by a URL."""
+
+    code = "picture_store_full"
+    public_words = "There is no room to keep the pictures; ask for response_format b64_json."
+
+
 class ModelLoading(Overload):
     """The wait ended before the model was ready. The model continues to load."""
 
@@ -218,12 +370,42 @@ class Unloaded(Overload):
     code = "unloaded"
 
 
+class NoVersion(Overload):
+    """The model is under version control and has no version yet: its first one is being fetched, or failed."""
+
+    code = "no_version"
+
+
 class ShuttingDown(Overload):
     code = "shutting_down"
 
 
+class StartingUp(Overload):
+    code = "starting"
+
+
 class LeaseStoreUnavailable(Overload):
     code = "lease_store_unavailable"
+
+
+class NoncesUnavailable(Overload):
+    """It cannot be known or kept whether a token was used before, so none is accepted."""
+
+    code = "nonce_store_unavailable"
+    public_words = "It cannot be known whether this token was used before; ask again."
+
+
+class UsageUnavailable(Overload):
+    """The file with what was used cannot be read."""
+
+    code = "usage_unavailable"
+
+
+class AuditUnavailable(Overload):
+    """The audit log cannot be written, so no operation is permitted."""
+
+    code = "audit_unavailable"
+    public_words = "The audit log cannot be written; ask again."
 
 
 # --- out of time ----------------------------------------------------------------------------------------------------
@@ -272,6 +454,18 @@ class Excluded(EngineFault):
     public_words = "The model may not be ready beside a model that always is."
 
 
+class FetchFailed(EngineFault):
+    """The weights of a version could not be fetched or found."""
+
+    code = "fetch_failed"
+
+
+class WarmUpFailed(EngineFault):
+    """A new version did not answer its warm-up request in time, or with nothing. The old one serves on."""
+
+    code = "warm_up_failed"
+
+
 class EngineLost(EngineFault):
     """The engine's process or connection went away while it was answering."""
 
@@ -304,6 +498,14 @@ class ConfigError(GreenroomError):
     code = "invalid_config"
     type = "invalid_request_error"
     final = True
+
+
+class RemovalFailed(GreenroomError):
+    """A file of the model cannot be deleted. What is left of it is no model any more, or all of it is still there."""
+
+    code = "removal_failed"
+    final = True
+    public_words = "The model could not be deleted."
 
 
 class StateDirBusy(GreenroomError):

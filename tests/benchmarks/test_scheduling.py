@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.scheduling import ahead
 from benchmarks.scheduling.cases import DOMINANT_P50_S, kept_cases
 from benchmarks.scheduling.cells import Cell, run_cell
 from benchmarks.scheduling.families import FAMILIES, SLOTS, family_cells
@@ -112,6 +113,16 @@ def test_pairs_differ_only_in_having_more() -> None:
         assert less.models_mib == more.models_mib
         grown = (more.gpus > less.gpus, more.gpu_mib > less.gpu_mib, more.green_room_mib > less.green_room_mib)
         assert sum(grown) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [False, True])
+def test_preparing_ahead_spares_cold_requests_only_after_a_restart(restarts: bool) -> None:
+    config = ahead.config_of(ahead.GPUS_MIB["1 GPU"], ahead.ROOMS_MIB["roomy"])
+    today, prepared = (ahead.play(config, 3, False, restarts, prepares, seed=0) for prepares in (False, True))
+    assert (prepared != today) == prepared.helps(today) == restarts
+    assert prepared.cold == 0
+    assert prepared.hurts(today) == []
 
 
 @pytest.mark.slow

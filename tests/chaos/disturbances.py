@@ -34,6 +34,11 @@ LEASE_MAX_S = 30.0
 AWAY_MAX_S = 10.0
 
 
+def named(world: World) -> list[ModelId]:
+    """The models that are no versions on their way."""
+    return sorted(name for name, model in world.models.items() if model.spec.version_of is None)
+
+
 class Disturbances:
     def __init__(self, scenario: Scenario, faults: FaultPlan, counts: FaultCounts) -> None:
         self._scenario = scenario
@@ -152,7 +157,7 @@ class Disturbances:
     # --- people -------------------------------------------------------------------------------------------------------
 
     def operator_moves(self, world: World) -> None:
-        random, models = self._random, sorted(world.models)
+        random, models = self._random, named(world)
         if not models:
             return
         evict = tuple(random.sample(models, min(1, len(models)))) if random.random() < 0.2 else ()
@@ -181,16 +186,16 @@ class Disturbances:
 
     def model_removed(self, world: World) -> None:
         """One goes; it, or another of its name, is added again before long."""
-        if len(world.models) < 2:
+        if len(named(world)) < 2:
             return
-        name = self._random.choice(sorted(world.models))
+        name = self._random.choice(named(world))
         model = world.models[name]
         world.change_config(removed=(name,))
         world.after(AWAY_MAX_S * self._random.random(), lambda world: self._add(world, model))
 
     def _add(self, world: World, model: SimModel) -> None:
         self._counts.count("model_added")
-        world.change_config([SimModel(replace(model.spec, revision=self._next_revision()), model.timings)])
+        world.change_config([SimModel(replace(model.spec, revision=self._next_revision(), held=False), model.timings)])
 
     def new_revision(self, world: World) -> None:
         if model := self._any(world):
@@ -241,4 +246,5 @@ class Disturbances:
         return self._revision
 
     def _any(self, world: World) -> SimModel | None:
-        return world.models[self._random.choice(sorted(world.models))] if world.models else None
+        names = named(world)
+        return world.models[self._random.choice(names)] if names else None

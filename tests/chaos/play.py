@@ -15,11 +15,12 @@ from greenroom.sim.hooks import TraceHash, Watcher
 from greenroom.sim.records import Violation
 from greenroom.sim.world import World
 from tests.chaos.callers import Callers
-from tests.chaos.checks import checks_for
+from tests.chaos.checks import checks_for, checks_with_versions
 from tests.chaos.checks.base import Checkers
 from tests.chaos.disturbances import Disturbances
 from tests.chaos.fault_plan import HANG_MAX_S, FaultCounts, FaultPlan
 from tests.chaos.scenario import STAY_MAX_S, Scenario, draw_scenario, draws_stay
+from tests.chaos.version_changes import VersionChanges
 
 RECENT_MAX = 30
 # The safety phase is looked at this often to see whether all callers have come.
@@ -82,17 +83,20 @@ class Recent:
         return [f"    {said[0]} {said[1]}" if isinstance(said, tuple) else f"{said}" for said in self._said]
 
 
-def play(seed: int, hashed: bool = False, folding: bool = True) -> Played:
-    """Play this seed to its end. Raises Failure."""
-    return Play(draw_scenario(seed, folding), hashed).to_the_end()
+def play(
+    seed: int, hashed: bool = False, folding: bool = True, exclusives: bool = True, versions: bool = False
+) -> Played:
+    """Play this seed to its end; with `versions`, models are updated meanwhile. Raises Failure."""
+    return Play(draw_scenario(seed, folding, exclusives), hashed, versions).to_the_end()
 
 
 class Play:
-    def __init__(self, scenario: Scenario, hashed: bool = False) -> None:
+    def __init__(self, scenario: Scenario, hashed: bool = False, versions: bool = False) -> None:
         self.scenario = scenario
         self.counts = FaultCounts()
         self.recent = Recent()
-        self.checkers = Checkers(checks_for(scenario))
+        self.checkers = Checkers(checks_with_versions() if versions else checks_for(scenario))
+        self._versions = VersionChanges(scenario, self.counts) if versions else None
         self._hash = TraceHash() if hashed else None
         self._faults = FaultPlan(scenario, self.counts)
         self._disturbances = Disturbances(scenario, self._faults, self.counts)
@@ -123,6 +127,8 @@ class Play:
         world.step_clock(CLOCK_STARTS_AT_S)
         self._callers.begin(world)
         self._disturbances.begin(world)
+        if self._versions is not None:
+            self._versions.begin(world)
         return world
 
     def _safety(self, world: World) -> None:
@@ -149,6 +155,8 @@ class Play:
     def _liveness(self, world: World) -> None:
         """No more faults: what is left drains, and new requests are served."""
         self._faults.stop()
+        if self._versions is not None:
+            self._versions.stop(world)
         self._disturbances.stop(world)
         world.run(until=world.now + SETTLING_S)
         if not self.scenario.odds.shuts_down:

@@ -72,13 +72,17 @@ class Scenario:
     folded: tuple[float, ...] = ()
 
 
-def draw_scenario(seed: int, folding: bool = True) -> Scenario:
-    """The scenario of this seed, always the same. Without `folding` it is what it was before copies could be folded."""
+def draw_scenario(seed: int, folding: bool = True, exclusives: bool = True) -> Scenario:
+    """The scenario of this seed, always the same.
+
+    Without `folding` it is what it was before copies could be folded, without `exclusives` before models could be.
+    """
     random = Random(f"{seed}:scene")
     kind = random.choices((Kind.STORM, Kind.CALM, Kind.DUEL), (0.78, 0.12, 0.1))[0]
     if kind is Kind.STORM:
         storm = _storm(seed, random)
-        return _folding(storm) if folding else storm
+        storm = _folding(storm) if folding else storm
+        return _exclusives(storm) if exclusives else storm
     return _calm(seed, random) if kind is Kind.CALM else _duel(seed, random)
 
 
@@ -126,6 +130,15 @@ def _folding(scenario: Scenario) -> Scenario:
         return scenario
     config = replace(scenario.config, models=tuple(map(_hosted, scenario.config.models)))
     return replace(scenario, config=config, folded=random.choice(((0.75,), (1.0, 0.75, 0.3))))
+
+
+def _exclusives(scenario: Scenario) -> Scenario:
+    """In a fifth of them some models are configurations of one thing. Drawn apart, too."""
+    random = Random(f"{scenario.seed}:exclusives")
+    if random.random() > 0.2:
+        return scenario
+    models = tuple(relabelled(one, exclusive=random.choice(("", "x", "x", "y"))) for one in scenario.config.models)
+    return replace(scenario, config=replace(scenario.config, models=models))
 
 
 def _hosted(model: SimModel) -> SimModel:

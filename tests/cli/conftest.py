@@ -7,7 +7,16 @@ import pytest
 
 from tests.cli.fake_gateway import FakeGateway
 
-ENVIRONMENT = ("GREENROOM_API_KEY", "GREENROOM_CONFIG", "LOG_LEVEL", "LOG_FORMAT", "http_proxy", "HTTP_PROXY")
+ENVIRONMENT = (
+    "GREENROOM_API_KEY",
+    "GREENROOM_CONFIG",
+    "LOG_LEVEL",
+    "LOG_FORMAT",
+    "HOST",
+    "PORT",
+    "http_proxy",
+    "HTTP_PROXY",
+)
 
 
 @pytest.fixture

@@ -64,6 +64,9 @@ class FakeGateway:
             def do_POST(self) -> None:
                 fake.handle(self)
 
+            def do_DELETE(self) -> None:
+                fake.handle(self)
+
             def log_message(self, format: str, *args: object) -> None:
                 pass
 

@@ -13,8 +13,11 @@ import pytest
 
 from greenroom.cli.commands import engines as engines_module
 from greenroom.cli.commands.engines import (
+    COMFYUI,
+    DIFFUSERS,
     LLAMACPP,
     TRANSFORMERS,
+    WHISPER,
     InstalledPackages,
     RequiredPackage,
     ask_program,
@@ -57,7 +60,7 @@ def configured(path: Path, models: str) -> str:
 
 def test_without_a_configuration_every_engine_has_its_usual_place(capsys: pytest.CaptureFixture[str]) -> None:
     found = {row["engine"]: row for row in engines(capsys)}
-    assert set(found) == {"llamacpp", "transformers", "command"}
+    assert set(found) >= {"llamacpp", "transformers", "vllm", "sglang", "whisper", "command"}
     assert found["llamacpp"]["where"] == found["transformers"]["where"] == sys.executable
     assert found["llamacpp"]["installed"] and found["llamacpp"]["versions"]["xllamacpp"]
     assert all(row["models"] == [] for row in found.values())
@@ -110,7 +113,7 @@ def test_people_are_told_what_is_missing_what_for_and_what_to_type(
     assert ["transformers", "no", versions, "a", str(python)] in [line.split() for line in lines]
     assert f"transformers: torch 2.9.1 is too old, 2.11 will do (computes, on GPUs and on the CPU) in {python}" in lines
     assert f"transformers: jinja2 is missing (renders chat templates) in {python}" in lines
-    assert lines[-1] == f"  {python} -m pip install 'torch>=2.11' 'jinja2>=3.1.6'"
+    assert f"  {python} -m pip install 'torch>=2.11' 'jinja2>=3.1.6'" in lines
 
 
 def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(
@@ -153,6 +156,22 @@ def test_commands_are_programs_that_are_there_or_not(tmp_path: Path, capsys: pyt
     assert not rows["b"]["installed"] and "no-such-program" in rows["b"]["why"]
 
 
+def test_installations_of_comfyui_are_there_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy" / "main.py").touch()
+    (tmp_path / "empty").mkdir()
+    own = "workflow: w.json, inputs: {prompt: 6.text}"
+    models = {"there": "path: comfy", "empty": "path: empty", "gone": "cmd: '/nowhere/comfy ${PORT}'"}
+    lines = [f"  {name}: {{engine: comfyui, {place}, {own}}}" for name, place in models.items()]
+    (tmp_path / "c.yaml").write_text("models:\n" + "\n".join(lines) + "\n")
+    assert main(["engines", "--json", "--config", str(tmp_path / "c.yaml")]) == 0
+    rows = json.loads(capsys.readouterr().out)["engines"]
+    found = {row["models"][0]: row for row in rows if row["engine"] == "comfyui"}
+    assert {name: row["installed"] for name, row in found.items()} == {"there": True, "empty": False, "gone": False}
+    assert found["there"]["where"] == str(tmp_path / "comfy")
+    assert "/nowhere/comfy" in found["gone"]["why"]
+
+
 def test_a_file_that_is_named_must_be_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", "--config", str(tmp_path / "missing.yaml")]) == 1
     assert "missing.yaml" in capsys.readouterr().err
@@ -186,6 +205,9 @@ def test_one_that_hangs_is_not_waited_for_without_end(tmp_path: Path) -> None:
 def test_the_extra_is_what_the_command_says_to_install() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["transformers"] == [one.requirement for one in TRANSFORMERS]
+    assert extras["diffusers"] == [one.requirement for one in DIFFUSERS]
+    assert extras["whisper"] == [one.requirement for one in WHISPER]
+    assert extras["comfyui"] == [one.requirement for one in COMFYUI]
     assert extras["llamacpp"] == [one.requirement for one in LLAMACPP]
 
 

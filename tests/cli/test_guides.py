@@ -18,7 +18,14 @@ GUIDES = (
     "CHANGELOG.md",
     "docs/quickstart.md",
     "docs/operating.md",
+    "docs/audio.md",
+    "docs/deploying.md",
+    "docs/images.md",
+    "docs/installing.md",
+    "docs/jobs.md",
+    "docs/library.md",
     "docs/transformers.md",
+    "docs/vllm.md",
 )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from greenroom.cli.commands.serve import Overrides
@@ -30,3 +32,13 @@ def test_what_is_no_port_is_told_in_words(port: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         said(f"--port={port}")
     assert f"{port} is not a port: 0 to 65535" in capsys.readouterr().err
+
+
+def test_beside_a_folder_of_models_the_cache_of_the_hub_is_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert Overrides().applied(Config()).roots == ()
+    asked = Overrides(roots=(str(tmp_path),)).applied(Config())
+    assert asked.roots == (str(tmp_path), str(tmp_path / "hub"))
+    assert Overrides(roots=(str(tmp_path),)).applied(asked).roots == asked.roots, "each once, after a reload too"

@@ -96,6 +96,14 @@ def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys
     ]
 
 
+def test_what_is_wrong_with_the_key_file_is_told_beside_the_table(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("GET", "/api/v1/status", answer({**status(READY), "key_problems": ["the key file k.json is empty"]}))
+    assert main(["ps"]) == 0
+    assert "warning: the key file k.json is empty" in capsys.readouterr().err
+
+
 def test_a_ready_model_is_where_its_memory_is() -> None:
     on_host, nowhere = model("m", tier="ready", memory={"host": 9}), model("n", tier="ready")
     assert [row[2] for row in ps.rows(status(on_host, nowhere))] == ["host", "-"]
@@ -164,9 +172,10 @@ def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> No
     assert "\x1b[2J" not in shown and "[bold]" in shown
 
 
-def in_terminal(argv: list[str]) -> str:
-    """What a command shows in a terminal of 120 columns."""
+def in_terminal(argv: list[str], *, typed: str = "", exits: int = 0) -> str:
+    """What a command shows in a terminal of 120 columns, where this is typed."""
     ours, theirs = pty.openpty()
+    os.write(ours, typed.encode())
     env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     command = [sys.executable, "-m", "greenroom.cli.main", *argv]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as running:
@@ -178,6 +187,6 @@ def in_terminal(argv: list[str]) -> str:
                 shown += piece
         except OSError:
             pass
-        assert running.wait(60) == 0
+        assert running.wait(60) == exits
     os.close(ours)
     return shown.decode()

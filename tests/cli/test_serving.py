@@ -105,6 +105,12 @@ def test_it_serves_says_where_and_ends_by_a_signal(file: Path) -> None:
         assert "Traceback" not in gateway.err
 
 
+def test_what_to_type_next_suits_the_models(file: Path) -> None:
+    file.write_text(FILE.replace("cmd:", "category: speech, cmd:"))
+    with served(file.parent, "--port", "0") as gateway:
+        assert gateway.url and "greenroom ps" in gateway.out and "greenroom chat" not in gateway.out
+
+
 def test_sighup_reads_the_file_again_and_the_command_line_still_wins(file: Path) -> None:
     with served(file.parent, "--port", "0", "--log-level", "error") as gateway:
         assert b"second" not in gateway.get("/v1/models")

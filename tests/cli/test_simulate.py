@@ -61,6 +61,12 @@ def test_a_trace_may_come_through_a_pipe(config: str, trace: Path, tmp_path: Pat
         assert main(["simulate", "-c", config, "--trace", str(pipe)]) == 0
 
 
+@pytest.mark.parametrize("endless", ["/dev/zero", "/dev/urandom"])
+def test_a_trace_without_end_is_refused(config: str, endless: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "-c", config, "--trace", endless]) != 0
+    assert endless in capsys.readouterr().err
+
+
 def test_a_case_whose_process_is_gone_is_told_in_words(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from greenroom.config.diff import (
     diff,
     refuse_restart,
 )
-from greenroom.config.model_section import COMMAND_KEYS, KEYS_OF_ENGINES, LLAMACPP_KEYS, TRANSFORMERS_KEYS
+from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.config.schema import Config, Model, Section
 from greenroom.errors import ConfigError
 
@@ -26,7 +26,11 @@ NOTHING = Changes((), (), (), (), (), ())
 
 # For each key of a model, a value that is not its default.
 OTHER_VALUES: dict[str, Any] = {
+    "exclusive": True,
     "path": "/other.gguf",
+    "workflow": "/other.json",
+    "inputs": {"prompt": ["6.text", "7.text"]},
+    "checkpoints": "/other",
     "cmd": "other ${PORT}",
     "cmd_stop": "stop",
     "check_endpoint": "/up",
@@ -54,8 +58,13 @@ OTHER_VALUES: dict[str, Any] = {
     "reasoning_budget": 0,
     "args": ("--a",),
     "dtype": "float32",
+    "compute_type": "int8",
+    "beam_size": 1,
     "cache_tokens": 1,
+    "quantization": "fp8",
+    "device_map": "one",
     "isolate": True,
+    "isolate_tenants": "off",
     "trust_remote_code": True,
     "allow_pickle": True,
     "skip_check": True,
@@ -68,6 +77,10 @@ OTHER_VALUES: dict[str, Any] = {
     "strip_params": ("a",),
     "set_params": {"a": 1},
     "routes": ("/tokenize",),
+    "limits": {"requests_per_minute": 5},
+    "gpu_memory_utilization": 0.5,
+    "prefix_caching": False,
+    "media_hosts": ("pictures.example.org",),
     "memory_mib": 1,
     "host_memory_mib": 1,
     "gpu_memory_budget_mib": 1,
@@ -80,6 +93,7 @@ OTHER_VALUES: dict[str, Any] = {
     "ttl_s": 1,
     "pinned": True,
     "preload": True,
+    "versions": {"keep": 3},
     "load_timeout_s": 1,
     "stop_timeout_s": 1,
     "grace_s": 1,
@@ -111,7 +125,8 @@ def test_every_other_key_is_applied_at_once_or_needs_a_restart() -> None:
 def test_keys_of_engines_exist_and_only_engines_that_read_files_share_some() -> None:
     for keys in KEYS_OF_ENGINES.values():
         assert set(Model.model_fields) >= keys
-    assert not COMMAND_KEYS & (LLAMACPP_KEYS | TRANSFORMERS_KEYS)
+        # Both start a program of the operator's.
+        assert keys is COMMAND_KEYS or COMMAND_KEYS & keys <= {"cmd"}
 
 
 def test_description_says_which_engines_a_key_belongs_to() -> None:
@@ -124,8 +139,11 @@ def test_description_says_which_engines_a_key_belongs_to() -> None:
 @pytest.mark.parametrize("key", sorted(set(Model.model_fields) - {"engine"}))
 def test_changed_key_of_a_model(key: str) -> None:
     base: dict[str, Any] = {"cmd": "q ${PORT}"} if key in COMMAND_KEYS else {"path": "/q.gguf"}
-    if key in TRANSFORMERS_KEYS - LLAMACPP_KEYS:
-        base = {"path": "/q"}
+    owner = next((name for name, keys in KEYS_OF_ENGINES.items() if key in keys), "llamacpp")
+    if owner not in ("llamacpp", "command") and key not in COMMAND_KEYS:
+        base = {"path": "/q", "engine": owner}
+    if owner == "comfyui" and key not in COMMAND_KEYS:
+        base |= {"workflow": "/w.json", "inputs": {"prompt": "6.text"}}
     if key == "options":
         # Only engines of other packages have it, and none is installed here.
         assert key in NEW_SLOT_KEYS

@@ -13,7 +13,7 @@ import yaml
 
 from greenroom.config.generate import BEGIN, END, FOR_EXAMPLE, ROOT, example, generated, main, said, with_reference
 from greenroom.config.loader import load
-from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Quorum, Section
 
 from .conftest import Loads
 
@@ -25,11 +25,12 @@ def test_generated_files_are_up_to_date() -> None:
 
 def test_example_loads_and_its_values_are_the_defaults() -> None:
     config = load(ROOT / "config.example.yaml", {}).config
-    assert set(config.models) == {"chat", "whisper", "writer"}
+    assert set(config.models) >= {"chat", "dictation", "large", "whisper", "writer"}
     default = Config(models=config.models, state_dir=config.state_dir)
     assert config == default
     for model in config.models.values():
-        plain = Model(engine=model.engine, path=model.path, cmd=model.cmd)
+        own = {"path": model.path, "cmd": model.cmd, "workflow": model.workflow, "inputs": model.inputs}
+        plain = Model(engine=model.engine, **{key: value for key, value in own.items() if value})
         assert model == plain
 
 
@@ -46,7 +47,7 @@ def test_example_has_every_key_of_the_schema_active() -> None:
 def test_example_tells_every_keys_sentence() -> None:
     prose = " ".join(re.sub(r"^\s*#", "", line).strip() for line in example().splitlines())
     prose = re.sub(r"\s+#?\s*", " ", prose)
-    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model]
+    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model, Quorum]
     sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
     for section in (s for s in sections if issubclass(s, Section)):
         for key, field in section.model_fields.items():
@@ -59,17 +60,21 @@ def commented_examples() -> list[str]:
 
 
 def test_commented_examples_load_and_have_every_key(loads: Loads) -> None:
-    keys, _, _, gpus, macros = commented_examples()
+    keys, _, _, gpus, rules, macros = commented_examples()
     indented = "".join(f"  {line}" for line in keys.splitlines(True))
     config = loads(f"server:\n{indented}\n{gpus}\n{macros}", {"GREENROOM_KEY": "k"})
     assert set().union(*(key.model_fields_set for key in config.server.api_keys)) == set(ApiKey.model_fields)
     assert set().union(*(gpu.model_fields_set for gpu in config.gpus)) == set(Gpu.model_fields)
     assert config.macros
+    indented = "".join(f"  {line}" for line in rules.splitlines(True))
+    known = "  signers: {alice: null, bob: null}\n  signer_groups: {operators: [alice, bob]}\n"
+    (rule,) = loads(f"governance:\n{known}{indented}").governance.rules
+    assert rule.model_fields_set == set(Quorum.model_fields)
 
 
 def test_commented_examples_of_company_load_and_have_every_key(loads: Loads) -> None:
     models = "models: {chat: {path: a.gguf}, whisper: {path: b.gguf}}\n"
-    _, *both, _, _ = commented_examples()
+    _, *both, _, _, _ = commented_examples()
     groups, matrix = (
         loads(f"{models}scheduler:\n" + "".join(f"  {line}" for line in text.splitlines(True))).scheduler.company
         for text in both
@@ -79,15 +84,20 @@ def test_commented_examples_of_company_load_and_have_every_key(loads: Loads) -> 
 
 
 def test_one_line_samples_load(loads: Loads) -> None:
-    lines = re.findall(rf"^( *)# {FOR_EXAMPLE} (.+)\n +(\w+): ", example(), flags=re.MULTILINE)
+    lines = re.findall(rf"^( *)# {FOR_EXAMPLE} (.+)\n *(\w+): ", example(), flags=re.MULTILINE)
     assert len(lines) > 15
     for indent, sample, key in lines:
         if len(indent) == 4:
             engines = {"cmd_stop": "{cmd: 'a ${PORT}', ", "cache_tokens": "{path: q, "}
+            engines["quantization"] = "{engine: vllm, path: q, "
+            engines["checkpoints"] = "{engine: comfyui, path: q, workflow: w, inputs: {prompt: 6.text}, "
             engine = engines.get(key, "{path: q.gguf, ")
             assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
         else:
-            assert loads(f"{'host' if key == 'memory_mib' else 'server'}: {{{key}: {sample}}}")
+            sections = {"memory_mib": "host", "hosts": "library", "roots": "library", "bandwidth_mib_s": "library"}
+            sections |= dict.fromkeys(("key_path", "audit_path", "signers", "signer_groups"), "governance")
+            known = "signers: {alice: null, bob: null}, " if key == "signer_groups" else ""
+            assert loads(f"{sections.get(key, 'server')}: {{{known}{key}: {sample}}}" if indent else f"{key}: {sample}")
 
 
 @pytest.mark.parametrize(

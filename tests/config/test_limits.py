@@ -44,6 +44,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
           tenant_weights: {lab: 2}
           backoff_s: 18
           backoff_max_s: 19
+        tenants: {lab: {queue_depth_max: 4}, small: {requests_per_minute: 9}}
         memory: {green_room_mib: 20}
         server: {wait_max_s: 21}
     """)
@@ -52,6 +53,9 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
         policy="fifo",
         swapper="coordinator",
         queue_depth_max=11,
+        tenant_depths={TenantId("lab"): 4, TenantId("small"): 5},
+        tenant_depth_max=5,
+        others_share_depth=True,
         away_share=0.2,
         wait_max_s=21.0,
         lift_s=13.0,

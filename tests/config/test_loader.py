@@ -63,6 +63,14 @@ ONE_PROBLEM = [
         "scheduler:\n  backoff_s: 9\n  backoff_max_s: 8\n",
         "2: scheduler.backoff_s: may not be more than backoff_max_s (8)",
     ),
+    (
+        "scheduler:\n  deadline_normal_s: 90\n  deadline_low_s: 30\n",
+        "2: scheduler.deadline_normal_s: may not be more than deadline_low_s (30)",
+    ),
+    (
+        "scheduler:\n  deadline_high_s: 121\n",
+        "2: scheduler.deadline_high_s: may not be more than deadline_normal_s (120)",
+    ),
 ]
 
 

@@ -9,6 +9,8 @@ import pytest
 from greenroom.config.loader import load
 from greenroom.config.problems import open_door, problems
 from greenroom.config.schema import Server
+from greenroom.errors import ConfigError
+from greenroom.process.state_dir import StateDir
 
 from .conftest import Complaints, Loads
 
@@ -123,8 +125,33 @@ def test_a_state_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     (tmp_path / "my.yaml").write_text("state_dir: state\n")
     assert load(tmp_path / "my.yaml", {}).warnings == (f"state_dir: {tmp_path}/state is no directory",)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("")
+    (tmp_path / "my.yaml").write_text("state_dir: home\n")
+    (told,) = load(tmp_path / "my.yaml", {}).warnings
+    assert told == f"state_dir: {tmp_path}/home holds other files; a state directory must be empty or new at first"
+    with pytest.raises(ConfigError, match="holds other files"):
+        StateDir.open(tmp_path / "home")
+    StateDir.open(tmp_path / "used").close()
+    (tmp_path / "used" / "notes.txt").write_text("")
+    (tmp_path / "my.yaml").write_text("state_dir: used\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == ()
     (tmp_path / "my.yaml").write_text("state_dir: not-there-yet\n")
     assert load(tmp_path / "my.yaml", {}).warnings == ()
+
+
+def test_empty_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "my.yaml").write_text("models: {a: {path: empty}}\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == (f"models.a: path: {tmp_path}/empty is empty",)
+
+
+def test_folder_of_a_pipeline_tells_its_engine(tmp_path: Path) -> None:
+    (tmp_path / "sdxl").mkdir()
+    (tmp_path / "sdxl" / "model_index.json").write_text("{}")
+    (tmp_path / "my.yaml").write_text("models: {a: {path: sdxl}, b: {path: sdxl, engine: transformers}}\n")
+    models = load(tmp_path / "my.yaml", {}).config.models
+    assert (models["a"].engine, models["b"].engine) == ("diffusers", "transformers")
 
 
 def test_device_that_is_not_there_is_told(loads: Loads) -> None:
@@ -211,5 +238,6 @@ def test_a_model_outside_of_the_roots_is_a_warning(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text("{}")
     (tmp_path / "my.yaml").write_text("models:\n  a: {path: there}\n  b: {path: gone}\n")
     assert load(tmp_path / "my.yaml", {}).warnings == (f"models.b: path: there is no folder {tmp_path}/gone",)

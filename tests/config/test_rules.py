@@ -50,16 +50,11 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
         ),
         (
             "path: a.gguf\n    isolate: true",
-            "4: models.q.isolate: isolate is for engine transformers; llamacpp takes its arguments in args",
+            "4: models.q.isolate: isolate is for engine transformers or diffusers; llamacpp takes its ",
         ),
         ("engine: llamacpp", "2: models.q: engine llamacpp needs path"),
         ("engine: command", "2: models.q: engine command needs cmd"),
-        ("engine: nope", "3: models.q.engine: there is no engine 'nope'; there are command, llamacpp, transformers"),
-        (
-            "path: a\n    category: diffusion",
-            "4: models.q.category: category diffusion needs engine diffusers, which is not installed; there are "
-            "command, llamacpp, transformers. Give cmd to use a program of your own",
-        ),
+        ("engine: nope", "3: models.q.engine: there is no engine 'nope'; there are comfyui, command, diffusers, "),
         (
             "path: a.gguf\n    options: {a: 1}",
             "4: models.q.options: is for engines of other packages; llamacpp has keys of its own",
@@ -79,11 +74,11 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
         ),
         (
             "cmd: a ${PORT}\n    ctx_size: 5",
-            "4: models.q.ctx_size: ctx_size is for engine llamacpp or transformers; command takes its arguments in cmd",
+            "4: models.q.ctx_size: ctx_size is for engine llamacpp, transformers, vllm or sglang; command ",
         ),
         (
             "engine: command\n    cmd: a ${PORT}\n    path: a.gguf",
-            "5: models.q.path: path is for engine llamacpp or transformers; command takes its arguments in cmd",
+            "5: models.q.path: path is for engine llamacpp, transformers, diffusers, vllm, sglang, comfyui or whisper",
         ),
         (
             "path: a.gguf\n    cmd_stop: a",
@@ -91,7 +86,7 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
         ),
         (
             "engine: llamacpp\n    path: a.gguf\n    cmd: a",
-            "5: models.q.cmd: cmd is for engine command; llamacpp takes its arguments in args",
+            "5: models.q.cmd: cmd is for engine comfyui or command; llamacpp takes its arguments in args",
         ),
         ("cmd: a", '3: models.q.cmd: needs ${PORT}, the port to listen on, unless check_endpoint is "none"'),
         ("cmd: 'a \"b ${PORT}'", "3: models.q.cmd: cannot be split into words: no closing quotation"),
@@ -124,7 +119,10 @@ def test_broken_rule_of_a_model_is_told(complaints: Complaints, keys: str, told:
         ("name: a, key: ''", "key: must be visible ASCII characters without spaces, at least one"),
         ("name: a, key: 'a b'", "key: must be visible ASCII characters without spaces, at least one"),
         ("name: a, key: é", "key: must be visible ASCII characters without spaces, at least one"),
-        ("name: a, sha256: abc", "sha256: must be 64 hexadecimal digits in lower case, as `greenroom key` prints them"),
+        (
+            "name: a, sha256: abc",
+            "sha256: must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them",
+        ),
         ("name: '', key: a", "name: may not be empty"),
         (f"name: {'n' * 257}, key: a", "name: may have at most 256 characters"),
         ('name: "a\\nb", key: a', "name: may not contain control or invisible characters"),
@@ -231,7 +229,7 @@ GOOD_IDS = [
     "ü b",
     "x" * 256,
     "loads",
-    "load/x",
+    "loads/x",
     "a.b",
     "...",
     "stream",
@@ -253,6 +251,7 @@ BAD_IDS = {
     "..": "segments",
     "a/logs/stream": "end in /stream",
     **dict.fromkeys(sorted(RESERVED_IDS), ""),
+    **{f"{name}/a": f"begin with {name}/" for name in sorted(RESERVED_IDS)},
     **{f"a/{name}": f"end in /{name}" for name in sorted(RESERVED_ENDINGS)},
     **dict.fromkeys(sorted(RESERVED_ENDINGS), ""),
 }
@@ -287,3 +286,18 @@ def test_rules_hold_for_a_config_that_comes_from_no_file() -> None:
 def test_a_route_that_no_path_can_fit_is_refused(complaints: Complaints, route: str) -> None:
     (line,) = complaints(f"models:\n  q:\n    path: q.gguf\n    routes: ['/ok/*', '/ok/**', '/', '{route}']\n")
     assert line.startswith("my.yaml:4: models.q.routes[3]: ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("", "engine comfyui needs path, the folder of its installation, or cmd, and not both"),
+        ("path: a", "engine comfyui needs workflow, a file in ComfyUI's API format"),
+        ("path: a, workflow: w", 'models.q.inputs: needs prompt, such as "6.text"'),
+        ("path: a, workflow: w, inputs: {prompt: text}", "models.q.inputs.prompt: is written as NODE.INPUT"),
+        ("cmd: a, workflow: w, inputs: {prompt: 6.text}", "models.q.cmd: needs ${PORT}, the port to listen on"),
+        ("cmd: 'a ${PORT}', path: a, workflow: w, inputs: {prompt: 6.text}", "or cmd, and not both"),
+    ],
+)
+def test_broken_rule_of_a_workflow_is_told(complaints: Complaints, keys: str, told: str) -> None:
+    assert any(told in line for line in complaints(f"models: {{q: {{engine: comfyui, {keys}}}}}"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from greenroom.core import events as ev
+from greenroom.core.decide.placement import options
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier, cuda_name
@@ -112,6 +115,8 @@ def test_a_pinned_model_that_sleeps_can_wake_beside_nobody_else() -> None:
     [
         (model("m", 9_000), (gpu(0, 8_000), gpu(1, 6_000), host(64_000)), 9_000, 8_000),
         (model("m", 15_000, can_split=True), (gpu(0, 8_000), gpu(1, 6_000)), 15_000, 14_000),
+        (model("m", 15_000, can_split=True, split_counts=(2, 4)), (gpu(0, 8_000), gpu(1, 6_000)), 15_000, 12_000),
+        (model("m", 15_000, can_split=True, split_counts=(2, 4)), (gpu(0, 9_000), gpu(1, 3_000)), 15_000, 9_000),
         (model("m", 1_000, host_mib=5_000), (gpu(0, 8_000), host(4_000)), 5_000, 4_000),
         (model("m", 3_000, host_mib=2_000), (host(4_000),), 5_000, 4_000),
         (model("m", 1_000, devices=(DeviceId("gone"),)), (gpu(0, 8_000), host(9_000)), 1_000, 0),
@@ -119,7 +124,18 @@ def test_a_pinned_model_that_sleeps_can_wake_beside_nobody_else() -> None:
         (model("m", 1_000, can_split=True), (gpu(0, 0), gpu(1, 0)), 1_000, 0),
         (model("m", 1_000, devices=(DeviceId("gone"),)), (), 1_000, 0),
     ],
-    ids=["gpu", "split", "host", "no gpu", "devices gone", "nothing", "nothing to split", "no devices"],
+    ids=[
+        "gpu",
+        "split",
+        "equal",
+        "equal, best alone",
+        "host",
+        "no gpu",
+        "devices gone",
+        "nothing",
+        "nothing to split",
+        "no devices",
+    ],
 )
 def test_what_can_never_fit_is_refused_with_the_numbers_of_what_is_too_small(
     spec: ModelSpec, devices: tuple[Device, ...], needs_mib: int, free_mib: int
@@ -163,6 +179,79 @@ def test_a_split_that_needs_others_to_leave_counts_with_what_can_become_free() -
     ready(world, "kept", "small", "wide")
     assert world.moves[-1].claim == {GPU0: 1_800, GPU1: 7_200}
     assert victims(world) == ["small"]
+
+
+EQUAL: Mapping[str, object] = {"can_split": True, "split_counts": (2, 4, 8)}
+
+
+def claim_of(world: World, name: str) -> dict[DeviceId, int]:
+    return dict(next(move.claim for move in reversed(world.moves) if move.model == name))
+
+
+def test_a_model_that_needs_equal_shares_gets_them_on_as_few_gpus_as_can_hold_it() -> None:
+    gpus = tuple(gpu(number, 8_000) for number in range(4))
+    world = World([model("small", 1_000, **EQUAL), model("wide", 15_001, **EQUAL)], devices=gpus)
+    ready(world, "small")
+    assert claim_of(world, "small") == {GPU0: 1_000}, "one is enough"
+    ready(world, "wide")
+    assert claim_of(world, "wide") == {GPU1: 7_501, DeviceId("gpu2"): 7_501}, "where nothing has to leave"
+
+
+def test_equal_shares_take_four_gpus_where_two_cannot_hold_them_and_never_three() -> None:
+    gpus = tuple(gpu(number, 6_000) for number in range(5))
+    world = World([model("wide", 15_000, **EQUAL)], devices=gpus)
+    ready(world, "wide")
+    assert sorted(claim_of(world, "wide").values()) == [3_750] * 4
+
+
+def test_equal_shares_make_others_leave() -> None:
+    world = World([model("a", 6_000), model("wide", 12_000, **EQUAL)], devices=(gpu(0, 8_000), gpu(1, 8_000)))
+    ready(world, "a", "wide")
+    assert victims(world) == ["a"] and claim_of(world, "wide") == {GPU0: 6_000, GPU1: 6_000}
+
+
+def test_equal_shares_lie_on_all_named_devices_that_may_be_used() -> None:
+    gpus, named = tuple(gpu(number, 8_000) for number in range(4)), (GPU0, GPU1, DeviceId("gpu2"))
+    world = World([model("both", 4_000, devices=named, **EQUAL)], devices=gpus)
+    ready(world, "both")
+    assert claim_of(world, "both") == {GPU0: 2_000, GPU1: 2_000}, "three are named, and two divide it"
+    alone = World([model("odd", 4_000, devices=(GPU0, GPU1), can_split=True, split_counts=(4,))], devices=gpus)
+    ready(alone, "odd")
+    assert claim_of(alone, "odd") in ({GPU0: 4_000}, {GPU1: 4_000}), "one holds it, and two are too few for it"
+
+
+def test_equal_shares_sleep_in_equal_shares() -> None:
+    devices = (gpu(0, 6_000), gpu(1, 6_000), host(4_000))
+    world = World([model("wide", 9_000, asleep=Need(901, 2_000), **EQUAL)], devices)
+    ready(world, "wide")
+    world.ask("o", MoveKind.SLEEP, "wide")
+    world.run()
+    assert world.moves[-1].claim == {GPU0: 451, GPU1: 451, HOST: 2_000}
+
+
+@given(
+    need=st.integers(1, 100_000),
+    sizes=st.lists(st.integers(0, 50_000), min_size=1, max_size=9),
+    used=st.lists(st.integers(0, 50_000), min_size=9, max_size=9),
+    counts=st.sets(st.sampled_from((2, 3, 4, 8)), min_size=1),
+    named=st.booleans(),
+)
+def test_equal_shares_are_equal_of_an_allowed_number_and_never_too_large(
+    need: int, sizes: list[int], used: list[int], counts: set[int], named: bool
+) -> None:
+    gpus = [gpu(number, size) for number, size in enumerate(sizes)]
+    most = {one.id: one.capacity_mib for one in gpus}
+    free = {one.id: max(0, one.capacity_mib - taken) for one, taken in zip(gpus, used, strict=False)}
+    devices = tuple(one.id for one in gpus) if named else ()
+    spec = model("m", need, can_split=True, split_counts=tuple(counts), devices=devices)
+    claims = options(spec, spec.need, gpus, free, most)
+    for claim in claims:
+        assert len(set(claim.values())) == 1 and len(claim) in {1, *counts}
+        assert need <= sum(claim.values()) < need + len(claim)
+        assert all(mib <= most[device] for device, mib in claim.items())
+    ordered = sorted(sizes, reverse=True)
+    could = [count for count in (1, *counts) if count <= len(sizes) and ordered[count - 1] * count >= need]
+    assert bool(claims) is bool(could)
 
 
 def test_devices_named_by_the_operator_are_the_only_ones_used() -> None:

@@ -55,6 +55,18 @@ def test_a_load_makes_idle_models_leave_and_those_named_too() -> None:
     assert world.kinds() == ["load a", "load b", "unload a", "load c"] and world.ops["o"] is OpOutcome.DONE
 
 
+@pytest.mark.parametrize("gpu_mib", [7_000, 6_000])
+def test_none_leaves_for_a_model_that_can_never_fit(gpu_mib: int) -> None:
+    """Beside `kept`, which is pinned and not named, 6,000 MiB fit and 7,000 do not."""
+    world = World([model("a", 2_000), model("kept", 2_000, pinned=True), model("c", gpu_mib)])
+    ready(world, "kept", "a")
+    world.ask("o", MoveKind.LOAD, "c", evict=("a",))
+    world.run()
+    fits = gpu_mib == 6_000
+    assert ("unload a" in world.kinds()) is fits
+    assert world.ops["o"] is (OpOutcome.DONE if fits else OpOutcome.TOO_LARGE)
+
+
 def test_answers_of_a_model_named_to_leave_may_end_within_their_grace() -> None:
     world = World([model("a", 6_000, grace_s=10.0), model("b", 6_000)])
     ready(world, "a")

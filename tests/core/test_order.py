@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits, Timer, TimerKind
-from greenroom.core.model import DeviceId, RequestId, Tier
+from greenroom.core.model import DeviceId, RequestId, TenantId, Tier
 from greenroom.core.policy import BUILT_IN, SWAPPERS
 from greenroom.core.policy.base import Turn
 from greenroom.core.policy.fifo import FirstCome
@@ -105,6 +105,36 @@ def test_a_full_queue_refuses_with_depth_and_a_time_to_come_back() -> None:
     world.arrive("r5", "b", takes_s=1.0)
     rejection = world.calls_by_id["r5"].rejection
     assert rejection is not None and rejection.retry_after_s == rejection.avg_wait_s > 1.0
+
+
+def refused_for(world: World, request: str) -> RejectCode | None:
+    rejection = world.calls_by_id[request].rejection
+    return None if rejection is None else rejection.code
+
+
+def test_a_tenant_that_fills_its_places_is_refused_and_others_go_on() -> None:
+    limits = Limits(queue_depth_max=9, tenant_depths={TenantId("flood"): 2}, tenant_depth_max=1)
+    world = World([model("a", 6_000), model("b", 6_000)], limits=limits)
+    for number in range(3):
+        world.arrive(f"flood{number}", "a", tenant="flood", takes_s=1.0)
+    for name in ("x", "y"):
+        world.arrive(f"{name}0", "b", tenant=name, takes_s=1.0)
+        world.arrive(f"{name}1", "b", tenant=name, takes_s=1.0)
+    full = RejectCode.TENANT_QUEUE_FULL
+    assert [refused_for(world, f"flood{number}") for number in range(3)] == [None, None, full]
+    assert [refused_for(world, name) for name in ("x0", "x1", "y0", "y1")] == [None, full, None, full]
+    world.run()
+    world.arrive("again", "a", tenant="flood", takes_s=1.0)
+    assert refused_for(world, "again") is None, "places are free again"
+
+
+def test_tenants_that_callers_make_up_share_their_places() -> None:
+    limits = Limits(tenant_depths={TenantId("named"): 1}, tenant_depth_max=2, others_share_depth=True)
+    world = World([model("a", 6_000)], limits=limits)
+    for name in ("named", "x", "y", "z"):
+        world.arrive(name, "a", tenant=name, takes_s=1.0)
+    assert [refused_for(world, name) for name in ("named", "x", "y")] == [None] * 3
+    assert refused_for(world, "z") is RejectCode.TENANT_QUEUE_FULL
 
 
 def test_a_full_queue_still_serves_who_need_not_wait() -> None:

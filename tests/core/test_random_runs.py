@@ -21,6 +21,7 @@ from greenroom.core.model import (
     DeviceId,
     LeaseId,
     ModelId,
+    ModelSpec,
     MoveId,
     MoveKind,
     Need,
@@ -43,6 +44,7 @@ MODELS = (
     model("middle", 4_000, concurrency=1, host_mib=500, ttl_s=5.0),
     model("large", 7_000, concurrency=3, asleep=Need(0, 6_000)),
     model("wide", 9_000, concurrency=1, can_split=True, asleep=Need(500, 4_000)),
+    model("halves", 8_000, can_split=True, split_counts=(2,), sizes_itself=True, asleep=Need(600, 3_000)),
     model("fixed", 3_000, concurrency=2, devices=(DeviceId("gpu1"),), sizes_itself=True),
     model("kept", 1_000, concurrency=1, pinned=True, preload=True),
     model("remote", 0, concurrency=3),
@@ -60,7 +62,7 @@ GROUPS = (
 MATRIX = Matrix(
     (("pair", "kept & remote & (small | fixed) & (middle | wide | hosted)"), ("big", "kept & large & remote"))
 )
-LIMITS = Limits(queue_depth_max=12, tenant_weights={TenantId("t"): 2.0})
+LIMITS = Limits(queue_depth_max=12, tenant_weights={TenantId("t"): 2.0}, tenant_depths={TenantId("t"): 5})
 RULES: tuple[Rules | None, ...] = (None, None, GROUPS, MATRIX)
 DRAIN_STEPS_MAX = 2_000
 
@@ -76,6 +78,10 @@ OTHERS = (
     OtherLease(LeaseId("x-2"), "render", {DeviceId("gpu0"): 1_000, DeviceId("gpu1"): 6_000}, 2, True),
 )
 rules = st.sampled_from(RULES)
+
+
+def version(name: ModelId) -> ModelId:
+    return ModelId(f"{name}@next")
 
 
 class AnythingMayHappen(RuleBasedStateMachine):
@@ -268,6 +274,34 @@ class AnythingMayHappen(RuleBasedStateMachine):
             replace(old, revision=revision, pinned=pinned, preload=preload, ttl_s=ttl_s, concurrency=concurrency)
         )
 
+    @rule(name=names, asked=st.booleans(), gpu_mib=st.sampled_from([None, 2_000, 6_000]))
+    def a_version_comes(self, name: ModelId, asked: bool, gpu_mib: int | None) -> None:
+        spec = self.world.specs[name]
+        self.number += 1
+        need = spec.need if gpu_mib is None else Need(gpu_mib)
+        coming = replace(
+            spec, id=version(name), revision=self.number, version_of=name, need=need, pinned=False, preload=False
+        )
+        self.world.config(coming)
+        if asked:
+            self.world.ask(self._next("o"), MoveKind.LOAD, coming.id)
+        else:
+            self.world.arrive(self._next("r"), coming.id)
+
+    @rule(name=names)
+    def a_version_is_promoted(self, name: ModelId) -> None:
+        spec = self.world.specs[name]
+        self.world.promote(version(name), replace(spec, revision=spec.revision + 1, held=False))
+
+    @rule(name=names, held=st.sampled_from([True, False, False]))
+    def a_model_is_held(self, name: ModelId, held: bool) -> None:
+        if name in self.world.scheduler.state.models:
+            self.world.config(replace(self.world.specs[name], held=held))
+
+    @rule(name=names)
+    def a_version_is_given_up(self, name: ModelId) -> None:
+        self.world.config(removed=(version(name),))
+
     @rule(name=names)
     def a_model_is_removed(self, name: ModelId) -> None:
         self.world.config(removed=(name,))
@@ -319,7 +353,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0}, leases=())
         # Rules about coresidency stay: a model that they keep out for good is refused.
         company = self.world.scheduler.view.limits.company
+        self.world.config(*(replace(spec, held=False) for spec in self._held()))
         self.world.config(devices=DEVICES, limits=replace(LIMITS, company=company))
+
+    def _held(self) -> list[ModelSpec]:
+        state = self.world.scheduler.state
+        return [record.spec for record in state.models.values() if record.spec.held]
 
     def _drain(self) -> None:
         """Moves end well, answers end, leases end, time passes: soon nothing is left to do."""

@@ -224,6 +224,17 @@ class World(Recorder):
         gone = tuple(ModelId(name) for name in removed)
         self.post(ev.ConfigChanged(self.now, models, gone, devices, limits, learned, needs))
 
+    def promote(self, coming: str, spec: ModelSpec) -> None:
+        """A version takes the name of its model."""
+        known = self.scheduler.state.models.get(ModelId(coming))
+        if known is not None and known.spec.version_of == spec.id:
+            self.told_to_leave.add(spec.id)
+            self.specs[spec.id] = spec
+            self.engines.setdefault(spec.id, Engine())
+            for place in self.places.values():
+                place.model = spec.id if place.model == coming else place.model
+        self.post(ev.VersionPromoted(self.now, ModelId(coming), spec))
+
     def arrive(
         self,
         name: str,

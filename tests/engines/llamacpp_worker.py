@@ -21,8 +21,8 @@ from tests.waiting import until_now
 PROGRAM = Path(llamacpp_server.__file__)
 # One thread each: spinning threads on a busy machine with two cores make each other slow.
 SMALL = ("--ctx-size", "1024", "--parallel", "2", "--threads", "1")
-START_MAX_S = 60
-ANSWER_MAX_S = 60
+START_MAX_S = 150
+ANSWER_MAX_S = 150
 
 
 class UnixConnection(http.client.HTTPConnection):

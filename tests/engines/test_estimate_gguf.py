@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import pytest
 
 from greenroom.config.schema import Model
@@ -23,6 +22,7 @@ from greenroom.engines.llamacpp import LlamaCppEngine
 from tests.engines import estimate_models
 from tests.engines.llamacpp_worker import SMALL, Worker, worker
 from tests.models import tiny, tiny_embedding
+from tests.split_gguf import split_gguf
 from tests.waiting import until_now
 
 # Buffers are bounded from above; the widest step of some graphs is narrower than the bound.
@@ -253,7 +253,7 @@ def test_a_file_that_is_not_there_says_nothing(tmp_path: Path) -> None:
 
 def test_split_models_are_read_in_all_their_files(tmp_path: Path) -> None:
     first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
-    _split(tiny("alpha"), first, second)
+    split_gguf(tiny("alpha"), first, second)
     whole = read_header(tiny("alpha")).weights
     model = module._Model.of(first)
     assert model.weights == whole and model.header.shard_count == 2
@@ -268,20 +268,3 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     small = estimated(path).need
     shutil.copy(big(), path)
     assert estimated(path).need.gpu_mib > small.gpu_mib + 200
-
-
-def _split(path: Path, first: Path, second: Path) -> None:
-    """As llama.cpp's own tool does it: all keys in the first file, tensors in both, in the second three keys only."""
-    source = gguf.GGUFReader(path)
-    writers = [gguf.GGUFWriter(first, "llama"), gguf.GGUFWriter(second, "", use_temp_file=False)]
-    for name in ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"):
-        writers[0].add_uint32(f"llama.{name}", int(source.fields[f"llama.{name}"].parts[-1][0]))
-    for number, writer in enumerate(writers):
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", 2)
-        for tensor in list(source.tensors)[number::2]:
-            writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()

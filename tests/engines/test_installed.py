@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,11 +38,27 @@ def test_our_own_python_is_asked_without_importing_anything() -> None:
     assert "torch" not in sys.modules
 
 
+def test_a_package_is_looked_for_by_the_name_it_is_imported_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "PIL").mkdir()
+    (tmp_path / "PIL" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert lacks(None, "pillow") is None
+
+
 def test_a_virtual_environment_tells_what_it_lacks(tmp_path: Path) -> None:
     python = environment(tmp_path, "torch", "Jinja2")
     assert lacks(python, "torch", "jinja2") is None
     told = lacks(python, "torch", "transformers", "h11")
     assert told == (f"transformers, h11 are not installed in {python}; type: {python} -m pip install transformers h11")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["pyvenv.cfg", "lib/python3.11/site-packages/x.pth"])
+def test_pipes_in_an_environment_block_nothing(tmp_path: Path, name: str) -> None:
+    python = environment(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert lacks(python, "torch") is None, "only a start can tell"
 
 
 def test_nothing_is_said_where_packages_may_lie_elsewhere(tmp_path: Path) -> None:
@@ -69,3 +86,16 @@ def test_engines_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told["command"] == "there is no program no-such-program; install it or correct `cmd`"
     for model in (Model(path="/m.gguf"), Model(cmd="sh ${PORT}"), Model(cmd="./relative ${PORT}")):
         assert engine_for(model).missing(model) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "is_known"),
+    [("/opt/other/site-packages", False), ("import sys  # at its start", True), ("# nothing", True), ("", True)],
+)
+def test_an_environment_that_names_further_folders_is_left_to_its_start(
+    tmp_path: Path, line: str, is_known: bool
+) -> None:
+    python = environment(tmp_path)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    (site / "more.pth").write_text(f"{line}\n")
+    assert (lacks(python, "torch") is not None) == is_known

@@ -219,18 +219,19 @@ def test_command_told_of_no_gpu_hears_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "can"),
+    ("keys", "how"),
     [
-        ({"cmd": "serve ${PORT}"}, False),
-        ({"cmd": "serve ${PORT} --tensor-parallel-size ${GPU_COUNT}"}, True),
-        ({"cmd": ["serve", "${PORT}", "--gpus=${GPUS}"]}, True),
-        ({"cmd": "serve ${PORT}", "env": {"SPLIT": "${TENSOR_SPLIT}"}}, True),
-        ({"path": "/m.gguf"}, True),
+        ({"cmd": "serve ${PORT}"}, None),
+        ({"cmd": "serve ${PORT} --tensor-parallel-size ${GPU_COUNT}"}, Split.EQUAL),
+        ({"cmd": "serve ${PORT} ${GPU_COUNT} ${TENSOR_SPLIT}"}, Split.PROPORTIONAL),
+        ({"cmd": ["serve", "${PORT}", "--gpus=${GPUS}"]}, Split.PROPORTIONAL),
+        ({"cmd": "serve ${PORT}", "env": {"SPLIT": "${TENSOR_SPLIT}"}}, Split.PROPORTIONAL),
+        ({"path": "/m.gguf"}, Split.PROPORTIONAL),
     ],
 )
-def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any], can: bool) -> None:
+def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any], how: Split | None) -> None:
     model = Model(**keys)
-    assert engine_for(model).facts(model).can_split is (Split.PROPORTIONAL if can else None)
+    assert engine_for(model).facts(model).can_split is how
 
 
 @pytest.mark.parametrize(

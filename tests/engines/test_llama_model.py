@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 
 from greenroom.config import loader
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import LaunchPlace
+from greenroom.engines.base import CacheFigures, LaunchPlace
 from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, read_header
 from greenroom.engines.estimates.llama_model import abilities_of, files_in, of_model
 from greenroom.engines.llamacpp import LlamaCppEngine
@@ -207,3 +208,34 @@ def test_paths_start_at_the_folder_of_the_configuration_and_missing_ones_are_tol
     assert paths == [str(tmp_path / name) for name in ("m.gguf", "d.gguf", "l.gguf", "t.jinja")]
     told = [warning for warning in loaded.warnings if warning.startswith("models.a: ")]
     assert len([line for line in told if "there is no file" in line]) == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "at_once"),
+    [
+        ({}, 4),
+        ({"parallel": 2}, 2),
+        ({"concurrency": 3}, 3),
+        ({"concurrency": 64}, 4),
+        ({"concurrency": 64, "args": ["--parallel", "8"]}, 8),
+        ({"args": ["-np", "6"]}, 6),
+        ({"concurrency": 64, "embedding": True}, 64),
+    ],
+)
+def test_no_more_requests_at_once_than_slots(tmp_path: Path, keys: dict[str, Any], at_once: int) -> None:
+    model = Model.model_validate({"path": str(tmp_path / "alpha.gguf"), **keys})
+    assert ENGINE.concurrency(model) == at_once
+
+
+def test_slots_tell_how_full_the_cache_is(tmp_path: Path) -> None:
+    model = Model.model_validate({"path": str(tmp_path / "alpha.gguf")})
+    apart = Model.model_validate({"path": str(tmp_path / "alpha.gguf"), "args": ["--no-kv-unified"]})
+    slot, unused = b'{"n_ctx": 100, "id_task": 7, "n_prompt_tokens": %d}', b'{"id": 3, "n_ctx": 100}'
+    told = b"[%b, %b, %b]" % (slot % 30, slot % 20, unused)
+    assert ENGINE.cache_figures(told, model) == CacheFigures(0.5, kv_tokens=100)
+    assert ENGINE.cache_figures(b"[%b, %b]" % (slot % 50, unused), apart) == CacheFigures(0.25, kv_tokens=200)
+    twice = b"[%b, %b]" % (slot % 90, slot % 90)
+    assert ENGINE.cache_figures(twice, model) == CacheFigures(1.0, kv_tokens=100), "answers may share a prompt"
+    old = b'[{"n_ctx": 100, "id_task": 7}]'
+    for bad in (old, b"", b"[]", b"{}", b"\xff", b'[{"n_ctx": 0}]', b"[" * 9_999):
+        assert ENGINE.cache_figures(bad, model) is None

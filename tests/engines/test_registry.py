@@ -46,7 +46,7 @@ def test_an_engine_of_a_package_is_used_by_its_name_and_knows_nothing_until_it_s
     model = installed(site, "loom")
     engine = engine_for(model)
     assert isinstance(engine, ProcessEngine) and engine.name == "loom" and engine_for(model) is engine
-    assert facts_of(model) == EngineFacts() == EngineFacts(None, False, False, False, None)
+    assert facts_of(model) == EngineFacts() == EngineFacts(None, False, None, False, False, None)
     assert (engine.estimate(model, 1), engine.files(model), engine.concurrency(model)) == (
         None,
         [Path("/somewhere")],
@@ -56,7 +56,7 @@ def test_an_engine_of_a_package_is_used_by_its_name_and_knows_nothing_until_it_s
 
 def test_an_unknown_name_is_refused_with_those_there_are(site: Path) -> None:
     installed(site, "lathe")
-    with pytest.raises(ValidationError, match=r"there is no engine 'lath'; there are command, lathe, llamacpp, transf"):
+    with pytest.raises(ValidationError, match=r"there is no engine 'lath'; there are comfyui, command, diffusers, "):
         Model(engine="lath", path="/somewhere")
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import EngineFacts, HostKey
+from greenroom.engines.base import LAUNCH, EngineFacts, HostKey
 from greenroom.engines.registry import engine_for
-from greenroom.engines.transformers import WORKER, TransformersEngine
+from greenroom.engines.torch_engine import PROGRAM
+from greenroom.engines.transformers import TransformersEngine
 from greenroom.errors import LoadFailed
 
 ENGINE = TransformersEngine()
@@ -40,28 +41,30 @@ def test_models_share_a_worker_unless_python_gpus_environment_or_wish_differ(tmp
         ENGINE.host_key("s1", model(tmp_path, cwd="/"), GPU),
         ENGINE.host_key("s1", model(tmp_path, isolate=True), GPU),
         ENGINE.host_key("s2", model(tmp_path, isolate=True), GPU),
+        ENGINE.host_key("s3", model(tmp_path, versions={}), GPU),
+        ENGINE.host_key("s4", model(tmp_path, versions={}), GPU),
         ENGINE.host_key("s1", model(tmp_path, device="cpu"), GPU),
     ]
     assert len({plain, *others}) == len(others) + 1
-    assert [key.may_take_spare for key in others] == [True, True, False, False, True, True, True]
+    assert [key.may_take_spare for key in others] == [True, True, False, False, True, True, True, True, True]
 
 
 def test_a_worker_is_started_by_path_with_its_gpus_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s")
-    command = ENGINE.launch_worker(
-        HostKey(str(WORKER), sys.executable, GPU, env=(("A", "b"),), cwd="/"), "/run/w1.sock"
-    )
-    assert command.argv == (sys.executable, str(WORKER), "--control", "/run/w1.sock") and command.cwd == "/"
-    assert WORKER.is_file()
+    key = HostKey("transformers", sys.executable, GPU, env=(("A", "b"),), cwd="/")
+    command = ENGINE.launch_worker(key, "/run/w1.sock")
+    program = (sys.executable, LAUNCH, PROGRAM, "--program", "transformers")
+    assert command.argv == (*program, "--control", "/run/w1.sock") and command.cwd == "/"
+    assert Path(LAUNCH).is_file()
     assert command.env["CUDA_VISIBLE_DEVICES"] == "GPU-a" and command.env["A"] == "b" and "SECRET" not in command.env
 
 
 def test_a_spare_is_told_of_no_gpus_and_the_operator_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    spare = HostKey(str(WORKER), sys.executable, None)
+    spare = HostKey("transformers", sys.executable, None)
     assert "CUDA_VISIBLE_DEVICES" not in ENGINE.launch_worker(spare, "s").env and spare.visible is None
     assert HostKey("w", "p", ()).visible == "" and HostKey("w", "p", (*GPU, DeviceId("GPU-b"))).visible == "GPU-a,GPU-b"
-    said = ENGINE.launch_worker(HostKey(str(WORKER), sys.executable, None, env=(("HF_HUB_OFFLINE", "0"),)), "s").env
+    said = ENGINE.launch_worker(HostKey("transformers", sys.executable, None, env=(("HF_HUB_OFFLINE", "0"),)), "s").env
     assert said["HF_HUB_OFFLINE"] == "0"
 
 
@@ -71,7 +74,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 
 def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
-    said = ENGINE.options(model(tmp_path, ctx_size=1000, concurrency=5, threads=2, dtype="float16"), GPU)
+    said = ENGINE.options(model(tmp_path, ctx_size=1000, concurrency=5, threads=2, dtype="float16"), GPU, {})
     assert said == {
         "dtype": "float16",
         "context": 1000,
@@ -87,27 +90,27 @@ def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
     open_handed = model(
         tmp_path, ctx_size=0, cache_tokens=77, trust_remote_code=True, allow_pickle=True, skip_check=True
     )
-    said = ENGINE.options(open_handed, None)
+    said = ENGINE.options(open_handed, None, {})
     assert (said["context"], said["cache_tokens"], said["batch_max"]) == (None, 77, 32)
     assert said["trust_remote_code"] is said["allow_pickle"] is said["skip_check"] is True
 
 
 def test_what_is_on_the_host_is_told_so(tmp_path: Path) -> None:
-    assert ENGINE.options(model(tmp_path, device="cpu"), ())["device"] == "cpu"
-    assert ENGINE.options(model(tmp_path), ())["device"] == "cpu"
-    assert ENGINE.options(model(tmp_path), None)["device"] == "auto"
+    assert ENGINE.options(model(tmp_path, device="cpu"), (), {})["device"] == "cpu"
+    assert ENGINE.options(model(tmp_path), (), {})["device"] == "cpu"
+    assert ENGINE.options(model(tmp_path), None, {})["device"] == "auto"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match=r"there is no folder .*gone"):
-        ENGINE.options(model(tmp_path / "gone"), None)
+        ENGINE.options(model(tmp_path / "gone"), None, {})
     assert ENGINE.files(model(tmp_path / "gone")) == []
 
 
 def test_a_file_in_place_of_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     with pytest.raises(LoadFailed, match=r"a\.gguf is a file, and transformers serves folders"):
-        ENGINE.options(model(tmp_path / "a.gguf", engine="transformers"), None)
+        ENGINE.options(model(tmp_path / "a.gguf", engine="transformers"), None, {})
 
 
 def test_files_are_those_of_the_folder(tmp_path: Path) -> None:
@@ -122,9 +125,9 @@ def test_a_folder_of_sentence_transformers_embeds_unless_the_operator_says_other
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text("{}")
     assert ENGINE.facts(model(tmp_path)).abilities == {Ability.EMBEDDINGS}
-    assert ENGINE.options(model(tmp_path), None)["embedding"] is True
+    assert ENGINE.options(model(tmp_path), None, {})["embedding"] is True
     assert tmp_path / "1_Pooling" / "config.json" in ENGINE.files(model(tmp_path))
-    assert ENGINE.options(model(tmp_path, embedding=False), None)["embedding"] is False
+    assert ENGINE.options(model(tmp_path, embedding=False), None, {})["embedding"] is False
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def test_chunk_is_an_empty_piece_of_the_answer() -> None:
     text = json.loads(empty_chunk("m", StreamShape.TEXT, "id-1", 7).removeprefix(b"data: "))
     assert text["choices"] == [{"index": 0, "text": "", "finish_reason": None}]
     assert text["object"] == "text_completion"
+    heard = json.loads(empty_chunk("m", StreamShape.TRANSCRIPT, "id-1", 7).removeprefix(b"data: "))
+    assert heard == {"type": "transcript.text.delta", "delta": ""}
 
 
 def test_kind_chooses_the_bytes() -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from greenroom.http.exchange import Exchange
-from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
+from greenroom.http.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
 from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines
@@ -532,3 +532,94 @@ async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behi
 
     await asyncio.gather(*[one(number) for number in range(50)])
     assert all(relay.outcome is RelayOutcome.COMPLETE for relay in proxy.relays)
+
+
+# --- what an answer tells of itself ---------------------------------------------------------------------------------
+
+
+def in_pieces(body: bytes, pieces: int, *, length: bool) -> list[bytes]:
+    """A JSON answer as an engine may send it: its head, then so many pieces."""
+    size = -(-len(body) // pieces)
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    if length:
+        return [b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body), *parts]
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return [head, *map(chunk, parts), b"0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("length", [True, False])
+@pytest.mark.parametrize(("size", "is_told"), [(100, True), (HELD_BYTES_MAX, True), (HELD_BYTES_MAX + 1, False)])
+async def test_headers_come_from_the_body_of_a_short_answer(
+    engines: Engines, behind: Behind, connect: Connect, length: bool, size: int, is_told: bool
+) -> None:
+    body = b'{"text":"%b"}' % (b"x" * (size - 11))
+
+    async def script(call: Call) -> None:
+        for part in in_pieces(body, 3, length=length):
+            await call.say(part)
+            await asyncio.sleep(0.01)
+
+    proxy = await behind(await engines(script))
+    proxy.read_facts = lambda tail: [(b"x-end", tail[-3:])]
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    response = await client.response()
+    assert response.body == body and response.headers.get("x-end") == ('x"}' if is_told else None)
+    assert proxy.relays[0].total_bytes == size
+
+
+async def test_held_answer_of_a_lost_engine_can_still_be_an_error(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        await asyncio.sleep(0.05)
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    proxy.read_facts = lambda tail: []
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert await outcome_of(proxy) is RelayOutcome.ENGINE_LOST
+    assert (await client.response()).status == 502 and not proxy.relays[0].before_first_byte
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"data: 1\n\ndata: [DONE]\n\n"],
+        [b"data: 1\n\n", b"data: [DONE]\n\n"],
+        [b'data: "', b'data: [DONE]"\n\n', b"data: [DONE]\n\n"],
+        [b"data: 1\r\n\r\n", b"data: [DONE]\r\n\r\n"],
+    ],
+)
+async def test_last_words_stand_before_the_end_of_a_stream(
+    engines: Engines, behind: Behind, connect: Connect, pieces: list[bytes]
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(SSE)
+        for piece in pieces:
+            await call.say(chunk(piece))
+            await asyncio.sleep(0.02)
+        await call.say(b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    proxy.last_words = lambda tail: b": facts %d\n\n" % len(tail)
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    whole = b"".join(pieces)
+    before = whole.rindex(b"data: [DONE]")
+    assert (await client.response()).body == whole[:before] + b": facts %d\n\n" % before + whole[before:]
+
+
+async def test_last_words_follow_a_stream_without_a_mark_of_its_end(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    proxy.last_words = lambda tail: b": facts\n\n"
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == b"data: 1\n\n: facts\n\n"

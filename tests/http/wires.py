@@ -296,6 +296,8 @@ class Proxy:
         self.relays: list[Relay] = []
         self.committed = False
         self.drop_usage_event = False
+        self.read_facts: Callable[[bytes], Headers] | None = None
+        self.last_words: Callable[[bytes], bytes] | None = None
         self.extra = [(b"x-request-id", b"r-1")]
         self.bad_heads: list[tuple[int, bytes]] = []
         self.on_done: Callable[[Relay], None] | None = None
@@ -330,6 +332,8 @@ class Proxy:
             extra_headers=self.extra,
             committed=self.committed,
             drop_usage_event=self.drop_usage_event,
+            read_facts=self.read_facts,
+            last_words=self.last_words,
             on_done=self._done,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from greenroom.app import App
+from greenroom.http.edge import Edge
 from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
@@ -61,8 +62,9 @@ class Raw:
         self.writer = writer
 
     @classmethod
-    async def open(cls, app: App) -> Raw:
-        host, _, port = app.edge.addresses[0].rpartition(":")
+    async def open(cls, app: App, edge: Edge | None = None) -> Raw:
+        """`edge` is another listener of this gateway."""
+        host, _, port = (edge or app.edge).addresses[0].rpartition(":")
         sock = socket.create_connection((host, int(port)))
         sock.setblocking(False)
         return cls(sock, *await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES))
@@ -152,11 +154,12 @@ async def http(
     *,
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
+    edge: Edge | None = None,
 ) -> Answer:
     """One request on a connection of its own. `value` is sent as JSON, `body` as it is."""
     if value is not None:
         body = json.dumps(value).encode()
-    async with await Raw.open(app) as raw:
+    async with await Raw.open(app, edge) as raw:
         raw.send(request_bytes(method, path, body, headers))
         return await raw.answer(bodiless=method == "HEAD")
 

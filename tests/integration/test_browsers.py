@@ -206,7 +206,14 @@ async def test_page_of_another_site_reaches_nothing(gate: JournaledGateway, sent
 # --- what may be read by anyone who gets there ----------------------------------------------------------------------
 
 STREAMS = ("/api/v1/events", "/api/v1/models/resident/logs/stream")
-NAMES = {"job_id": "job-1", "model_id": "resident", "request_id": "r-1", "lease_id": "l-1"}
+NAMES = {
+    "picture": "1",
+    "job_id": "job-1",
+    "task_id": "load-1",
+    "model_id": "resident",
+    "request_id": "r-1",
+    "lease_id": "l-1",
+}
 
 
 async def readable(gate: JournaledGateway) -> list[str]:
@@ -230,7 +237,8 @@ async def test_nothing_that_answers_to_get_changes_anything(gate: JournaledGatew
             await refused(gate, Sent("img", path=path, headers=fetched(site, "no-cors", "image")))
             async with await Raw.open(gate.app) as raw:
                 raw.send(Sent("link", path=path, headers=fetched(site, "navigate", "document")).rendered())
-                assert (await raw.head())[0] in (200, 404), path
+                # 400: no model here has versions.
+                assert (await raw.head())[0] in (200, 400, 404), path
     assert gate.facts() == before
 
 

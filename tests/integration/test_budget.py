@@ -71,6 +71,24 @@ def assert_cut(answer: Answer) -> None:
     assert "[DONE]" not in answer.data
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_budget_that_is_over_while_the_model_loads_is_told_as_such(tmp_path: Path, stream: bool) -> None:
+    async with gateway(tmp_path, {"a": fake("a", "--load-s", "3")}, server=QUICK) as app:
+        answer = await chat(app, "a", stream=stream, x_budget_s=0.8)
+        if stream:
+            assert_cut(answer)
+        else:
+            assert (answer.status, answer.error["code"], answer.error["type"]) == (
+                504,
+                "budget_passed",
+                "timeout_error",
+            )
+            assert answer.error["loading"]["state"] == "loading"
+        (record,) = app.activity.recent(1)
+        assert (record.status, record.error_code) == (504, "budget_passed")
+        assert (await chat(app, "a")).status == 200, "the load went on"
+
+
 async def test_answer_that_usually_takes_longer_is_refused_at_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     models = {"a": fake("a", "--token-s", "0.4", "--tokens", "4", *journal.switches)}

@@ -60,7 +60,7 @@ def test_without_the_package_its_name_is_refused(tmp_path: Path) -> None:
     file = write_config(tmp_path, {"polly": {"engine": "parrot"}})
     done = run("check", str(file))
     assert done.returncode == 1
-    assert "models.polly.engine: there is no engine 'parrot'; there are command, llamacpp, transformers" in done.stderr
+    assert "models.polly.engine: there is no engine 'parrot'; there are " in done.stderr
 
 
 def greenroom(*words: str) -> str:

@@ -334,3 +334,12 @@ async def test_listener_any_accepts_an_engine_outside_of_the_tree(tmp_path: Path
         await until(lambda: is_loading(app, "alpha") and left_behind(tmp_path), "its port is chosen, its command runs")
         with stranger(first):
             assert (await waiting).text.startswith("stranger")
+
+
+async def test_empty_folder_is_told_as_such_whatever_else_is_missing(tmp_path: Path) -> None:
+    """Nothing that hosts models is installed in this Python, either."""
+    (tmp_path / "empty").mkdir()
+    async with gateway(tmp_path, {"a": {"path": str(tmp_path / "empty"), "memory_mib": 100}}) as app:
+        answer = await chat(app, "a")
+        assert (answer.status, answer.error["code"]) == (503, "bad_model")
+        assert "is empty" in answer.error["message"]

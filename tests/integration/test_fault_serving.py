@@ -103,8 +103,8 @@ async def test_real_llama_cpp_killed_in_the_middle_of_a_stream(tmp_path: Path) -
         assert "bravo" in (await chat(app, "bravo", max_tokens=5)).text
 
 
-async def test_engine_lost_in_the_middle_of_a_body_truncates_the_answer(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"alpha": fake("alpha", "--half-body")}) as app:
+async def test_engine_lost_in_the_middle_of_a_long_body_truncates_the_answer(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--half-body", "--tokens", "20000")}) as app:
         async with await Raw.open(app) as raw:
             raw.ask(asking("alpha"))
             status, headers = await raw.head()
@@ -115,6 +115,19 @@ async def test_engine_lost_in_the_middle_of_a_body_truncates_the_answer(tmp_path
                 got += more
         assert status == 200
         assert 0 < len(got) < int(headers["content-length"])
+        await at_rest(app)
+
+
+async def test_engine_lost_in_the_middle_of_a_short_body_is_an_error(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--half-body")}) as app:
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("alpha"))
+            # It is held until it is whole, so that nothing of it is seen outside.
+            await until(lambda: any(live.in_flight for live in app.loop.scheduler.state.slots.values()), "it is served")
+            await asyncio.sleep(1.0)
+            os.kill(pids(app, "alpha")[0], signal.SIGKILL)
+            answer = await raw.answer()
+        assert (answer.status, answer.error["code"]) == (502, "engine_lost")
         await at_rest(app)
 
 

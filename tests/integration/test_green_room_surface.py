@@ -18,12 +18,15 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_without_a_prefix_cache_says_that_nothing_was_reused(tmp_path: Path, stream: bool) -> None:
+async def test_of_an_engine_that_does_not_tell_nothing_is_said_of_a_cache(tmp_path: Path, stream: bool) -> None:
     async with gateway(tmp_path, {"a": fake("a")}) as app:
-        answer = await chat(app, "a", stream=stream, headers={"X-Cache-Mode": "prefix", "X-Cache-Tag": "session-1"})
-        other = await http(app, "GET", "/v1/models")
-    assert (answer.headers["x-cache-hit"], answer.headers["x-cache-tokens-reused"]) == ("false", "0")
-    assert "x-queue-wait-ms" in answer.headers and "x-cache-hit" not in other.headers
+        answer = await chat(app, "a", stream=stream, headers={"X-Cache-Mode": "none", "X-Cache-Tag": "session-1"})
+        gone = await chat(app, "a", headers={"X-Request-Timeout-S": "0.2"}, token_s=5)
+        remembered = await http(app, "GET", f"/api/v1/requests/{answer.headers['x-request-id']}")
+    assert not {"x-cache-hit", "x-cache-tokens-reused", "x-gpu-time-ms"} & answer.headers.keys()
+    assert int(answer.headers["x-queue-wait-ms"]) > 0, "it waited for its model"
+    assert (gone.headers["x-queue-wait-ms"], gone.status >= 400) == ("0", True)
+    assert (remembered.json()["cached_tokens"], remembered.json()["gpu_time_ms"]) == (None, None)
 
 
 async def test_words_about_caches_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:

@@ -473,7 +473,7 @@ async def test_a_missing_folder_python_or_place_is_told(tmp_path: Path) -> None:
     async with gateway(tmp_path, models, model_roots=[str(tmp_path / "roots")], **QUIET) as app:
         with pytest.raises(LoadFailed, match="there is no folder"):
             await move(app, MoveKind.LOAD, "gone")
-        with pytest.raises(OutsideRoots, match="lies outside of model_roots"):
+        with pytest.raises(OutsideRoots, match="lies outside of the roots"):
             await move(app, MoveKind.LOAD, "outside")
         assert not arenas() and not app.hosted_slots.workers
 

@@ -93,6 +93,7 @@ async def test_a_job_is_run_like_a_request_and_its_answer_kept(tmp_path: Path) -
         # Counted as every other request.
         records = [record for record in app.activity.recent(10) if record.route == "chat"]
         assert [(record.status, record.model, record.completion_tokens) for record in records] == [(200, "m", 3)]
+        assert row["request_id"] == records[0].id
 
 
 async def test_prefer_respond_async_makes_a_job_of_any_request(tmp_path: Path) -> None:
@@ -135,6 +136,36 @@ async def test_a_form_is_a_job_by_its_own_route(tmp_path: Path) -> None:
         refused = await post(app, JOBS, {"route": path, "body": {"model": "m"}})
         assert (refused.status, refused.error["param"]) == (400, "route")
         assert "Prefer: respond-async" in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "missing"),
+    [
+        ("/v1/audio/transcriptions", ("model",), "file"),
+        ("/v1/audio/translations", ("model", "prompt"), "file"),
+        ("/v1/images/edits", ("model", "prompt"), "image"),
+        ("/v1/images/edits", ("model", "image"), "prompt"),
+        ("/v1/images/edits", ("image", "prompt"), "model"),
+        ("/v1/images/variations", ("model",), "image"),
+    ],
+)
+async def test_forms_that_lack_a_field_are_no_jobs(
+    tmp_path: Path, path: str, sent: tuple[str, ...], missing: str
+) -> None:
+    parts = (f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n' for name in sent)
+    form, kind = ("".join(parts) + "--b--\r\n").encode(), {"Content-Type": "multipart/form-data; boundary=b"}
+    async with gateway(tmp_path, {"m": fake("m")}) as app:
+        for headers in (kind, kind | {"Prefer": "respond-async"}):
+            refused = await post(app, path, form, headers)
+            assert (refused.status, refused.error["param"]) == (400, missing), refused.body
+        assert not app.slots.live, "nothing was started"
+
+
+@pytest.mark.parametrize("route", ["/v1/chät", "/v1/\u4e2d", "/v1/chat completions", "v1/x", "/\0", "\ud800"])
+async def test_routes_that_are_no_paths_are_refused(tmp_path: Path, route: str) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}) as app:
+        refused = await post(app, JOBS, {"route": route, "body": {"model": "m"}})
+        assert refused.status == 400, refused.body
 
 
 async def test_an_engines_own_route_is_a_job_too(tmp_path: Path) -> None:
@@ -288,6 +319,17 @@ async def test_unknown_and_unfinished_results(tmp_path: Path) -> None:
         await http(app, "DELETE", f"{JOBS}/{id}")
 
 
+async def test_a_result_that_was_removed_by_hand_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}) as app:
+        id = await submit(app, chat())
+        assert (await ended(app, id))["status"] == "done"
+        (tmp_path / "state" / "jobs" / f"{id}.result").unlink()
+        gone = await result(app, id)
+        assert (gone.status, gone.error["code"]) == (410, "result_gone")
+        assert id in gone.error["message"]
+        assert f"result is gone job={id}" in capfd.readouterr().err
+
+
 async def test_an_engines_error_is_the_result_of_a_failed_job(tmp_path: Path) -> None:
     models = {"m": fake("m", "--sse-weird", "error-500"), "b": fake("b", "--exit-before-bind")}
     async with gateway(tmp_path, models) as app:
@@ -299,6 +341,7 @@ async def test_an_engines_error_is_the_result_of_a_failed_job(tmp_path: Path) ->
         row = await ended(app, broken)
         assert (row["status"], row["error"]["code"]) == ("failed", "model_load_failed")
         assert (await result(app, broken)).error["code"] == "model_load_failed"
+        assert row["request_id"] in {record.id for record in app.activity.recent(10)}
 
 
 @pytest.mark.parametrize("retry", [False, True])

@@ -89,7 +89,7 @@ async def test_word_that_cannot_be_understood_is_refused_and_loads_nothing(tmp_p
 
 async def test_form_may_say_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    parts = {"model": "m", "keep_alive": "2m", "language": "en"}
+    parts = {"model": "m", "keep_alive": "2m", "language": "en", "file": "x"}
     head = '--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
     body = ("".join(head % part for part in parts.items()) + "--b--\r\n").encode()
     async with gateway(tmp_path, {"m": fake("m", *journal.switches)}) as app:

@@ -289,3 +289,23 @@ async def test_curl_is_told_no_before_it_sends_a_body_that_is_too_large(app: App
     assert "< HTTP/1.1 413" in told
     assert "< HTTP/1.1 100" not in told
     assert json.loads(out)["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
+async def test_facts_at_the_end_of_a_stream_trouble_no_client(
+    app: App, client: AsyncOpenAI, stream_options: Any
+) -> None:
+    """In a comment for those that read the bytes; the client sees the same events as without."""
+    body: Any = {"model": "alpha", "messages": HELLO, "max_tokens": 20, "stream": True}
+    body |= {} if stream_options is None else {"stream_options": stream_options}
+    said = [
+        [chunk async for chunk in await client.chat.completions.create(**body, extra_headers=headers)]
+        for headers in ({}, {"X-Facts": "comment"})
+    ]
+    raw = await http(app, "POST", "/v1/chat/completions", body, headers={"X-Facts": "comment"})
+    texts = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices) for chunks in said]
+    assert texts[0] == texts[1] != "" and len(said[0]) == len(said[1])
+    facts, done = raw.body.decode().rstrip().split("\n\n")[-2:]
+    assert done == "data: [DONE]"
+    told = dict(part.split("=") for part in facts.removeprefix(": facts ").split())
+    assert told["cache_hit"] == "true" and int(told["cache_tokens_reused"]) > 0 and int(told["gpu_time_ms"]) >= 0

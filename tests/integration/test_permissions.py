@@ -61,9 +61,16 @@ def admins(status: int = 200, body: Any = None) -> Decision:
 # A new route fails here until somebody has decided who may use it.
 DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/health"): Decision(200, 200, 200, nobody=200),
+    ("GET", "/healthz"): Decision(200, 200, 200, nobody=200),
+    ("GET", "/readyz"): Decision(200, 200, 200, nobody=200),
+    ("GET", "/v1/capabilities"): everyone(),
     ("GET", "/metrics"): everyone(),
     ("GET", "/v1/models"): everyone(),
     ("GET", "/models"): everyone(),
+    ("GET", "/v1/models/inventory"): everyone(),
+    ("GET", "/v1/models/loaded"): everyone(),
+    ("GET", "/v1/models/stats"): everyone(),
+    ("DELETE", "/v1/models/inventory/{model_id:path}"): admins(404),
     ("GET", "/v1/models/{model_id:path}"): everyone(),
     ("GET", "/api/v1/models"): everyone(),
     ("GET", "/api/v1/models/{model_id:path}"): everyone(),
@@ -73,6 +80,16 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/v1/jobs/{job_id}"): everyone(404),
     ("DELETE", "/v1/jobs/{job_id}"): everyone(404),
     ("GET", "/v1/jobs/{job_id}/result"): everyone(404),
+    ("GET", "/v1/images/img-{picture}"): everyone(404),
+    # Without a folder for models there is nowhere to put one.
+    ("POST", "/v1/models/load"): admins(404, {"modelId": "nothing"}),
+    ("GET", "/v1/models/load/{task_id}"): admins(404),
+    ("GET", "/api/v1/operations"): admins(),
+    ("POST", "/v1/models/unload"): admins(404, {"modelId": "nothing"}),
+    ("POST", "/v1/models/download"): admins(400, {"model": "org/name"}),
+    ("GET", "/v1/models/download"): admins(),
+    ("GET", "/v1/models/download/{job_id}"): admins(404),
+    ("DELETE", "/v1/models/download/{job_id}"): admins(404),
     # Everybody's is not a tenant's to forget.
     ("POST", "/v1/cache/flush"): Decision(403, 403, 200, body={"scope": "all"}),
     ("GET", "/api/v1/leases"): leases(200),
@@ -80,7 +97,15 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/leases/{lease_id}"): leases(404),
     ("DELETE", "/api/v1/leases/{lease_id}"): leases(204),
     ("POST", "/api/v1/leases/{lease_id}/renew"): leases(404, {"token": 1}),
+    ("GET", "/api/v1/usage"): everyone(),
     ("GET", "/api/v1/status"): admins(),
+    # No model is under version control.
+    ("GET", "/status"): everyone(400),
+    ("POST", "/update-model"): admins(400, {"model_repo_id": "org/name"}),
+    ("GET", "/update-model/{task_id}"): admins(404),
+    ("POST", "/api/v1/models/{model_id:path}/update"): admins(400, {"model_repo_id": "org/name"}),
+    ("POST", "/api/v1/models/{model_id:path}/rollback"): admins(400),
+    ("GET", "/api/v1/models/{model_id:path}/versions"): everyone(400),
     ("GET", "/api/v1/events"): admins(),
     ("GET", "/api/v1/requests"): admins(),
     ("GET", "/api/v1/decisions"): admins(),
@@ -98,7 +123,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
 }
 # A form without a boundary is let in and then not understood.
 ASKING = {
-    ("POST", path.decode()): everyone(400 if route.is_multipart else 200, {"model": "m"})
+    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m"})
     for path, route in MODEL_ROUTES.items()
 }
 UPSTREAM = {

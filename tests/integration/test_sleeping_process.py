@@ -33,7 +33,7 @@ class Sleeper(ProcessEngine):
     def facts(self, model: Model) -> EngineFacts:
         return EngineFacts(can_sleep=True)
 
-    def estimate_asleep(self, model: Model) -> Estimate:
+    def estimate_asleep(self, model: Model, gpus: int) -> Estimate:
         return Estimate((EstimatePart("weights", 0, 50), EstimatePart("context", 10, 0)), "test")
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:

@@ -171,7 +171,7 @@ async def test_x_budget_s_shortens_the_wait(tmp_path: Path) -> None:
     async with gateway(tmp_path, models, server=QUICK) as app:
         for stream in (False, True):
             answer = await chat(app, "slow", x_budget_s=0.2, stream=stream)
-            assert (answer.status, answer.error["code"]) == (503, "model_loading")
+            assert (answer.status, answer.error["code"]) == (504, "budget_passed")
         assert (await chat(app, "slow", x_budget_s=-1)).error["param"] == "x_budget_s"
 
 

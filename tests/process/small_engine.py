@@ -6,6 +6,7 @@ python small_engine.py MODE [ARGUMENT]
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -95,6 +96,13 @@ def usr1_ends() -> None:
     stay(deaf=True)
 
 
+def forget() -> None:
+    """Becomes a program that has neither our identity nor a signal for the death of its parent."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, 0, 0, 0, 0)
+    os.execve(sys.executable, [sys.executable, "-I", "-S", __file__, "deaf"], {})
+
+
 def show() -> None:
     """What an engine finds when it starts."""
     ignored = [number.name for number in signal.valid_signals() if _is_ignored(number)]
@@ -127,6 +135,7 @@ def main() -> None:
         "flood-for-ever": flood_for_ever,
         "last-words": lambda: last_words(int(arguments[0])),
         "usr1-ends": usr1_ends,
+        "forget": forget,
         "show": show,
     }
     modes[mode]()

@@ -82,8 +82,7 @@ async def test_later_owner_of_a_pid_is_not_touched() -> None:
     with process(identity) as (pid,):
         (found,) = orphans.find(identity)
         earlier = OwnedProcess(pid, found.start_ticks - 1, identity)
-        renamed = OwnedProcess(pid, found.start_ticks, identity + "x")
-        assert await orphans.end([earlier, renamed], term_s=0.1) == 0
+        assert await orphans.end([earlier], term_s=0.1) == 0
         assert is_alive(pid)
     assert await orphans.end([found], term_s=0.1) == 0
     assert open_fds() <= fds

@@ -293,17 +293,25 @@ async def test_keeper_killed_takes_everything_with_it(start: Start) -> None:
     assert ends == [Exit(None, None)]
 
 
+async def test_engine_that_carries_nothing_of_ours_ends_when_its_keeper_is_killed(start: Start) -> None:
+    child = await start("forget")
+    await pids_of(child, 1)
+    os.kill(keeper_of(child), signal.SIGKILL)
+    await child.stop(term_s=5)
+    assert not is_alive(child.pid)
+
+
 async def test_engine_dies_with_its_keeper_before_anything_is_swept(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
+    async def end_none(found: object, term_s: float) -> int:
         return 0
 
     child = await start("deaf")
     await pids_of(child, 1)
-    # It would end the engine as well, a moment later.
+    # This would end the engine as well, a moment later.
     with monkeypatch.context() as patch:
-        patch.setattr(orphans, "sweep", no_sweep)
+        patch.setattr(orphans, "end", end_none)
         os.kill(keeper_of(child), signal.SIGKILL)
         await child.stop(term_s=5)
     await until(lambda: not is_alive(child.pid))

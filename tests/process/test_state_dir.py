@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -212,3 +213,13 @@ def test_texts_for_callers_name_none_of_our_folders_and_leave_others_alone(tmp_p
     finally:
         state_dir.close()
     assert told == f"a.sock, the state directory, {tmp_path / 'state'}-of-another/b"
+
+
+def test_a_directory_that_is_read_only_stays_so(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.mkdir(mode=0o755)
+    path.chmod(0o555)
+    # The superuser may write in any case; what matters is that no permission was added.
+    with contextlib.suppress(OSError):
+        StateDir.open(path).close()
+    assert path.stat().st_mode & 0o777 == 0o500

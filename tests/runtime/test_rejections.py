@@ -26,10 +26,10 @@ def rejections(
     failed: GreenroomError | None = None,
     is_draining: bool = False,
     is_ready: bool = False,
-    is_whole: bool = False,
+    why_whole: str = "",
 ) -> Rejections:
     return Rejections(
-        {M: failed} if failed else {}, lambda: is_draining, lambda model: is_ready, lambda model: is_whole
+        {M: failed} if failed else {}, lambda: is_draining, lambda model: is_ready, lambda model: why_whole
     )
 
 
@@ -68,10 +68,10 @@ def test_too_large_tells_need_and_room() -> None:
     assert "41,000" in said.message and "23,920" in said.message
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_engine_that_cannot_be_spread_over_gpus_says_so(is_whole: bool) -> None:
-    said = rejections(is_whole=is_whole).error_for(Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3))
-    assert ("cannot be spread over several GPUs" in said.message) is is_whole
+def test_engine_that_cannot_be_spread_over_gpus_says_so() -> None:
+    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3)
+    assert "made free. One GPU only. Lower" in rejections(why_whole=" One GPU only.").error_for(rejection).message
+    assert "made free. Lower" in rejections().error_for(rejection).message
 
 
 def test_who_holds_memory_elsewhere_is_named() -> None:
@@ -141,6 +141,6 @@ def test_only_a_model_that_loads_is_said_to_load(is_ready: bool, eta_s: float, s
 
 
 def test_who_gives_up_on_a_load_hears_how_far_it_is() -> None:
-    halfway = Rejections({}, lambda: False, lambda _: False, lambda _: False, lambda model: 0.5)
+    halfway = Rejections({}, lambda: False, lambda _: False, lambda _: "", lambda model: 0.5)
     said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
     assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

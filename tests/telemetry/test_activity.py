@@ -96,8 +96,9 @@ def test_recent_of_one_model_looks_past_the_others() -> None:
 def test_as_dict_has_every_field_and_is_json() -> None:
     said = record("r-1", client="cli", stream=True, first_byte_s=0.25, status=200).as_dict()
     assert " ".join(said) == (
-        "id model asked_as tenant client route stream priority arrived_at state slot wait_s first_byte_s total_s "
-        "status error_code error_message reason details prompt_tokens completion_tokens cached_tokens estimated chunks"
+        "id model asked_as tenant client route stream priority arrived_at state slot model_version model_repo_id "
+        "wait_s first_byte_s total_s status error_code error_message reason details prompt_tokens completion_tokens "
+        "cached_tokens gpu_time_ms audio_s pictures estimated chunks"
     )
     assert json.loads(json.dumps(said)) == said
     assert (said["id"], said["client"], said["first_byte_s"], said["state"]) == ("r-1", "cli", 0.25, "waiting")

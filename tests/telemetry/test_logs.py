@@ -178,28 +178,6 @@ def test_disabled_level_formats_nothing(lost: Callable[[], int]) -> None:
     assert lost() == 1
 
 
-def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOG_LEVEL", "ERROR")
-    monkeypatch.setenv("LOG_FORMAT", "json")
-    stream = text("debug")
-    log.warning("no")
-    log.error("yes")
-    assert [line["event"] for line in lines_of_json(stream)] == ["yes"]
-
-
-def test_misspelt_environment_is_said_and_the_configured_values_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOG_LEVEL", "verbose")
-    monkeypatch.setenv("LOG_FORMAT", "xml")
-    stream = text("info")
-    log.debug("no")
-    log.info("yes")
-    said = stream.getvalue()
-    assert "LOG_LEVEL not understood value=verbose" in said
-    assert "LOG_FORMAT not understood value=xml" in said
-    assert said.count("yes") == 1
-    assert "no\n" not in said
-
-
 def closed_stream() -> TextIO:
     stream = io.StringIO()
     stream.close()

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.telemetry import metrics as caps
 from greenroom.telemetry import table
-from greenroom.telemetry.metrics import DeviceMemory, Gauges, LeaseFigures, Metrics
+from greenroom.telemetry.aliases import RunnerAliases
+from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, Metrics
 
 
 def series_of(metrics: Metrics, gauges: Gauges | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -266,6 +267,16 @@ def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real(
     assert len(statuses) == 500 + 1
 
 
+def test_models_that_no_configuration_names_leave_labels_for_those_that_are() -> None:
+    metrics = Metrics(is_adhoc=lambda name: name.startswith("found"))
+    for number in range(3_000):
+        answer(metrics, model=f"found{number}")
+    answer(metrics, model="qwen")
+    shown, _ = metrics.render(Gauges())
+    models = set(re.findall(rb'requests_total{model="(.*?)",route=', shown))
+    assert b"qwen" in models and len(models) == caps.ADHOC_MODELS_MAX + 2
+
+
 def test_label_with_line_break_and_quote_stays_one_label() -> None:
     metrics = Metrics()
     odd = 'a"b\\c\nd{e}'
@@ -313,3 +324,60 @@ def test_rendering_in_a_thread_survives_counting_beside_it() -> None:
     thread.join()
     assert not failed
     assert len(rendered) == 10
+
+
+def test_aliases_are_there_only_if_asked_for_and_tell_what_is_counted() -> None:
+    metrics, plain = Metrics(aliases=RunnerAliases()), Metrics()
+    for one in (metrics, plain):
+        answer(one, seconds=1.0, wait_s=0.75)
+        answer(one, seconds=0.9, wait_s=0.0)
+        answer(one, status=503)
+        answer(one, tenant="club", status=404)
+        for hit in (True, True, False):
+            one.prefix_looked_up("qwen", hit)
+    now = Gauges(queue_depth={"qwen": 2, "other": 1}, gpus={"GPU-ab": GpuFigures(100, 30, index=1)})
+    assert not any(name.startswith("vllm_") for name, _ in series_of(plain, now))
+
+    def seen(name: str, **labels: str) -> float | None:
+        return value(metrics, name, now, **labels)
+
+    assert seen("vllm_requests_total", model="qwen", tenant="lab", status="success") == 2
+    assert seen("vllm_requests_total", model="qwen", tenant="lab", status="error") == 1
+    assert seen("vllm_requests_total", model="qwen", tenant="club", status="error") == 1
+    assert seen("greenroom_tenant_requests_total", model="qwen", tenant="lab") == 3
+    assert seen("vllm_cache_hit_rate", model="qwen") == pytest.approx(2 / 3)
+    assert seen("vllm_queue_depth") == 3
+    assert seen("vllm_gpu_memory_used", gpu="1") == 30 * 2**20
+    # The wait is not part of it, and errors have none.
+    assert seen("vllm_inference_duration_seconds_bucket", model="qwen", le="0.5") == 1
+    assert seen("vllm_inference_duration_seconds_bucket", model="qwen", le="1.0") == 2
+    assert seen("vllm_inference_duration_seconds_count", model="qwen") == 2
+    assert seen("vllm_inference_duration_seconds_sum", model="qwen") == pytest.approx(1.15)
+
+
+def test_aliases_name_neither_tenants_nor_other_models_to_those_that_may_not_see_them() -> None:
+    metrics = Metrics(aliases=RunnerAliases())
+    for model, tenant in (("qwen", "lab"), ("qwen", "club"), ("shy", "lab")):
+        answer(metrics, model=model, tenant=tenant)
+        metrics.prefix_looked_up(model, True)
+    text = metrics.render(Gauges(), only_models={"qwen"})[0].decode()
+    assert 'vllm_requests_total{model="qwen",status="success",tenant="all"} 2.0' in text
+    assert "lab" not in text
+    assert "shy" not in text
+
+
+def test_aliases_share_labels_as_all_others_do() -> None:
+    metrics = Metrics(is_known=lambda model: model == "qwen", is_named=lambda _: False, aliases=RunnerAliases())
+    for number in range(caps.UNNAMED_SERIES_MAX + 50):
+        answer(metrics, tenant=f"made-up-{number}", model="qwen")
+        answer(metrics, model=f"made-up-{number}")
+    found = [labels for name, labels in series_of(metrics) if name == "vllm_requests_total"]
+    assert len(found) <= 2 * (caps.UNNAMED_SERIES_MAX + 2)
+    assert value(metrics, "vllm_inference_duration_seconds_count", model="unknown") == caps.UNNAMED_SERIES_MAX + 50
+
+
+def test_memory_of_a_gpu_is_split_by_kind() -> None:
+    split = {"weights": 20.0, "kv": 7.0, "other": 3.0}
+    now = Gauges(gpus={"GPU-ab": GpuFigures(100, 30, split_mib=split)})
+    for kind, mib in split.items():
+        assert value(Metrics(), "greenroom_gpu_split_mib", now, device="GPU-ab", kind=kind) == mib

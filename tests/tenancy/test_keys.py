@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import hmac
+from datetime import UTC, datetime
 
 import pytest
 
-from greenroom.config.schema import ApiKey
-from greenroom.errors import InvalidKey
+from greenroom.config.key_file import FileKey
+from greenroom.config.keys_section import ApiKey, Verb
+from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy import keys as keys_module
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, new_key, presented_key
 from greenroom.tenancy.tenants import cap
@@ -44,8 +45,74 @@ def test_a_key_may_only_ask_models_unless_it_says_more() -> None:
     entries = [ApiKey(name="a", key="a"), ApiKey(name="b", key="b", leases=True), ApiKey(name="c", key="c", admin=True)]
     plain, leasing, admin = (Keys(entries).check(key) for key in (b"a", b"b", b"c"))
     assert not plain.admin
-    may = [[caller.may(one) for one in Permission] for caller in (plain, leasing, admin, ANYONE)]
-    assert may == [[True, False, False], [True, True, False], [True, True, True], [True, True, True]]
+    may = [{one for one in Permission if caller.may(one)} for caller in (plain, leasing, admin, ANYONE)]
+    assert may == [{Permission.ASK}, {Permission.ASK, Permission.LEASE}, set(Permission), set(Permission)]
+
+
+def test_verbs_are_permissions_one_by_one() -> None:
+    caller = Keys([ApiKey(name="ops", key="k", verbs=(Verb.LOAD, Verb.READ))]).check(b"k")
+    assert {one for one in Permission if caller.may(one)} == {Permission.ASK, Permission.LOAD, Permission.READ}
+    assert {verb.value for verb in Verb} < {one.value for one in Permission}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "model", "sees"),
+    [
+        (("llama-*",), "llama-3", True),
+        (("llama-*",), "my-llama-3", False),
+        (("llama-*",), "llama-3\nqwen", True),
+        (("org/*",), "org/a/b", True),
+        (("a.b",), "axb", False),
+        (("a", "b*c"), "bc", True),
+        (("a", "b*c"), "bcd", False),
+        (("[a]",), "a", False),
+        (("*",), "", True),
+        ((), "a", False),
+    ],
+)
+def test_models_are_named_by_patterns(patterns: tuple[str, ...], model: str, sees: bool) -> None:
+    assert Keys([ApiKey(name="lab", key="k", models=patterns)]).check(b"k").sees(model) is sees
+
+
+def test_a_key_without_models_sees_all() -> None:
+    assert Keys([ApiKey(name="lab", key="k")]).check(b"k").sees("anything")
+
+
+def test_an_expired_key_says_so_and_the_clock_decides() -> None:
+    now = [0.0]
+    expires = datetime(2027, 1, 31, 12, tzinfo=UTC)
+    keys = Keys([ApiKey(name="lab", key="k", expires=expires)], wall=lambda: now[0])
+    for now[0] in (expires.timestamp() - 1, expires.timestamp() - 366 * 86_400):
+        assert keys.check(b"k") is keys.named("lab")
+    for now[0] in (expires.timestamp(), expires.timestamp() + 366 * 86_400):
+        for look in (lambda: keys.check(b"k"), lambda: keys.named("lab")):
+            with pytest.raises(KeyExpired, match="lab expired at 2027-01-31T12:00:00"):
+                look()
+    # What has expired is told to the holder of the key only.
+    with pytest.raises(InvalidKey, match="not one of this server's"):
+        keys.check(b"K")
+
+
+@pytest.mark.parametrize(
+    ("said", "moment"),
+    [
+        ("2027-01-31", "2027-01-31T00:00:00+00:00"),
+        ("2027-01-31T18:00:00", "2027-01-31T18:00:00+00:00"),
+        ("2027-01-31T18:00:00+01:00", "2027-01-31T17:00:00+00:00"),
+        ("2027-01-31T18:00:00Z", "2027-01-31T18:00:00+00:00"),
+    ],
+)
+def test_a_moment_without_a_zone_is_in_utc(said: str, moment: str) -> None:
+    key = ApiKey.model_validate({"name": "lab", "key": "k", "expires": said})
+    assert key.expires is not None and key.expires.isoformat() == moment
+
+
+@pytest.mark.parametrize(
+    "also", [{"admin": True}, {"leases": True}, {"verbs": ["read"]}, {"verbs": ["load", "delete"]}]
+)
+def test_what_concerns_all_models_is_not_for_a_key_of_some(also: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="concerns every model"):
+        ApiKey.model_validate({"name": "lab", "key": "k", "models": ["a"], **also})
 
 
 def test_key_given_as_digest_works_the_same() -> None:
@@ -74,19 +141,33 @@ def test_key_longer_than_any_is_refused_even_if_its_beginning_is_right() -> None
         keys.check(longest.encode() + b"more")
 
 
-@pytest.mark.parametrize("right", [b"first", b"second", b"third"])
-def test_every_key_is_compared_whichever_is_right(right: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[bytes] = []
-    compare = hmac.compare_digest
+class Uncomparable(bytes):
+    """Bytes whose comparison would tell by its time how much is right."""
 
-    def counting(known: bytes, given: bytes) -> bool:
-        compared.append(known)
-        return compare(known, given)
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("a presented key is hashed, and never compared")
 
-    keys = Keys([ApiKey(name=name, key=name) for name in ("first", "second", "third")])
-    monkeypatch.setattr(hmac, "compare_digest", counting)
-    assert keys.check(right).name == right.decode()
-    assert len(compared) == 3
+    __hash__ = bytes.__hash__
+
+
+def test_a_presented_key_is_hashed_before_anything_is_looked_up() -> None:
+    revoked = FileKey(name="old", sha256=hashlib.sha256(b"old-key").hexdigest(), revoked=datetime.now(UTC))
+    keys = Keys([ApiKey(name="lab", key="s3cret"), revoked])
+    assert keys.check(Uncomparable(b"s3cret")).name == "lab"
+    with pytest.raises(KeyRevoked):
+        keys.check(Uncomparable(b"old-key"))
+    for wrong in (b"s3creT", b"S3cret", b"s3cret" * 999):
+        with pytest.raises(InvalidKey):
+            keys.check(Uncomparable(wrong))
+
+
+def test_with_revoked_keys_only_a_key_is_needed() -> None:
+    revoked = FileKey(name="old", sha256="0" * 64, admin=True, revoked=datetime.now(UTC))
+    for keys in (Keys([revoked]), Keys(is_required=True)):
+        assert keys.enabled and list(keys) == [] and keys.named("old") is None
+        for presented in (None, b"", b"any"):
+            with pytest.raises(InvalidKey):
+                keys.check(presented)
 
 
 def test_the_key_itself_is_not_kept() -> None:

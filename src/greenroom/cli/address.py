@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from greenroom.cli.failures import WrongUsage
+from greenroom.config.plain_file import read_plain, why
 
 URL_NAME = "GREENROOM_URL"
 KEY_NAME = "GREENROOM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8210"
+TOKEN_CHARS_MAX = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,33 @@ def add_options(parser: argparse.ArgumentParser, *, json_help: str | None = None
     )
     if json_help is not None:
         parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def add_token_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of every command that changes models or the configuration."""
+    parser.add_argument(
+        "--token", metavar="FILE", help="a token that permits it, where operations are signed; - for standard input"
+    )
+
+
+def token_of(args: argparse.Namespace) -> str | None:
+    """The token that --token names, as text for a header. Raises WrongUsage."""
+    text = None if args.token is None else read_token(args.token)
+    if text is not None and (not text.isprintable() or " " in text or text.startswith("{")):
+        raise WrongUsage(f"{args.token} holds no token as text; `greenroom token sign` without --json makes one")
+    return text
+
+
+def read_token(path: str) -> str:
+    """The token in a file, or on standard input for `-`. Raises WrongUsage."""
+    try:
+        text = sys.stdin.read(TOKEN_CHARS_MAX) if path == "-" else read_plain(path, TOKEN_CHARS_MAX).decode()
+    except (OSError, ValueError) as error:
+        raise WrongUsage(f"{path} cannot be read: {why(error)}") from None
+    text = text.strip()
+    if not text or not text.isascii():
+        raise WrongUsage(f"{path} holds no token; `greenroom token sign` makes one")
+    return text
 
 
 def address_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> GatewayAddress:

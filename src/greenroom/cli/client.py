@@ -22,6 +22,7 @@ from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, Not
 CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+PIECE_BYTES: Final = 1024 * 1024
 # The gateway sends something every 15 s on its own streams and every 10 s while a request waits for a model; an engine
 # may be silent for ten minutes.
 SILENCE_MAX_S: Final = 900.0
@@ -29,6 +30,8 @@ SILENCE_MAX_S: Final = 900.0
 LISTED_BY_API: Final = " GET /v1/models lists those there are."
 # The request ids of a gateway. An answer without one did not come through a gateway.
 _OUR_ID: Final = re.compile(r"r-[0-9a-f]+-[0-9]+")
+# Carries the token of a signed operation.
+TOKEN_HEADER: Final = "X-Verified-Op-Token"
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
@@ -46,9 +49,26 @@ class Client:
         """The JSON at this path. Raises NoGateway, GatewayRefused or CommandFailed."""
         return self._call("GET", path + (f"?{urlencode(query)}" if query else ""), None, answer_max_s)
 
-    def post(self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
-        """Send `body` as JSON and return the JSON answer. Raises NoGateway, GatewayRefused or CommandFailed."""
-        return self._call("POST", path, body, answer_max_s)
+    def post(
+        self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S, token: str | None = None
+    ) -> Any:
+        """Send `body` as JSON and return the JSON answer. Raises NoGateway, GatewayRefused or CommandFailed.
+
+        `token` permits the operation, where operations are signed.
+        """
+        return self._call("POST", path, body, answer_max_s, token)
+
+    def delete(self, path: str, *, answer_max_s: float = ANSWER_MAX_S, token: str | None = None) -> Any:
+        """The JSON answer. Raises NoGateway, GatewayRefused or CommandFailed."""
+        return self._call("DELETE", path, None, answer_max_s, token)
+
+    def download(self, path: str, *, answer_max_s: float = ANSWER_MAX_S) -> Iterator[bytes]:
+        """What is at this path, whatever it is, piece by piece. Raises as `get` does, at its end if it is cut."""
+        with self._response("GET", path, None, answer_max_s) as response, self._explaining_failures(answer_max_s):
+            while piece := response.read(PIECE_BYTES):
+                yield piece
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
 
     @contextlib.contextmanager
     def stream(
@@ -66,8 +86,12 @@ class Client:
         with self._explaining_failures(SILENCE_MAX_S):
             yield from server_events(response)
 
-    def _call(self, method: str, path: str, body: object | None, answer_max_s: float) -> Any:
-        with self._response(method, path, body, answer_max_s) as response, self._explaining_failures(answer_max_s):
+    def _call(self, method: str, path: str, body: object | None, answer_max_s: float, token: str | None = None) -> Any:
+        headers = None if token is None else {TOKEN_HEADER: token}
+        with (
+            self._response(method, path, body, answer_max_s, headers) as response,
+            self._explaining_failures(answer_max_s),
+        ):
             return self._json(response, body)
 
     @contextlib.contextmanager
@@ -169,10 +193,12 @@ class Client:
             return CommandFailed(self._foreign_answer(response, body))
         if code == "model_not_found":
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
-        if response.status == 401:
+        if code == "token_missing":
+            message += " Give it with --token FILE, or --token - for standard input."
+        elif response.status == 401 and not code.startswith("token_"):
             message += f" Set {KEY_NAME}, or name another variable with --api-key-env."
         if code == "not_allowed":
-            message += f" `greenroom key` makes one (--admin, --leases); it is read from {KEY_NAME}."
+            message += f" `greenroom key new` makes one (--admin, --leases); it is read from {KEY_NAME}."
         return GatewayRefused(message, str(details) if details else None, status=response.status, code=code)
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Final
 from greenroom import __version__
 from greenroom.cli.commands import (
     Subcommand,
+    audit,
     chat,
     check,
     configuration,
@@ -16,20 +17,28 @@ from greenroom.cli.commands import (
     engines,
     estimate,
     explain,
+    flush,
     gpus,
+    jobs,
+    key,
     leases,
     logs,
+    models,
     moves,
     ps,
+    pull,
     serve,
     simulate,
+    token,
+    usage,
 )
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(serve.COMMAND, demo.COMMAND, check.COMMAND, ps.COMMAND, gpus.COMMAND),
-    *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, logs.COMMAND, chat.COMMAND, explain.COMMAND),
-    *(engines.COMMAND, estimate.COMMAND, configuration.RELOAD, configuration.KEY, simulate.COMMAND),
-    *(leases.LEASE, leases.LEASES),
+    *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, flush.COMMAND, logs.COMMAND, chat.COMMAND, explain.COMMAND),
+    *(engines.COMMAND, estimate.COMMAND, configuration.RELOAD, key.COMMAND, simulate.COMMAND),
+    *(models.MODELS, models.RM, pull.COMMAND, jobs.COMMAND, leases.LEASE, leases.LEASES),
+    *(usage.COMMAND, token.COMMAND, audit.COMMAND),
 )
 
 EPILOG: Final = """\

@@ -142,3 +142,32 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(Text(harmless(text))) as status:
         yield lambda text: status.update(Text(harmless(text)))
+
+
+@contextlib.contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[str, float | None], None]]:
+    """A bar on standard error; the function it yields is told text and progress (None: not known).
+
+    In a pipe each new text is one line.
+    """
+    if not sys.stderr.isatty():
+        last = ""
+
+        def tell(text: str, progress: float | None) -> None:
+            nonlocal last
+            said = text.partition(",")[0] + (f" {progress:.0%}" if progress else "")
+            if said != last:
+                note(said)
+            last = said
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(harmless(text), total=None)
+        yield lambda text, progress: bars.update(
+            task, description=harmless(text), total=None if progress is None else 1.0, completed=progress or 0.0
+        )

@@ -17,7 +17,7 @@ from greenroom.config import limits
 from greenroom.config.limits import limits_of, ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
-from greenroom.engines.registry import engine_for, facts_of
+from greenroom.engines.registry import engine_for, facts_of, split_keys
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
@@ -56,7 +56,9 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
     there = _devices(config, args)
-    needs = Needs(gpus={device.id: "simulated" for device in there if device.kind is DeviceKind.GPU})
+    gpus = [device for device in there if device.kind is DeviceKind.GPU]
+    needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
+    needs.usable_mib = {gpu.id: gpu.usable_mib for gpu in gpus}
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
     measured = _measured(config, args, models)
     base = SimConfig(
@@ -97,7 +99,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         # Without `fit_memory` models take no memory, but loading them takes as long as ever.
         need=need if config.scheduler.fit_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
-        can_split=facts.can_split is not None,
+        **split_keys(facts),
         sizes_itself=facts.sizes_itself,
         concurrency=concurrency,
         priority=_priority(model),

@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.config.kinds import Section
-from greenroom.config.model_section import LLAMACPP_KEYS, TRANSFORMERS_KEYS, Model
+from greenroom.config.model_section import Model
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 
@@ -91,8 +92,7 @@ def _same_in_order(old: object, new: object) -> bool:
 # `concurrency` is here because it belongs to the slot and is fixed when the slot becomes ready.
 NEW_SLOT_KEYS = frozenset(
     {
-        *LLAMACPP_KEYS,
-        *TRANSFORMERS_KEYS,
+        *frozenset().union(*KEYS_OF_ENGINES.values()) - COMMAND_KEYS,
         "engine",
         "options",
         "cmd",
@@ -103,9 +103,11 @@ NEW_SLOT_KEYS = frozenset(
         "memory_mib",
         "host_memory_mib",
         "gpu_memory_budget_mib",
+        "isolate_tenants",
         "device",
         "devices",
         "concurrency",
+        "media_hosts",
     }
 )
 
@@ -115,6 +117,7 @@ LABEL_KEYS = frozenset(
         "cmd_stop",
         "sizes_itself",
         "aliases",
+        "exclusive",
         "name",
         "description",
         "unlisted",
@@ -123,12 +126,14 @@ LABEL_KEYS = frozenset(
         "strip_params",
         "set_params",
         "routes",
+        "limits",
         "priority",
         "abilities",
         "category",
         "ttl_s",
         "pinned",
         "preload",
+        "versions",
         "load_timeout_s",
         "stop_timeout_s",
         "grace_s",
@@ -141,8 +146,10 @@ LABEL_KEYS = frozenset(
 AT_ONCE_KEYS = frozenset(
     {
         "server.api_keys",
+        "server.key_file",
         "server.allowed_hosts",
         "server.allowed_origins",
+        "server.public_url",
         "server.forward_headers",
         "server.body_max_mib",
         "server.upload_max_mib",
@@ -171,6 +178,16 @@ AT_ONCE_KEYS = frozenset(
         "jobs.keep_s",
         "jobs.count_max",
         "jobs.store_mib",
+        "images.keep_s",
+        "images.count_max",
+        "images.store_mib",
+        "governance.enabled",
+        "governance.key_path",
+        "governance.signers",
+        "governance.signer_groups",
+        "governance.rules",
+        "governance.window_s",
+        "governance.require_body_hash",
         "stay_warm.llm_s",
         "stay_warm.vision_s",
         "stay_warm.embedding_s",
@@ -179,7 +196,22 @@ AT_ONCE_KEYS = frozenset(
         "stay_warm.speech_s",
         "log.level",
         "log.format",
+        "library.roots",
+        "library.download",
+        "library.hosts",
+        "library.downloads_max",
+        "library.bandwidth_mib_s",
+        "library.adhoc_models_max",
+        "library.exclusive",
+        "versions.default",
+        "runner.id",
+        "runner.type",
+        "server.multi_tenant",
+        "vllm.ctx_size",
+        "vllm.gpu_memory_utilization",
+        "vllm.prefix_caching",
         "model_roots",
+        "tenants",
     }
 )
 
@@ -201,6 +233,10 @@ RESTART_KEYS = frozenset(
         "server.request_line_max",
         "server.bodies_memory_mib",
         "server.bodies_spool_mib",
+        "server.metrics",
+        "server.metrics_port",
+        "server.metrics_aliases",
+        "server.usage_days",
         "server.docs",
         "server.record_activity",
         "server.record_events",
@@ -211,10 +247,14 @@ RESTART_KEYS = frozenset(
         "memory.gpu_margin_mib",
         "memory.green_room_mib",
         "memory.spare_worker",
+        "limits.store",
         "leases.store",
         "leases.host",
         "leases.ttl_s",
         "leases.wait_max_s",
+        "governance.clock_skew_s",
+        "governance.store",
+        "governance.audit_path",
         "host.memory_mib",
         "host.margin_mib",
         "ports.first",

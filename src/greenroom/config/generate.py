@@ -17,9 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
-from greenroom.config.model_section import COMMAND_KEYS, LLAMACPP_KEYS, TRANSFORMERS_KEYS
+from greenroom.config.engine_keys import (
+    COMFYUI_KEYS,
+    COMMAND_KEYS,
+    DIFFUSERS_KEYS,
+    KEYS_OF_ENGINES,
+    LLAMACPP_KEYS,
+    SERVER_KEYS,
+    TRANSFORMERS_KEYS,
+    WHISPER_KEYS,
+)
+from greenroom.config.environment import TABLE
 from greenroom.config.reader import plain
-from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
+from greenroom.config.schema import (
+    ApiKey,
+    Company,
+    Config,
+    Gpu,
+    Group,
+    Matrix,
+    Model,
+    Quorum,
+    RateLimits,
+    Section,
+    TenantLimits,
+)
 
 WIDTH = 118
 FOR_EXAMPLE = "For example:"
@@ -33,6 +55,10 @@ HEAD = """\
 
 # Sample values for options whose default is None or empty.
 SAMPLES: Mapping[str, Any] = {
+    "signers": {"alice": "0123456789abcdef" * 4, "bob": "fedcba9876543210" * 4},
+    "signer_groups": {"operators": ["alice", "bob"]},
+    "key_path": "/etc/safebox/model-api.key",
+    "audit_path": "/var/log/greenroom/audit.jsonl",
     "allowed_hosts": ["models.example.org"],
     "allowed_origins": ["https://chat.example.org"],
     "forward_headers": ["x-trace-id"],
@@ -49,6 +75,7 @@ SAMPLES: Mapping[str, Any] = {
     "chat_template": "chatml",
     "args": ["--cache-ram", "0"],
     "aliases": ["gpt-4o-mini", "default"],
+    "versions": {"repo_id": "org/name", "keep": 2},
     "name": "Qwen 7B",
     "description": "Good at code.",
     "metadata": {"licence": "apache-2.0"},
@@ -56,21 +83,40 @@ SAMPLES: Mapping[str, Any] = {
     "strip_params": ["logit_bias"],
     "set_params": {"temperature": 0.7},
     "routes": ["/tokenize", "/v1/images/*"],
+    "media_hosts": ["pictures.example.org"],
     "devices": ["gpu0"],
     "abilities": ["chat", "vision"],
     "concurrency": 4,
     "cache_tokens": 32768,
+    "quantization": "fp8",
+    "checkpoints": "/opt/comfyui/models/checkpoints",
     "model_roots": ["/srv/models"],
+    "roots": ["/srv/more-models"],
+    "hosts": ["files.example.org"],
+    "bandwidth_mib_s": 50,
+    "limits": {"requests_per_minute": 600, "concurrent_max": 8},
+    "tenants": {"default": {"requests_per_minute": 50}, "lab": {"requests_per_minute": 500, "queue_depth_max": 100}},
 }
+_RULE = {"operations": ["model-delete"], "models": ["prod-*"], "group": "operators", "signers_min": 2}
 ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
     "api_keys": (
         ApiKey,
         (
             {"name": "laptop", "key": "${env.GREENROOM_KEY}", "priority_max": "high", "admin": True},
-            {"name": "trainer", "sha256": "0123456789abcdef" * 4, "tenant": "research", "leases": True},
+            {"name": "trainer", "sha256": "0123456789abcdef" * 4, "tenant": "research", "leases": True}
+            | {"limits": {"requests_per_minute": 60}},
+            {
+                "name": "team",
+                "sha256": "fedcba9876543210" * 4,
+                "expires": "2099-12-31",
+                "models": ["llama-*"],
+                "routes": ["/v1/**"],
+                "verbs": ["load"],
+            },
         ),
     ),
     "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),
+    "rules": (Quorum, (_RULE,)),
 }
 MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
 # The two forms of `company`: the section, the keys above it, and sample values.
@@ -79,8 +125,52 @@ COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] 
     (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
 )
 LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})
-TRANSFORMERS_MODEL = ("writer", {"engine": "transformers", "path": "models/writer"})
-COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"})
+# Models of other engines: a sample, the keys it is shown with, and what is said of it.
+OTHER_MODELS: tuple[tuple[tuple[str, dict[str, Any]], frozenset[str], str], ...] = (
+    (
+        ("writer", {"engine": "transformers", "path": "models/writer"}),
+        TRANSFORMERS_KEYS,
+        "A model that sleeps in host memory and wakes in a moment: it may have the keys above but those marked "
+        "llamacpp alone, and these.",
+    ),
+    (
+        ("painter", {"engine": "diffusers", "path": "models/painter"}),
+        DIFFUSERS_KEYS,
+        "A pipeline that makes pictures and sleeps as the one before does: it may have the keys above that are marked "
+        "diffusers, or with no engine, and these.",
+    ),
+    (
+        ("large", {"engine": "vllm", "path": "models/large"}),
+        SERVER_KEYS,
+        "A model run by vLLM or SGLang, over several GPUs if need be: it may have the keys above that are marked vllm "
+        "or sglang, or with no engine, and these.",
+    ),
+    (
+        (
+            "studio",
+            {
+                "engine": "comfyui",
+                "path": "/opt/comfyui",
+                "workflow": "sdxl.json",
+                "inputs": {"prompt": "6.text", "seed": "3.seed"},
+            },
+        ),
+        COMFYUI_KEYS,
+        "A workflow of your own ComfyUI, asked for pictures: it may have the keys above that are marked comfyui, or "
+        "with no engine, and these.",
+    ),
+    (
+        ("dictation", {"engine": "whisper", "path": "large"}),
+        WHISPER_KEYS,
+        "A model that turns speech into text: it may have the keys above that are marked whisper, or with no engine, "
+        "and these.",
+    ),
+    (
+        ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"}),
+        COMMAND_KEYS,
+        "A model run by any other program: it may have the keys above that are marked with no engine, and these.",
+    ),
+)
 
 
 def example() -> str:
@@ -153,20 +243,16 @@ def _items(name: str) -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    own = TRANSFORMERS_KEYS - LLAMACPP_KEYS
-    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in COMMAND_KEYS | own])
-    yield ""
-    yield from _comment(
-        "A model that sleeps in host memory and wakes in a moment: it may have the keys above but those marked "
-        "llamacpp alone, and these."
-    )
-    yield from _model(*TRANSFORMERS_MODEL, ["engine", "path", *(key for key in Model.model_fields if key in own)])
-    yield ""
-    yield from _comment(
-        "A model run by any other program: it may have the keys above but those marked llamacpp or transformers, and "
-        "these."
-    )
-    yield from _model(*COMMAND_MODEL, ["engine", *(key for key in Model.model_fields if key in COMMAND_KEYS)])
+    """A model with the keys of all engines and those of llama.cpp, then one for each engine with keys of its own."""
+    others = frozenset().union(*KEYS_OF_ENGINES.values()) - LLAMACPP_KEYS
+    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in others])
+    told = set(LLAMACPP_KEYS)
+    for model, keys, sentence in OTHER_MODELS:
+        yield ""
+        yield from _comment(sentence)
+        own = [key for key in Model.model_fields if key in keys - told]
+        yield from _model(*model, list(dict.fromkeys([*model[1], *own])))
+        told |= keys
 
 
 def _model(name: str, given: Mapping[str, str], keys: list[str]) -> Iterator[str]:
@@ -200,6 +286,7 @@ SCHEMA_ID = "urn:greenroom:config.schema.json"
 # Nested sections: the section they follow, their title, and the key that a reload compares.
 _INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
     "server": (("`server.api_keys[]`", ApiKey, "server.api_keys"),),
+    "governance": (("`governance.rules[]`", Quorum, "governance.rules"),),
     "scheduler": (
         ("`scheduler.company`", Company, "scheduler.company"),
         ("`scheduler.company.groups.<name>`", Group, "scheduler.company"),
@@ -258,9 +345,18 @@ def tables() -> str:
         assert isinstance(section, type) and issubclass(section, Section)
         parts.append(_table(f"`{name}`", section, f"{name}."))
         parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
+    parts.append(_table("`limits` of a key or a model", RateLimits, "tenants"))
+    parts.append(_table("`tenants.<name>`", TenantLimits, "tenants"))
     parts.append(_table("`gpus[]`", Gpu, "gpus"))
     parts.append(_table("`models.<id>`", Model, "models."))
+    parts.append(_environment())
     return "\n\n".join(parts)
+
+
+def _environment() -> str:
+    head = ["### Environment", "", "Variables that set a key: they win over the file, and the command line over them."]
+    rows = (f"| `{row.name}` | {f'`{row.key}`' if row.key else ''} | {row.sentence} |" for row in TABLE)
+    return "\n".join([*head, "", "| variable | key | meaning |", "|---|---|---|", *rows])
 
 
 def _is_section(name: str) -> bool:

@@ -75,21 +75,26 @@ LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
 # A hundredth to all of the time.
 AwayShare = Annotated[float, Field(ge=0.01, le=1), NotBool]
+# A scheme, a host, perhaps a port and a path; nothing that would end a URL it is put before.
+PublicUrl = Annotated[
+    str, StringConstraints(max_length=1024, pattern=r"^https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._~-]+)*/?$")
+]
 # The characters a header can carry.
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
 # From a thousandth to a thousand times the share of a tenant without a weight.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
+MibPerSecond = Annotated[float, Field(gt=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
 
 ID_CHARS_MAX = 256
 
-# These words follow /models/ in the management API, so they cannot be model ids.
+# These words follow /models/ in the management API, so no id may begin with one of them as its first segment.
 RESERVED_IDS = frozenset({"load", "unload", "loaded", "stats", "inventory", "download"})
 
 # These words follow /models/{id}/ there: an id that ends in one could be read as a shorter id and an action.
-RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare"})
+RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare", "update", "rollback", "versions"})
 
 
 def id_problem(name: str) -> str | None:
@@ -105,6 +110,8 @@ def id_problem(name: str) -> str | None:
         return "an id may not begin or end with a space"
     if name in RESERVED_IDS:
         return f"{name} is a word of the management API and cannot be an id"
+    if segments[0] in RESERVED_IDS:
+        return f"an id may not begin with {segments[0]}/: that is a word of the management API"
     if not all(segments):
         return "an id may not begin or end with / nor contain //"
     if "." in segments or ".." in segments:
@@ -133,6 +140,17 @@ ModelId = Annotated[
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": ID_CHARS_MAX}),
 ]
 RoutePattern = Annotated[str, AfterValidator(_route_pattern)]
+
+
+def _host_name(said: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", said):
+        raise ValueError("a host is named alone, such as pictures.example.org: no scheme, port, path or *")
+    return said.lower()
+
+
+HostName = Annotated[
+    str, AfterValidator(_host_name), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9._-]{1,253}$"})
+]
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
 
 

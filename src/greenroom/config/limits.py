@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from greenroom.config.coresidency import rules_of
 from greenroom.config.plugins import POLICY_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
-from greenroom.config.schema import Config, Model, StayWarm
+from greenroom.config.schema import Config, Model, StayWarm, TenantLimits
+from greenroom.config.tenants_section import DEFAULT_TENANT
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
 from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
@@ -27,6 +28,9 @@ def limits_of(config: Config) -> Limits:
         company=rules_of(scheduler.company),
         tenant_weights={TenantId(name): weight for name, weight in scheduler.tenant_weights.items()},
         queue_depth_max=scheduler.queue_depth_max,
+        tenant_depths=_depths(config),
+        tenant_depth_max=_depth(config.tenants.get(DEFAULT_TENANT), config) if config.tenants else None,
+        others_share_depth=bool(config.tenants) and not config.server.has_keys,
         away_share=scheduler.away_share,
         wait_max_s=latest_s,
         lift_s=scheduler.lift_s,
@@ -42,6 +46,18 @@ def limits_of(config: Config) -> Limits:
     )
 
 
+def _depths(config: Config) -> dict[TenantId, int]:
+    named = config.tenants.items()
+    return {TenantId(name): _depth(limits, config) for name, limits in named if name != DEFAULT_TENANT}
+
+
+def _depth(limits: TenantLimits | None, config: Config) -> int:
+    """How many requests of a tenant may wait. By default half, so that no single tenant fills the queue."""
+    if limits is None or limits.queue_depth_max is None:
+        return max(1, config.scheduler.queue_depth_max // 2)
+    return limits.queue_depth_max
+
+
 def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
     """Seconds a model stays ready when idle; 0 = for ever. A caller's `keep_alive` overrides it."""
     if model.ttl_s is not None:
@@ -51,9 +67,10 @@ def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
 
 
 def is_named(config: Config, tenant: str) -> bool:
-    """True if an API key belongs to this tenant, or the tenant has a weight."""
-    keys = config.server.api_keys
-    return tenant in config.scheduler.tenant_weights or any((key.tenant or key.name) == tenant for key in keys)
+    """True if an API key of the configuration belongs to this tenant, or the tenant has limits or a weight."""
+    if tenant in config.scheduler.tenant_weights or tenant in config.tenants:
+        return True
+    return any((key.tenant or key.name) == tenant for key in config.server.api_keys)
 
 
 POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, POLICY_GROUP)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,12 +16,13 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from greenroom.config import kinds, macros
+from greenroom.config import environment, kinds, macros
+from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
 from greenroom.config.limits import limits_of, plugin_problems
 from greenroom.config.model_section import TEMPLATE_ENDING
-from greenroom.config.problems import clashing_recordings, holds_gguf
+from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
-from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
+from greenroom.config.reader import Lines, Problem, Value, Where, read, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Section
 from greenroom.errors import ConfigError
 
@@ -32,53 +33,100 @@ DEFAULT_NAME = "greenroom.yaml"
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
     config: Config
-    path: Path
+    path: Path | None
     # What will not work although the file is valid. Shown to the operator; never prevents a start.
     warnings: tuple[str, ...]
+    # The places of the file that have a value; none without a file.
+    places: frozenset[Where] = frozenset()
 
 
-def load(path: str | Path, environ: Mapping[str, str] = os.environ, *, to_serve: bool = False) -> LoadedConfig:
-    """Load a file. Raises ConfigError with one line for each problem.
+def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, *, to_serve: bool = False) -> LoadedConfig:
+    """Load a file, and apply what the environment says. Raises ConfigError with one line for each problem.
 
-    `to_serve`: the named policy and swapper must exist as well. They may be code of other packages, which is imported.
+    No path: the environment alone. `to_serve`: the named policy and swapper must exist as well. They may be code of
+    other packages, which is imported.
     """
+    if path is None:
+        return _of_environment(environ)
     # Messages show the path as typed; the working directory may change later, so the result has the absolute path.
     file = Path(os.path.expanduser(path))
     source = read(file)
     tree, not_expanded = macros.expand(source.tree, environ)
-    absolute = Path(os.path.abspath(file))
-    checked = _validated(_with_gguf_folders(tree, absolute.parent), source, not_expanded)
+    absolute, said = Path(os.path.abspath(file)), environment.said(environ)
+    tree = said.over(_with_engines_of_folders(tree, absolute.parent))
+    wrong = [*source.problems, *not_expanded, *said.problems]
+    checked = _validated(tree, _with_variables(source.lines, said), [*not_expanded, *said.problems])
     if not isinstance(checked, Config):
-        raise refusal(str(file), [*source.problems, *not_expanded, *checked], source.lines)
-    if source.problems or not_expanded:
-        raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
-    config = resolved(checked, absolute.parent)
+        raise refusal(str(file), [*wrong, *checked], source.lines, said.named)
+    if wrong:
+        raise refusal(str(file), wrong, source.lines, said.named)
+    config = environment.with_folders(resolved(_with_defaults(checked), absolute.parent), environ)
     plugins = plugin_problems(limits_of(config)) if to_serve else ()
-    if wrong := [*clashing_recordings(config.server, absolute), *plugins]:
+    if wrong := [*clashing_recordings(config.server, absolute), *roots_that_are_files(config), *plugins]:
         raise refusal(str(file), wrong, source.lines)
-    return LoadedConfig(config, absolute, tuple(problems_of_config(config)))
+    return LoadedConfig(config, absolute, tuple(problems_of_config(config)), frozenset(source.lines))
+
+
+def _of_environment(environ: Mapping[str, str]) -> LoadedConfig:
+    said = environment.said(environ)
+    checked = _validated(said.over({}), _with_variables({(): 1}, said), said.problems)
+    if not isinstance(checked, Config) or said.problems:
+        found = [] if isinstance(checked, Config) else checked
+        raise refusal("environment", [*said.problems, *found], {}, said.named)
+    config = resolved(environment.with_folders(checked, environ, is_file=False), Path.cwd())
+    if wrong := list(roots_that_are_files(config)):
+        raise refusal("environment", wrong, {})
+    return LoadedConfig(config, None, tuple(problems_of_config(config)))
+
+
+def _with_variables(lines: Lines, said: environment.Said) -> dict[Where, int]:
+    """The lines of a file, and a place for each key that a variable sets: errors are told by place."""
+    places = {where[:size]: 1 for where in said.names for size in range(1, len(where) + 1)}
+    return {**places, **lines}
+
+
+def _with_defaults(config: Config) -> Config:
+    """The same with what `vllm` says for models of vLLM that do not say it."""
+    models = {name: _filled(model, config) for name, model in config.models.items()}
+    return config.model_copy(update={"models": models})
+
+
+def _filled(model: Model, config: Config) -> Model:
+    if model.engine != "vllm":
+        return model
+    given = {key: value for key, value in config.vllm if value is not None and key not in model.model_fields_set}
+    if model.memory_mib is not None:
+        given.pop("gpu_memory_utilization", None)
+    return model.model_copy(update=given)
 
 
 def find(given: str | Path | None, environ: Mapping[str, str] = os.environ) -> Path:
     """The file to load: the one given, else the environment's, else ./greenroom.yaml. Raises ConfigError if none."""
+    file = find_any(given, environ)
+    if file is None:
+        raise ConfigError(
+            f"no configuration: there is no {DEFAULT_NAME} here; name a file with --config or {ENVIRONMENT_NAME}"
+        )
+    return file
+
+
+def find_any(given: str | Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The same, or None if there is no file."""
     named = given or environ.get(ENVIRONMENT_NAME)
     if named:
         return Path(named)
-    if Path(DEFAULT_NAME).exists():
-        return Path(DEFAULT_NAME)
-    raise ConfigError(
-        f"no configuration: there is no {DEFAULT_NAME} here; name a file with --config or {ENVIRONMENT_NAME}"
-    )
+    return Path(DEFAULT_NAME) if Path(DEFAULT_NAME).exists() else None
 
 
-def _validated(tree: dict[str, Value], source: SourceFile, not_expanded: tuple[Problem, ...]) -> Config | list[Problem]:
+def _validated(tree: dict[str, Value], lines: Lines, known: Iterable[Problem]) -> Config | list[Problem]:
+    """The configuration, or its problems but those of places that are known to be wrong."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         # The schema compares the names of models only once each model is valid; report clashes now as well.
-        found = [*problems_of(error, source.lines), *kinds.clashes(_names(tree))]
+        found = [*problems_of(error, lines), *kinds.clashes(_names(tree))]
     # A value with an unknown macro is reported once, for the macro.
-    blamed = {problem.where for problem in not_expanded}
+    blamed = {problem.where for problem in known}
     return [problem for problem in found if not any(_is_within(problem.where, where) for where in blamed)]
 
 
@@ -96,8 +144,8 @@ def _names(tree: dict[str, Value]) -> Iterator[tuple[str, list[str]]]:
 
 # A bare name in these is searched on PATH when the engine starts, as a shell does.
 _PROGRAM_KEYS = frozenset({"program", "python"})
-_SERVER_KEYS = ("record_activity", "record_events")
-_MODEL_KEYS = ("path", "cwd", "mmproj", "draft_model", *sorted(_PROGRAM_KEYS))
+_SERVER_KEYS = ("key_file", "record_activity", "record_events")
+_MODEL_KEYS = ("path", "cwd", "mmproj", "draft_model", "workflow", "checkpoints", *sorted(_PROGRAM_KEYS))
 
 
 def resolved(config: Config, folder: Path) -> Config:
@@ -111,9 +159,13 @@ def resolved(config: Config, folder: Path) -> Config:
     if memory.file is not None:
         memory = memory.model_copy(update={"file": _absolute(memory.file, folder)})
     roots = tuple(_absolute(root, folder) for root in config.model_roots)
-    return config.model_copy(
-        update={"server": server, "memory": memory, "models": models, "state_dir": state_dir, "model_roots": roots}
-    )
+    shelves = tuple(_absolute(root, folder) for root in config.library.roots)
+    changed: dict[str, Any] = {"server": server, "memory": memory, "models": models, "state_dir": state_dir}
+    files = ("key_path", "audit_path")
+    paths = {key: _absolute(path, folder) for key in files if (path := getattr(config.governance, key)) is not None}
+    changed |= {"governance": config.governance.model_copy(update=paths)}
+    changed |= {"model_roots": roots, "library": config.library.model_copy(update={"roots": shelves})}
+    return config.model_copy(update=changed)
 
 
 def _model(model: Model, folder: Path) -> Model:
@@ -123,6 +175,9 @@ def _model(model: Model, folder: Path) -> Model:
         for key, path in said.items()
         if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
     }
+    repository = WHISPER_SIZES.get(model.path or "") if model.engine == "whisper" else None
+    if repository is not None and not os.path.isdir(paths["path"]):
+        paths["path"] = hub_folder(repository, model.env)
     if model.lora:
         paths["lora"] = {_absolute(path, folder): scale for path, scale in model.lora.items()}
     if model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING):
@@ -130,21 +185,29 @@ def _model(model: Model, folder: Path) -> Model:
     return model.model_copy(update=paths)
 
 
-def _with_gguf_folders(tree: dict[str, Value], folder: Path) -> dict[str, Value]:
-    """The same with `engine: llamacpp` for models that name no engine and whose path is a folder of GGUF files."""
+def _with_engines_of_folders(tree: dict[str, Value], folder: Path) -> dict[str, Value]:
+    """The same with the engine of models that name none and whose path is a folder that tells it by its files."""
     models = tree.get("models")
     if not isinstance(models, dict):
         return tree
     found = {
-        name: {**model, "engine": "llamacpp"}
+        name: {**model, "engine": engine}
         for name, model in models.items()
         if isinstance(model, dict)
         and model.get("engine") is None
         and isinstance(path := model.get("path"), str)
-        and holds_gguf(whole := _absolute(path, folder))
-        and not os.path.exists(os.path.join(whole, "config.json"))
+        and (engine := _engine_of_folder(_absolute(path, folder))) is not None
     }
     return {**tree, "models": {**models, **found}} if found else tree
+
+
+def _engine_of_folder(path: str) -> str | None:
+    """The engine that alone can serve what is in this folder; None if its files do not tell."""
+    if holds_whisper(path):
+        return "whisper"
+    if os.path.isfile(os.path.join(path, "model_index.json")):
+        return "diffusers"
+    return "llamacpp" if holds_gguf(path) and not os.path.exists(os.path.join(path, "config.json")) else None
 
 
 def _is_bare(path: str) -> bool:
@@ -178,7 +241,7 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
 }
 # Patterns that are better explained by a sentence.
-_PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key` prints them"}
+_PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them"}
 # Values below these keys may be secrets and are never shown.
 _SECRET_KEYS = frozenset({"key", "sha256", "env"})
 

@@ -1,7 +1,7 @@
 """What an operator can say about one model, and the rules between its keys.
 
-Owns the keys and which engine each belongs to. Looks at the names of installed engines and at nothing else of the
-machine: see `problems.py`.
+Owns the keys; `engine_keys.py` says which engine each belongs to. Looks at the names of installed engines and at
+nothing else of the machine: see `problems.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES, WITH_EMBEDDING, WITH_PATH
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
     CountFromZero,
+    HostName,
     Mib,
     MibAboveZero,
     ModelId,
@@ -29,12 +31,18 @@ from greenroom.config.kinds import (
 )
 from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem, break_on
+from greenroom.config.shared_caches import sharing_arguments, sharing_variables
+from greenroom.config.tenants_section import RateLimits
+from greenroom.config.versions_section import ModelVersions
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+_Int8 = Literal["int8", "int8_float32", "int8_float16", "int8_bfloat16"]
+ComputeType = _Int8 | Literal["default", "auto", "int16", "float16", "bfloat16", "float32"]
 
 # A chat template with another name is one that llama.cpp knows.
 TEMPLATE_ENDING = ".jinja"
 
+GpuShare = Annotated[float, Field(gt=0, le=1), NotBool]
 PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
 
 
@@ -59,17 +67,19 @@ class Model(Section):
     """One model: what callers ask for, which engine runs it, what it needs."""
 
     engine: str | None = None
-    """llamacpp, transformers, command, or an engine of another package (see `greenroom engines`); inferred from
-    category, path (a .gguf file or a folder) or cmd when not given."""
+    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper, command, or one of another package (see
+    `greenroom engines`); inferred from category, path (a .gguf file or a folder) or cmd when not given."""
     options: dict[str, JsonValue] = {}
     """Engines of other packages: their own options, as their documentation says."""
     path: str | None = None
-    """llamacpp, transformers: the model file, or the folder with config.json and safetensors or with one GGUF; relative
-    paths start at the folder of the configuration file."""
+    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper: the model file, or the folder with config.json
+    and safetensors, with model_index.json, with one GGUF, or with a Whisper model of CTranslate2; of ComfyUI its
+    installation. Relative paths start at the folder of the configuration file. whisper also takes a size in the Hugging
+    Face cache: tiny, base, small, medium (also with .en), large (the newest) or turbo."""
     cmd: str | tuple[str, ...] | None = None
-    """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
-    ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without any of
-    these is never spread over several."""
+    """comfyui, command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free
+    port; ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without
+    any of these is never spread over several."""
     cmd_stop: str | tuple[str, ...] | None = None
     """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
     check_endpoint: str = "/health"
@@ -85,11 +95,13 @@ class Model(Section):
     cwd: str | None = None
     """Working directory of the engine."""
     program: str | None = None
-    """llamacpp: the llama-server binary to run; otherwise the one on PATH, otherwise the embedded build."""
+    """llamacpp, vllm, sglang: the program to run (llama-server, vllm or sglang); otherwise the one on PATH, otherwise
+    the packages of `python`."""
     python: str | None = None
-    """llamacpp, transformers: Python interpreter that has the engine's packages; the gateway's own when not given."""
+    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper: Python that has the engine's packages; the
+    gateway's own when not given (of ComfyUI: the one in its folder)."""
     ctx_size: CountFromZero = 4096
-    """llamacpp, transformers: context length in tokens; 0 takes the model's own."""
+    """llamacpp, transformers, vllm, sglang: context length in tokens; 0 takes the model's own."""
     cache_type_k: CacheType = "f16"
     """llamacpp: how the keys of the KV cache are kept."""
     cache_type_v: CacheType = "f16"
@@ -101,9 +113,10 @@ class Model(Section):
     parallel: Annotated[int, Field(ge=1, le=256), NotBool] = 4
     """llamacpp: requests answered at once; they share the context."""
     threads: Count | None = None
-    """llamacpp, transformers: CPU threads; the engine's own choice when not given."""
+    """llamacpp, transformers, diffusers, whisper: CPU threads; the engine's own choice when not given."""
     embedding: bool = False
-    """llamacpp, transformers: serve embeddings instead of text. When not given, as the model's files say."""
+    """llamacpp, transformers, vllm, sglang: serve embeddings instead of text. When not given, as the model's files
+    say."""
     reranking: bool = False
     """llamacpp: serve /v1/rerank instead of text. When not given, as the file says."""
     mmproj: str | None = None
@@ -113,8 +126,8 @@ class Model(Section):
     draft_model: str | None = None
     """llamacpp: a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
     chat_template: str | None = None
-    """llamacpp: a file with a Jinja template (its name ends in .jinja), or the name of one that llama.cpp knows, such
-    as chatml; the model's own when not given."""
+    """llamacpp, vllm, sglang: a file with a Jinja template (its name ends in .jinja), or the name of one that the
+    engine knows, such as chatml; the model's own when not given."""
     reasoning: Literal["auto", "on", "off"] = "auto"
     """llamacpp: whether a model that can reason before it answers does; auto leaves it to its chat template."""
     reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] = "auto"
@@ -122,21 +135,44 @@ class Model(Section):
     reasoning_budget: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
     """llamacpp: tokens it may think for; -1 has no limit, 0 ends thinking at once."""
     args: tuple[str, ...] = ()
-    """llamacpp: further arguments for llama-server, as they are."""
+    """llamacpp, vllm, sglang, comfyui: further arguments for the server, as they are."""
+    workflow: str | None = None
+    """comfyui: a file with the workflow that makes a picture, in ComfyUI's API format."""
+    inputs: dict[str, str | tuple[str, ...]] = {}
+    """comfyui: where in the workflow the fields of a request belong, as NODE.INPUT: prompt, negative_prompt, seed,
+    width, height, steps, guidance_scale, n, or names of your own."""
+    checkpoints: str | None = None
+    """comfyui: the folder with its checkpoints, in which those of the workflow must be; models/checkpoints of path
+    when not given."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """transformers: the dtype of its weights; auto takes that of the files."""
+    """transformers, diffusers, vllm, sglang: the dtype of its weights; auto takes that of the files."""
+    quantization: str | None = None
+    """vllm, sglang: how weights are quantized (fp8, awq, gptq …), where the files do not tell."""
     cache_tokens: Count | None = None
-    """transformers: tokens in the KV cache for all requests together; four contexts when not given."""
+    """transformers, vllm, sglang: tokens in the KV cache for all requests together. When not given, four contexts;
+    vllm, sglang: one for each of `concurrency` requests."""
+    device_map: Literal["balanced", "one"] = "balanced"
+    """diffusers: balanced: if no GPU can hold the pipeline, or `devices` names several, its components are spread over
+    GPUs, each whole on one; one: it is never spread."""
     isolate: bool = False
-    """transformers: a worker process of its own, so that a crash of it or of other models stays apart."""
+    """transformers, diffusers: a worker process of its own, so that crashes of it or of other models stay apart. Models
+    with `versions` always have one."""
     trust_remote_code: bool = False
-    """transformers: run Python code from the model's folder. Only for folders you trust like a program."""
+    """transformers, diffusers, vllm, sglang: run Python code from the model's folder. Only for folders you trust like
+    a program."""
     allow_pickle: bool = False
-    """transformers: load .bin files, which can run any code. Only for folders you trust like a program."""
+    """transformers, diffusers: load .bin files, which can run any code. Only for folders you trust like a program."""
     skip_check: bool = False
     """transformers: skip the comparison with plain Transformers, which refuses a model whose answers differ."""
+    compute_type: ComputeType = "default"
+    """whisper: the type that is computed with; default takes that of the files, or the nearest the device has."""
+    beam_size: Annotated[int, Field(ge=1, le=100), NotBool] = 5
+    """whisper: texts that are followed at the same time; 1 is quicker, more are sometimes better."""
     aliases: tuple[ModelId, ...] = ()
     """Other ids this model answers to."""
+    exclusive: bool = False
+    """Never in memory together with another configuration of the same path that is exclusive, too: one makes room for
+    the other, between answers."""
     name: str | None = None
     """A name for people, shown in listings."""
     description: str | None = None
@@ -154,20 +190,34 @@ class Model(Section):
     routes: tuple[RoutePattern, ...] = ()
     """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
     Keys with admin may use all."""
+    media_hosts: tuple[HostName, ...] = ()
+    """Hosts from which it may fetch pictures, sound and films that callers name by URL; from no other. Callers may
+    always send them as data: URLs."""
     memory_mib: Mib | None = None
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
     host_memory_mib: Mib = 0
     """Host memory it needs in addition when it is on a GPU."""
     gpu_memory_budget_mib: MibAboveZero | None = None
     """Upper bound of the GPU memory planned for it, whatever was estimated or measured."""
+    gpu_memory_utilization: GpuShare | None = None
+    """vllm, sglang: the share of each of its GPUs that is planned for it, instead of memory_mib."""
+    prefix_caching: bool = True
+    """vllm, sglang: keep prefixes of prompts, apart for each tenant and cache tag."""
+    isolate_tenants: Literal["process", "off"] | None = None
+    """How prompts of tenants are kept apart: as the engine can, if not given (`greenroom check --json` tells how).
+    process: each tenant has a process of its own, for engines that cannot, such as a command. off: tenants may share
+    what was computed for their prompts, and `args` may have a cache that they share."""
     device: Literal["auto", "cpu"] = "auto"
     """cpu: run it on the host only, even if there are GPUs."""
     devices: tuple[str, ...] = ()
     """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
     concurrency: Count | None = None
-    """Requests it answers at once; further ones wait. The engine's own number when not given."""
+    """Requests it answers at once; further ones wait. The engine's own number when not given; of llamacpp at most
+    `parallel`."""
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
+    limits: RateLimits | None = None
+    """What all of its requests together may use."""
     category: Literal["llm", "vision", "embedding", "diffusion", "transcription", "speech"] = "llm"
     """The kind of model. It decides how long it stays ready (see stay_warm) and, where nothing else says it, its engine
     and its abilities."""
@@ -178,6 +228,8 @@ class Model(Section):
     """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
     pinned: bool = False
     """Never evicted and never unloaded for being idle."""
+    versions: ModelVersions | None = None
+    """Put it under version control: `path` is its first version, and updates replace it while it serves."""
     preload: bool = False
     """Loaded at start, and again after a crash, as long as there is room."""
     load_timeout_s: SecondsAboveZero = 600
@@ -195,7 +247,7 @@ class Model(Section):
             return said
         if said.get("engine") is None and (engine := _inferred_engine(said)):
             said = {**said, "engine": engine}
-        if said.get("category") == "embedding" and said.get("engine") in _WITH_EMBEDDING:
+        if said.get("category") == "embedding" and said.get("engine") in WITH_EMBEDDING:
             said = {"embedding": not said.get("reranking"), **said}
         return said
 
@@ -215,51 +267,6 @@ class Model(Section):
         return self.device == "cpu" or self.n_gpu_layers == 0 or set(self.devices) == {"host"}
 
 
-# --- which engine a key belongs to; keys in no set belong to every engine -------------------------------------------
-
-LLAMACPP_KEYS = frozenset(
-    {
-        "path",
-        "program",
-        "python",
-        "ctx_size",
-        "cache_type_k",
-        "cache_type_v",
-        "n_gpu_layers",
-        "flash_attn",
-        "parallel",
-        "threads",
-        "embedding",
-        "reranking",
-        "mmproj",
-        "lora",
-        "draft_model",
-        "chat_template",
-        "reasoning",
-        "reasoning_format",
-        "reasoning_budget",
-        "args",
-    }
-)
-TRANSFORMERS_KEYS = frozenset(
-    {
-        "path",
-        "python",
-        "ctx_size",
-        "threads",
-        "embedding",
-        "dtype",
-        "cache_tokens",
-        "isolate",
-        "trust_remote_code",
-        "allow_pickle",
-        "skip_check",
-    }
-)
-COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener", "sizes_itself"})
-KEYS_OF_ENGINES = {"llamacpp": LLAMACPP_KEYS, "transformers": TRANSFORMERS_KEYS, "command": COMMAND_KEYS}
-
-
 # --- the rules between keys -----------------------------------------------------------------------------------------
 
 NO_CHECK = "none"
@@ -269,10 +276,9 @@ PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
 # The engine of a model whose path is not a .gguf file, where its category tells more than the path.
 _ENGINE_OF_CATEGORY = {"diffusion": "diffusers", "transcription": "whisper"}
-_WITH_EMBEDDING = ("llamacpp", "transformers")
 
 # Engines that take what a key says as arguments instead.
-_ARGUMENTS_IN = {"llamacpp": "args", "command": "cmd"}
+_ARGUMENTS_IN = {"llamacpp": "args", "vllm": "args", "sglang": "args", "command": "cmd"}
 
 
 def _problems(model: Model) -> Iterator[Problem]:
@@ -285,15 +291,23 @@ def _problems(model: Model) -> Iterator[Problem]:
     yield from _keys_of_other_engines(model, model.engine)
     yield from _params(model)
     yield from _environment(model)
+    yield from _shared_caches(model, model.engine)
     for path in model.lora:
         if any(letter in path for letter in ':,"'):
             yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
     if model.abilities == ():
         yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
-    if model.engine in ("llamacpp", "transformers") and not model.path:
+    is_fetched = model.versions is not None and model.versions.repo_id is not None
+    if model.engine in WITH_PATH and not model.path and not is_fetched:
         yield Problem((), f"engine {model.engine} needs path")
+    if model.versions is not None and model.engine not in WITH_PATH:
+        yield Problem(("versions",), f"needs an engine that runs a `path`; {model.engine} does not")
+    if model.versions is not None and model.isolate_tenants == "process":
+        yield Problem(("versions",), "does not go together with isolate_tenants: process yet")
     if model.engine == "command":
         yield from _command(model)
+    if model.engine == "comfyui":
+        yield from _comfyui(model)
     if model.device == "cpu" and any(device != "host" for device in model.devices):
         yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
@@ -316,9 +330,6 @@ def _engines_of_packages() -> list[str]:
 
 def _unknown_engine(model: Model, others: list[str]) -> Problem:
     known = ", ".join(sorted([*KEYS_OF_ENGINES, *others]))
-    if model.engine == _ENGINE_OF_CATEGORY.get(model.category):
-        why = f"category {model.category} needs engine {model.engine}, which is not installed"
-        return Problem(("category",), f"{why}; there are {known}. Give cmd to use a program of your own")
     return Problem(("engine",), f"there is no engine {model.engine!r}; there are {known}")
 
 
@@ -337,8 +348,13 @@ def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
     strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
     for key in sorted(strange & model.model_fields_set):
         if getattr(model, key) is not None:
-            owners = " or ".join(name for name, keys in KEYS_OF_ENGINES.items() if key in keys)
+            owners = _either([name for name, keys in KEYS_OF_ENGINES.items() if key in keys])
             yield Problem((key,), f"{key} is for engine {owners}; {_instead(key, engine)}")
+
+
+def _either(names: list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _instead(key: str, engine: str) -> str:
@@ -365,6 +381,24 @@ def _command(model: Model) -> Iterator[Problem]:
         yield Problem(("cmd",), f'needs ${{PORT}}, the port to listen on, unless check_endpoint is "{NO_CHECK}"')
 
 
+def _comfyui(model: Model) -> Iterator[Problem]:
+    if (model.cmd is None) == (model.path is None):
+        yield Problem((), "engine comfyui needs path, the folder of its installation, or cmd, and not both")
+    if model.cmd is not None and (why := _unsplittable(model.cmd)):
+        yield Problem(("cmd",), why)
+    elif model.cmd is not None and "${PORT}" not in (model.cmd if isinstance(model.cmd, str) else " ".join(model.cmd)):
+        yield Problem(("cmd",), "needs ${PORT}, the port to listen on")
+    if model.workflow is None:
+        yield Problem((), "engine comfyui needs workflow, a file in ComfyUI's API format")
+    if "prompt" not in model.inputs:
+        yield Problem(("inputs",), 'needs prompt, such as "6.text": the input of the workflow that takes it')
+    for name, said in model.inputs.items():
+        for place in (said,) if isinstance(said, str) else said:
+            node, dot, field = place.partition(".")
+            if not (node and dot and field):
+                yield Problem(("inputs", name), "is written as NODE.INPUT, such as 6.text")
+
+
 def _unsplittable(command: str | tuple[str, ...]) -> str | None:
     try:
         split = words(command)
@@ -379,6 +413,19 @@ def _params(model: Model) -> Iterator[Problem]:
     for position, name in enumerate(model.strip_params):
         if name in PARAMS_NOT_OURS_TO_CHANGE:
             yield Problem(("strip_params", position), f"{name} cannot be removed; it has been acted on already")
+
+
+def _shared_caches(model: Model, engine: str) -> Iterator[Problem]:
+    if model.isolate_tenants is not None:
+        return
+    told = (
+        "lets tenants share what was computed for their prompts. Remove it, or give the model isolate_tenants: off, if "
+        "they may, or process"
+    )
+    for position, argument in sharing_arguments(engine, model.args):
+        yield Problem(("args", position), f"{argument} {told}")
+    for name in sharing_variables(engine, model.env):
+        yield Problem(("env", name), told)
 
 
 def _environment(model: Model) -> Iterator[Problem]:

@@ -23,16 +23,19 @@ class Named(Mapping[str, Factory], Generic[Factory]):
 
     def __init__(self, word: str, built_in: Mapping[str, Factory], group: str) -> None:
         self.word = word
-        self._known = dict(built_in)
+        self._built_in = built_in
+        self._loaded: dict[str, Factory] = {}
         self._group = group
 
     def __getitem__(self, name: str) -> Factory:
-        if name not in self._known:
-            self._known[name] = self._load(name)
-        return self._known[name]
+        if name in self._built_in:
+            return self._built_in[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._known, *(entry.name for entry in entry_points(group=self._group))}))
+        return iter(sorted({*self._built_in, *(entry.name for entry in entry_points(group=self._group))}))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

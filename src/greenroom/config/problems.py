@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from greenroom.config.coresidency import rules_of
+from greenroom.config.governance_section import quorum_warnings
 from greenroom.config.kinds import words
 from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.reader import Problem
@@ -26,6 +29,8 @@ def problems(config: Config) -> list[str]:
     """Warnings, one sentence each, that name the model or key."""
     found = [f"models.{name}: {text}" for name, model in config.models.items() for text in _missing(model)]
     found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
+    found += _unusable_roots(config)
+    found += _hidden_by_ids(config)
     found += _outside_roots(config)
     found += _too_much_pinned(config)
     found += _kept_out(config)
@@ -33,6 +38,8 @@ def problems(config: Config) -> list[str]:
     found += _unusable_state_dir(config.state_dir)
     found += [text] if (text := open_door(config.server)) else []
     found += _no_admin(config.server)
+    found += _one_port_twice(config.server)
+    found += quorum_warnings(config.governance)
     return found
 
 
@@ -68,24 +75,70 @@ def _unusable_state_dir(path: str) -> Iterator[str]:
         yield f"state_dir: {path} is no directory"
     elif os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK):
         yield f"state_dir: this user may not write to {path}"
+    elif holds_other_files(path):
+        yield f"state_dir: {path} {OTHER_FILES}"
+
+
+# The files of a state directory. The temporary name of its id begins so.
+_STATE_KEPT: Final = ("learned", "needs", "leases", "library")
+_STATE_FILES: Final = frozenset(
+    (
+        *("lock", "id", "run", "checked", "jobs", "pictures", "leases.jsonl", "governance"),
+        *(f"{name}.{kind}" for name in _STATE_KEPT for kind in ("json", "new")),
+    )
+)
+_STATE_ID_PREFIX: Final = ".id-"
+# Created by a file system in its top directory.
+_NOBODYS: Final = frozenset({"lost+found"})
+_STATE_ID: Final = re.compile(r"[0-9a-f]{16}")
+OTHER_FILES: Final = "holds other files; a state directory must be empty or new at first"
+
+
+def holds_other_files(path: str | Path) -> bool:
+    """False if it is new, empty, or already a state directory: opening changes its mode and empties its `run`."""
+    try:
+        names = frozenset(os.listdir(path)) - _NOBODYS
+    except OSError:
+        # It does not exist yet, or is not readable, which is told elsewhere.
+        return False
+    if known_state_id(Path(path) / "id") is not None:
+        return False
+    strange = {name for name in names - _STATE_FILES if not name.startswith(_STATE_ID_PREFIX)}
+    return bool(strange) or ("lock" not in names and bool(names))
+
+
+def known_state_id(file: Path) -> str | None:
+    """The id of a state directory, from its file."""
+    try:
+        known = file.read_text(encoding="ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    return known if _STATE_ID.fullmatch(known) else None
 
 
 def open_door(server: Server) -> str | None:
     """Why this address is not served: other machines can reach it and no key is required. None if it is safe."""
-    if server.api_keys or server.insecure or _is_loopback(server.host):
+    if server.has_keys or server.insecure or _is_loopback(server.host):
         return None
     return (
         f"server.host: {server.host} can be reached by others, so it is not served there; "
-        "give server.api_keys, or server.insecure: true"
+        "give server.api_keys or server.key_file, or server.insecure: true"
     )
 
 
 def _no_admin(server: Server) -> Iterator[str]:
-    if server.api_keys and not any(key.admin for key in server.api_keys):
+    # Those of a key file come and go; `greenroom check` looks at them.
+    if server.api_keys and server.key_file is None and not any(key.admin for key in server.api_keys):
         yield (
             "server.api_keys: no key has admin: true, so nobody can load, unload, reload, read logs or see why a load "
             "failed; give it to the operator's key"
         )
+
+
+def _one_port_twice(server: Server) -> Iterator[str]:
+    # 0 takes a free one each time.
+    if server.metrics and server.port and server.metrics_port == server.port:
+        yield f"server.metrics_port: {server.port} is server.port too, so the gateway does not start; choose another"
 
 
 def budget_mib(config: Config, model: Model | None = None) -> int | None:
@@ -100,8 +153,20 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
 # What `path` must be. Engines of other packages take what they like.
 _PATHS = {
     "transformers": (os.path.isdir, "folder"),
+    "diffusers": (os.path.isdir, "folder"),
+    "vllm": (os.path.isdir, "folder"),
+    "sglang": (os.path.isdir, "folder"),
+    "comfyui": (os.path.isdir, "folder"),
+    "whisper": (os.path.isdir, "folder"),
     "llamacpp": (lambda path: os.path.isfile(path) or holds_gguf(path), "file"),
 }
+
+
+def is_empty_folder(path: str) -> bool:
+    try:
+        return not os.listdir(path)
+    except (OSError, ValueError):
+        return False
 
 
 def holds_gguf(path: str) -> bool:
@@ -117,7 +182,10 @@ def _missing(model: Model) -> Iterator[str]:
     if model.path is not None and not is_there(model.path):
         is_other = os.path.exists(model.path)
         yield f"path: {model.path} is no {what}" if is_other else f"path: there is no {what} {model.path}"
-    beside = {"mmproj": model.mmproj, "draft_model": model.draft_model, **{f"lora.{path}": path for path in model.lora}}
+    elif model.path is not None and is_empty_folder(model.path):
+        yield f"path: {model.path} is empty"
+    files = {"mmproj": model.mmproj, "draft_model": model.draft_model, "workflow": model.workflow}
+    beside = {**files, **{f"lora.{path}": path for path in model.lora}}
     if model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING):
         beside["chat_template"] = model.chat_template
     for key, path in beside.items():
@@ -127,7 +195,9 @@ def _missing(model: Model) -> Iterator[str]:
         yield f"cwd: there is no directory {model.cwd}"
     first = words(model.cmd)[0] if model.cmd else None
     for key, program in (("cmd", first), ("program", model.program), ("python", model.python)):
-        if program is not None and not can_be_run(program, model):
+        if program == "":
+            yield f"{key}: is empty; name a program or leave the key out"
+        elif program is not None and not can_be_run(program, model):
             yield f"{key}: there is no program {program}" + ("" if "/" in program else " on PATH")
 
 
@@ -140,7 +210,8 @@ def can_be_run(program: str, model: Model) -> bool:
     # A relative path starts at `cwd`, or at the working directory of the gateway, which is not known here.
     if not os.path.isabs(program) and model.cwd is None:
         return True
-    return os.access(os.path.join(model.cwd or "/", program), os.X_OK)
+    whole = os.path.join(model.cwd or "/", program)
+    return os.path.isfile(whole) and os.access(whole, os.X_OK)
 
 
 def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
@@ -152,6 +223,34 @@ def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
     budget = budget_mib(config, model)
     if budget is not None and model.memory_mib is not None and model.memory_mib > budget:
         yield f"models.{name}: memory_mib: {model.memory_mib:,} MiB can never fit into the budget of {budget:,} MiB"
+
+
+def roots_that_are_files(config: Config) -> Iterator[Problem]:
+    """Folders of models that are plain files: a mistake, whereas a folder that is missing may be mounted later."""
+    for where, roots in ((("model_roots",), config.model_roots), (("library", "roots"), config.library.roots)):
+        for root in roots:
+            if os.path.isfile(root):
+                yield Problem(where, f"{root} is a file; name the folder that models lie below")
+
+
+def _unusable_roots(config: Config) -> Iterator[str]:
+    for root in config.roots:
+        if not os.path.isdir(root):
+            yield f"there is no folder {root} (yet); models are looked for there"
+        elif not os.access(root, os.R_OK | os.X_OK):
+            yield f"{root}, where models are looked for, may not be read by this user"
+        elif os.path.realpath(root) == "/":
+            yield "/ is a folder of models: everything on this machine is looked at. Name the folder that they lie in"
+
+
+def _hidden_by_ids(config: Config) -> Iterator[str]:
+    """Files below a root that have the name of a model with other files: requests by this name get the model."""
+    for name, model in config.models.items():
+        for said in (name, *model.aliases):
+            hidden = next((path for root in config.roots if os.path.exists(path := os.path.join(root, said))), None)
+            own = None if model.path is None else os.path.realpath(model.path)
+            if hidden is not None and os.path.realpath(hidden) != own:
+                yield f"models.{name}: {said} is also the name of {hidden}, which needs its whole path"
 
 
 def _outside_roots(config: Config) -> Iterator[str]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 from pydantic_core import PydanticCustomError
 
+from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain, why
 from greenroom.errors import ConfigError
 
 # The path from the top of the file to a value: keys and positions in lists.
@@ -40,14 +39,23 @@ class Problem:
     line: int | None = None
 
 
-def refusal(file: str, problems: Iterable[Problem], lines: Lines) -> ConfigError:
-    """One error for all problems of a file, ordered by line."""
-    numbered = {(problem.line or line_of(problem.where, lines), _sentence(problem)): None for problem in problems}
+def refusal(
+    file: str, problems: Iterable[Problem], lines: Lines, variable: Callable[[Problem], str | None] = lambda _: None
+) -> ConfigError:
+    """One error for all problems of a file, ordered by line; first those of an environment variable, by its name."""
+    numbered = {_told(problem, file, lines, variable(problem)): None for problem in problems}
     ordered = sorted(numbered, key=lambda entry: entry[0])
-    told = [f"{file}:{line}: {sentence}" for line, sentence in ordered[:PROBLEMS_MAX]]
+    told = [sentence for _, sentence in ordered[:PROBLEMS_MAX]]
     if len(ordered) > PROBLEMS_MAX:
         told.append(f"{file}: and {len(ordered) - PROBLEMS_MAX} more")
     return ConfigError("\n".join(told))
+
+
+def _told(problem: Problem, file: str, lines: Lines, variable: str | None) -> tuple[int, str]:
+    if variable is not None:
+        return 0, f"the environment variable {variable} ({dotted(problem.where)}): {problem.message}"
+    line = problem.line or line_of(problem.where, lines)
+    return line, f"{file}:{line}: {_sentence(problem)}"
 
 
 def line_of(where: Where, lines: Lines) -> int:
@@ -152,19 +160,15 @@ def _text(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        # Without O_NONBLOCK opening a FIFO would block for ever.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{path}: is not a plain file")
-            data = file.read(FILE_BYTES_MAX + 1)
+        return read_plain(path, FILE_BYTES_MAX)
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory; name the file in it") from None
+    except NotPlainFile:
+        raise ConfigError(f"{path}: is not a plain file") from None
+    except FileTooLarge:
+        raise ConfigError(f"{path}: is larger than {FILE_BYTES_MAX // 1024 // 1024} MiB") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: is larger than {FILE_BYTES_MAX // 1024 // 1024} MiB")
-    return data
+        raise ConfigError(f"{path}: cannot be read: {why(error)}") from None
 
 
 def _check_size(path: Path, text: str, parser: Parser) -> None:

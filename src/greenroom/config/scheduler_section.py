@@ -112,6 +112,10 @@ class Scheduler(Section):
 def _scheduler_problems(scheduler: Scheduler) -> Iterator[Problem]:
     if scheduler.backoff_s > scheduler.backoff_max_s:
         yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({scheduler.backoff_max_s:g})")
+    if scheduler.deadline_high_s > scheduler.deadline_normal_s:
+        yield Problem(("deadline_high_s",), f"may not be more than deadline_normal_s ({scheduler.deadline_normal_s:g})")
+    if scheduler.deadline_normal_s > scheduler.deadline_low_s:
+        yield Problem(("deadline_normal_s",), f"may not be more than deadline_low_s ({scheduler.deadline_low_s:g})")
     if not scheduler.fit_memory and scheduler.company is None:
         yield Problem(("fit_memory",), "may only be false with company; nothing else says who may be ready together")
 

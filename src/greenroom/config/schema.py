@@ -10,28 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from greenroom.config import coresidency, kinds
+from greenroom.config.governance_section import Governance, Quorum
+from greenroom.config.keys_section import ApiKey, equal_api_keys
 from greenroom.config.kinds import (
     Count,
+    CountFromZero,
     EnginePort,
     LeaseSeconds,
     LookSeconds,
     Mib,
     MibAboveZero,
+    MibPerSecond,
     ModelId,
     Name,
+    NotBool,
     Seconds,
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.model_section import PRIORITY_NAMES, Ability, CacheType, Model
+from greenroom.config.model_section import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.scheduler_section import Company, Group, Matrix, Scheduler
-from greenroom.config.server_section import ApiKey, Heartbeat, Server, equal_api_keys
+from greenroom.config.server_section import Heartbeat, Server
+from greenroom.config.tenants_section import LimitStore, RateLimits, TenantLimits, Tenants
+from greenroom.config.versions_section import ModelVersions, Versions
 
 # Other packages import every section from here.
 __all__ = [
@@ -41,23 +48,32 @@ __all__ = [
     "CacheType",
     "Company",
     "Config",
+    "Governance",
     "Gpu",
     "Group",
     "Heartbeat",
     "Host",
+    "Images",
     "Jobs",
     "Leases",
+    "LimitStore",
     "Log",
     "LogFormat",
     "LogLevel",
     "Matrix",
     "Memory",
     "Model",
+    "ModelVersions",
     "Ports",
+    "Quorum",
+    "RateLimits",
+    "Runner",
     "Scheduler",
     "Section",
     "Server",
     "StayWarm",
+    "TenantLimits",
+    "Vllm",
 ]
 
 
@@ -150,6 +166,67 @@ class Jobs(Section):
     """Disk space for their requests and results. Those of ended jobs make room, of the tenant that keeps most first."""
 
 
+class Images(Section):
+    """Pictures that are answered as URLs of this server (response_format url), and are kept in state_dir."""
+
+    keep_s: SecondsAboveZero = 3_600
+    """How long a URL is served."""
+    count_max: Count = 1_000
+    """Pictures kept at once. The oldest make room for new ones, of the tenant that keeps most first."""
+    store_mib: MibAboveZero = 512
+    """Disk space for them. An answer that is larger is refused with 507."""
+
+
+def _folder(said: str) -> str:
+    if not said.strip():
+        raise ValueError("an empty text is no folder; name one, such as /srv/models")
+    return said
+
+
+Folder = Annotated[str, AfterValidator(_folder)]
+
+
+class Library(Section):
+    """Models on disk below model_roots, which can be asked for by path or hub id without being configured."""
+
+    roots: tuple[Folder, ...] = ()
+    """Further folders whose models can be asked for; MODEL_BASE_PATH and `serve --models` add to them. Unlike
+    model_roots, they do not restrict the paths in models."""
+    download: bool = False
+    """A load by hub id may fetch what is not on disk. Keys with admin may order downloads in any case."""
+    hosts: tuple[Name, ...] = ()
+    """Hosts besides the hub's own that the URL of a download may name."""
+    downloads_max: Annotated[int, Field(ge=1, le=16), NotBool] = 2
+    """Downloads at the same time; further ones wait."""
+    bandwidth_mib_s: MibPerSecond | None = None
+    """MiB per second for all downloads together; unlimited when not given."""
+    adhoc_models_max: Annotated[int, Field(ge=1, le=10_000), NotBool] = 100
+    """Models outside of `models` that are remembered; those not used for longest leave."""
+    exclusive: bool = True
+    """Of these models, only one configuration of a path is ready at a time."""
+
+
+class Vllm(Section):
+    """What models of vLLM get that do not say it themselves, ad-hoc models included."""
+
+    ctx_size: CountFromZero | None = None
+    """Context length in tokens; 0 takes the model's own. As `ctx_size` of a model when not given."""
+    gpu_memory_utilization: GpuShare | None = None
+    """Share of a GPU for models without memory_mib. When not given, what a configured model is estimated to need, and
+    0.7 for an ad-hoc model."""
+    prefix_caching: bool = True
+    """Whether prefixes of prompts are kept."""
+
+
+class Runner(Section):
+    """How this gateway names itself in /v1/capabilities."""
+
+    id: Name | None = None
+    """Its name; the name of its machine when not given."""
+    type: Name | None = None
+    """What it is; greenroom-VERSION when not given."""
+
+
 class Host(Section):
     """This machine's memory, which is the budget if there are no GPUs."""
 
@@ -175,7 +252,7 @@ class Ports(Section):
 
 
 class Log(Section):
-    """Logging to standard error. LOG_LEVEL and LOG_FORMAT in the environment win."""
+    """Logging to standard error."""
 
     level: LogLevel = LogLevel.INFO
     """debug, info, warning or error."""
@@ -192,19 +269,35 @@ class Config(Section):
     """Simulated GPUs, gpu0, gpu1 …, instead of those found by memory.probe; a budget without hardware."""
     memory: Memory = Memory()
     stay_warm: StayWarm = StayWarm()
+    limits: LimitStore = LimitStore()
+    tenants: Tenants = {}
+    """What each tenant may use, by its name; `default` is for tenants that are not named. Each of those has the limits
+    to itself if callers have keys; without keys, where anyone can make up a name, they share them."""
     leases: Leases = Leases()
+    governance: Governance = Governance()
     jobs: Jobs = Jobs()
+    images: Images = Images()
+    library: Library = Library()
+    versions: Versions = Versions()
+    vllm: Vllm = Vllm()
+    runner: Runner = Runner()
     host: Host = Host()
     ports: Ports = Ports()
     log: Log = Log()
     state_dir: str = "~/.local/state/greenroom"
-    """A directory of its own for the gateway's lock, identity, sockets and jobs; one gateway a directory."""
-    model_roots: tuple[str, ...] = ()
-    """Model files must be below one of these folders once links are resolved; anywhere when empty."""
+    """A directory of its own for the gateway's lock, identity, sockets, jobs and pictures; one gateway a directory."""
+    model_roots: tuple[Folder, ...] = ()
+    """Model files must be below one of these folders once links are resolved; anywhere when empty. What is below them
+    can be asked for by path or hub id without an entry in models (see library)."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
     models: dict[ModelId, Model] = {}
     """Models by id."""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Folders whose models can be asked for without being configured."""
+        return (*self.model_roots, *self.library.roots)
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
@@ -218,6 +311,7 @@ def _problems(config: Config) -> Iterator[Problem]:
         yield Problem(("server", "api_keys", *problem.where), problem.message)
     yield from _company_problems(config)
     yield from _memory_problems(config)
+    yield from _version_problems(config)
 
 
 def _company_problems(config: Config) -> Iterator[Problem]:
@@ -234,3 +328,15 @@ def _memory_problems(config: Config) -> Iterator[Problem]:
         yield Problem(("memory", "file"), "goes with probe: file, and only with it")
     if config.gpus and memory.probe in ("nvml", "file"):
         yield Problem(("gpus",), f"are simulated and cannot be had beside memory.probe: {memory.probe}")
+
+
+def _version_problems(config: Config) -> Iterator[Problem]:
+    default = config.versions.default
+    if default is not None and (default not in config.models or config.models[default].versions is None):
+        yield Problem(("versions", "default"), f"there is no model {default} under version control (key `versions`)")
+    if config.scheduler.company is not None:
+        for name in [name for name, model in config.models.items() if model.versions is not None]:
+            yield Problem(
+                ("models", name, "versions"),
+                "does not go together with scheduler.company yet: two versions would have to be ready at once",
+            )

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field
 
+from greenroom.config.keys_section import ApiKey
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
     HeaderName,
     MibAboveZero,
-    Name,
     NotBool,
     Port,
+    PublicUrl,
     Seconds,
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.reader import Problem, break_on
 
 
 class Heartbeat(StrEnum):
@@ -30,45 +28,31 @@ class Heartbeat(StrEnum):
     OFF = "off"
 
 
-class ApiKey(Section):
-    """One key that callers present as `Authorization: Bearer …` or `x-api-key: …`."""
-
-    name: Name
-    """Who holds this key; shown in logs and status instead of the key."""
-    key: Annotated[str | None, Field(repr=False)] = None
-    """The key itself, best given as `${env.NAME}`; it is hashed when read and never kept. Give this or sha256."""
-    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
-    """The key's SHA-256 in hex, so that the file holds no secret (`greenroom key` makes a key and prints both)."""
-    tenant: Name | None = None
-    """The tenant its requests belong to; the key's name when not given."""
-    priority_max: Literal["high", "normal", "low"] = "high"
-    """The best priority its requests may ask for; anything better is lowered to this."""
-    admin: bool = False
-    """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
-    leases: bool = False
-    """Whether it may take leases, which can evict models; a key with admin may anyway."""
-
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_api_key_problems(self))
-        return self
+class MetricsAliases(StrEnum):
+    RUNNER_API = "runner-api"
 
 
 class Server(Section):
     """The address, who may call, and the limits on what one caller can cost."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs api_keys, or insecure: true."""
+    """Address to listen on. Anything but loopback needs api_keys or a key_file, or insecure: true."""
     port: Port = 8210
     """Port to listen on; 0 takes a free one."""
     insecure: bool = False
     """Allow listening beyond loopback without any API key."""
     api_keys: tuple[ApiKey, ...] = ()
-    """Keys that callers must present. Without any, every caller on the address is trusted."""
+    """Keys that callers must present. Without any, and without a key_file, every caller on the address is trusted."""
+    key_file: str | None = None
+    """A file of further keys, by their hashes, which `greenroom key new` and `revoke` change and the gateway follows
+    while it runs. With one, every caller needs a key, even while it holds none."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names in the Host header, beyond loopback names and the listening address; "*" allows all."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call this server, such as https://chat.example.org; "*" allows all."""
+    public_url: PublicUrl | None = None
+    """How callers reach this server, such as https://models.example.org, for URLs in answers; else by the Host they
+    sent."""
     forward_headers: tuple[HeaderName, ...] = ()
     """Further request headers passed on to engines; without this only Content-Type and Accept are."""
     header_timeout_s: Seconds = 10
@@ -100,6 +84,9 @@ class Server(Section):
     bodies_spool_mib: MibAboveZero = 8_192
     """Disk for all spooled bodies together. Bodies above 256 KiB are spooled, to files without names in state_dir, of
     whose disk 32 MiB stay free; where that lies in memory (tmpfs) they count towards bodies_memory_mib too."""
+    multi_tenant: bool = True
+    """Count, queue and cache for each tenant that callers name in X-Tenant-ID; false: the header is ignored, and only
+    API keys have tenants."""
     heartbeat: Heartbeat = Heartbeat.COMMENT
     """What a waiting streaming caller receives: an SSE comment, an empty chunk, or nothing."""
     heartbeat_after_s: Seconds = 10
@@ -114,31 +101,22 @@ class Server(Section):
     """An answer is cut if its engine sends no byte for this long; 0 = never."""
     drain_s: Seconds = 30
     """How long running answers may go on after SIGTERM."""
+    metrics: bool = True
+    """Serve /metrics."""
+    metrics_port: Port | None = None
+    """A second port on the same address, for /metrics, /health, /healthz and /readyz alone; 0 takes a free one."""
+    metrics_aliases: MetricsAliases | None = None
+    """runner-api: /metrics has the five series of the runner API (vllm_requests_total …), too."""
+    usage_days: Annotated[int, Field(ge=0, le=36_500), NotBool] = 400
+    """How many days the usage of keys, tenants and models is kept (/api/v1/usage); 0: none is counted."""
     docs: bool = True
-    """Serve the reference of the management API at /api/v1/docs."""
+    """Serve the reference of the API at /api/v1/docs."""
     record_activity: str | None = None
     """CSV file with a row per answered request (time, model, tokens, tenant, seconds); for greenroom simulate."""
     record_events: str | None = None
     """File for every event and effect of the scheduler, to replay its decisions elsewhere."""
 
-
-def _api_key_problems(key: ApiKey) -> Iterator[Problem]:
-    if (key.key is None) == (key.sha256 is None):
-        yield Problem((), f"give exactly one of key and sha256 for {key.name}")
-    if key.key is not None and (not key.key or not key.key.isascii() or any(c <= " " or c == "\x7f" for c in key.key)):
-        # Such a key cannot be sent in a header, or is no secret.
-        yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
-
-
-def equal_api_keys(keys: Sequence[ApiKey]) -> Iterator[Problem]:
-    """Keys with the same name or the same secret: which key's limits count would be undefined."""
-    name_of: dict[str, str] = {}
-    names_seen: set[str] = set()
-    for position, key in enumerate(keys):
-        digest = key.sha256 or hashlib.sha256((key.key or "").encode()).hexdigest()
-        if key.name in names_seen:
-            yield Problem((position, "name"), f"{key.name} names another key already")
-        if digest in name_of:
-            yield Problem((position,), f"is the same key as {name_of[digest]}")
-        names_seen.add(key.name)
-        name_of.setdefault(digest, key.name)
+    @property
+    def has_keys(self) -> bool:
+        """True if callers must present a key."""
+        return bool(self.api_keys) or self.key_file is not None

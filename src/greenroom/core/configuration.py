@@ -1,6 +1,7 @@
-"""Takes in a changed configuration: new models, new revisions, changed specs, removed models.
+"""Takes in a changed configuration: new models, new revisions, changed specs, removed models, promoted versions.
 
-Owns the reaction to `ConfigChanged`. A slot of the current revision keeps running, one of an old revision drains.
+Owns the reaction to `ConfigChanged` and `VersionPromoted`. A slot of the current revision keeps running, one of an old
+revision drains.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from greenroom.core.apply import Actions, preload_id
 from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
-from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
+from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
 from greenroom.core.policy import Swappers, make_policy
 from greenroom.core.policy.base import Pacing, Policies
@@ -72,7 +73,7 @@ class Configuration:
         record = self._state.models.get(spec.id)
         was_preloaded = record is not None and record.spec.preload
         if record is not None and record.spec.revision == spec.revision:
-            self._relabel(record, spec)
+            self._relabel(record, spec, now)
         else:
             self._renew(record, spec, now)
             was_preloaded = False
@@ -81,15 +82,18 @@ class Configuration:
         elif not was_preloaded:
             self._act.preload(spec.id, now)
 
-    def _relabel(self, record: ModelRecord, spec: ModelSpec) -> None:
+    def _relabel(self, record: ModelRecord, spec: ModelSpec, now: float) -> None:
         """Take over a spec that needs no new process."""
         if record.spec.need != spec.need:
             record.need = spec.need
         record.preload_again = record.preload_again and spec.preload
-        record.spec = spec
-        for slot in self._state.slots_of(spec.id):
+        is_held, record.spec = spec.held and not record.spec.held, spec
+        for slot in list(self._state.slots_of(spec.id)):
             if slot.spec.revision == spec.revision:
                 self._slots.relabel(slot, spec)
+                if is_held:
+                    to = Tier.ASLEEP if slot.can_sleep else Tier.COLD
+                    self._slots.retire(slot, to, because("held", model=spec.id), now)
 
     def _renew(self, old: ModelRecord | None, spec: ModelSpec, now: float) -> None:
         """A new process is needed. What was learned about the old revision is the best estimate for the new one."""
@@ -100,3 +104,33 @@ class Configuration:
         self._state.add_model(record)
         for slot in list(self._state.slots_of(spec.id)):
             self._slots.leave(slot, Tier.COLD, spec.grace_s, because("new_revision", model=spec.id), now)
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def promoted(self, event: VersionPromoted) -> None:
+        """The coming version takes the model's name. Answers that were granted before end on the old slots, uncut."""
+        state, spec, now = self._state, event.spec, event.now
+        coming = state.models.get(event.coming)
+        if coming is None or coming.spec.version_of != spec.id:
+            state.counters.ignored += 1
+            return
+        self._act.reject_waiters(event.coming, Refuse(RejectCode.REMOVED))
+        state.drop_model(event.coming)
+        record, old = ModelRecord(spec, coming.need), state.models.get(spec.id)
+        if old is not None:
+            record.inherit(old)
+            record.learned_s.update(coming.learned_s)
+        else:
+            record.inherit(coming)
+        for model in (event.coming, spec.id):
+            self._slots.forget_timer(Timer(TimerKind.RETRY, model))
+        for slot in list(state.slots_of(spec.id)):
+            self._slots.retire(slot, Tier.COLD, because("new_version", model=spec.id), now)
+        state.add_model(record)
+        for slot in list(state.slots_of(event.coming)):
+            self._slots.adopt(slot, spec, state.waitlist.count(spec.id), now)
+        state.price_queue(spec.id)
+        if spec.preload:
+            self._act.preload(spec.id, now)
+        else:
+            self._act.forget(preload_id(spec.id))

@@ -23,6 +23,7 @@ class RejectCode(Enum):
 
     UNKNOWN_MODEL = "unknown_model"
     QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"  # Its tenant's places; others may still wait.
     LOAD_FAILED = "load_failed"
     TOO_LARGE = "too_large"
     EXCLUDED = "excluded"

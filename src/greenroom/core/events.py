@@ -60,6 +60,9 @@ class Limits:
     company: Rules | None = None  # Which models may be ready together.
     tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)  # Shares between tenants; 1 if not named.
     queue_depth_max: int = 1_000
+    tenant_depths: Mapping[TenantId, int] = field(default_factory=dict)  # Requests of each that may wait at once.
+    tenant_depth_max: int | None = None  # The same for tenants not named there; None: as many as may wait at all.
+    others_share_depth: bool = False  # It holds for all tenants not named together: callers make their names up.
     away_share: float = 0.1  # A busy model is sent away for others at most this share of the time.
     wait_max_s: float | None = None  # Callers give up after this long.
     lift_s: float = 60.0  # Waiting this long lifts a request by one class.
@@ -95,6 +98,18 @@ class ConfigChanged:
     limits: Limits | None = None
     learned: Mapping[ModelId, Learned] | None = None
     needs: Mapping[ModelId, Need] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPromoted:
+    """The slots of `coming` are now slots of the model `spec.id`, whose own slots leave when their answers have ended.
+
+    Requests that wait for the model are served by them. `coming` is removed. `spec` has a new revision.
+    """
+
+    now: float
+    coming: ModelId
+    spec: ModelSpec
 
 
 # Two are created for every request, so they are not frozen, which alone would cost a microsecond. Never modified.
@@ -223,6 +238,7 @@ class ShutdownAsked:
 
 Event = (
     ConfigChanged
+    | VersionPromoted
     | RequestArrived
     | RequestGone
     | ServeDone

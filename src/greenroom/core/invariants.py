@@ -27,6 +27,7 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     waiters = list(state.waitlist)
     _waiters_are_not_served(state, waiters)
     _tables_hold_only_what_is_there(state, waiters)
+    _no_version_drives_out_its_model(state)
     for slot in state.slots.values():
         _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
@@ -87,6 +88,9 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
         TimerKind.BUDGET: {request for request, grant in state.grants.items() if grant.waiter.answer_by is not None},
         TimerKind.SWITCH: {""} if state.waitlist else set(),
     }
+    tenants = [waiter.tenant for waiter in waiters if waiter.kind is WaiterKind.REQUEST]
+    for tenant in tenants:
+        assert state.waitlist.depth_of(tenant) == tenants.count(tenant), f"places of {tenant} are counted wrongly"
     for timer in state.timers:
         assert timer.subject in subjects[timer.kind], f"{timer} is set for nothing"
     for waiter_id in subjects[TimerKind.EXPIRE]:
@@ -104,7 +108,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
         assert op.slots.keys() <= state.slots.keys() and op.slots, f"{op_id} waits for slots that have left"
     named = {*state.models, *(record.spec.id for record in state.leases.values())}
     assert named == set(state.claimants), f"claimants {set(state.claimants)} are not the models and leases {named}"
-    by_model = {slot.id for slots in state.slots_by_model.values() for slot in slots}
+    by_model = {slot.id for model, slots in state.slots_by_model.items() for slot in slots if slot.model == model}
     assert by_model == set(state.slots) and all(state.slots_by_model.values()), "slots by model are not all slots"
 
 
@@ -128,6 +132,13 @@ def _no_wake_up_was_lost(state: State, now: float) -> None:
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)
         later = bad_news_later or (isinstance(plan, Swap) and looked_at)
         assert later or isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
+
+
+def _no_version_drives_out_its_model(state: State) -> None:
+    """A model serves on while its next version comes."""
+    for slot in state.slots.values():
+        newcomer = state.slots.get(slot.leaving_for) if slot.leaving_for is not None else None
+        assert newcomer is None or newcomer.spec.version_of != slot.model, f"{slot.id} leaves for its next version"
 
 
 def _idle_slot_is_looked_at(slot: Slot) -> None:

@@ -146,10 +146,26 @@ class ModelSpec:
     pinned: bool = False
     preload: bool = False
     gpus: int = 1  # Above 1: `need` applies to each of this many GPUs, all or nothing. Only leases set it.
+    # With `can_split`: it takes equal shares of as many GPUs as one of these; empty: in proportion, of any number.
+    split_counts: tuple[int, ...] = ()
+    # Models that share this word are configurations of one thing, and never ready together; empty: no such rule.
+    exclusive: str = ""
+    # With `can_split`: MiB of parts of which each stays whole on one GPU. Every GPU it is spread over also needs what
+    # `need` has beyond them, and `beside_mib`. Empty: it can be cut anywhere.
+    parts: tuple[int, ...] = ()
+    beside_mib: int = 0
+    # A coming version of this other model: it makes no slot of that model leave (ADR 21).
+    version_of: ModelId | None = None
+    # Its slots leave when their answers have ended, and what asks for it waits: its next version takes its place.
+    held: bool = False
 
     @property
     def at_once(self) -> int:
         return self.concurrency or 1
+
+    def rest_mib(self, need: Need) -> int:
+        """With `parts`: what each GPU needs beside those it holds."""
+        return self.beside_mib + max(0, need.gpu_mib - sum(self.parts))
 
 
 @dataclass(frozen=True, slots=True)

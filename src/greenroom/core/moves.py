@@ -5,14 +5,15 @@ Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. The scheduler sett
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from greenroom.core.apply import Actions
+from greenroom.core.decide import placement
 from greenroom.core.decide.decision import Refuse, refusal
-from greenroom.core.decide.placement import bounded
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
-from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier, learn
+from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, ModelId, Move, MoveKind, Outcome, Slot, Tier, learn
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter, leaving
 from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State
@@ -47,7 +48,8 @@ class Moves:
         state = self._state
         # An operator's request overrides the back-off.
         record.retry_at, record.pausing = -inf, None
-        for model in event.evict:
+        # A newcomer that can never fit makes no other model leave.
+        for model in event.evict if self._could_fit(record, event.evict) else ():
             why = because("evicted", model=model, for_model=event.model)
             for slot in [slot for slot in state.slots_of(model) if slot.lease is None]:
                 self._slots.leave(slot, Tier.COLD, slot.spec.grace_s, why, event.now)
@@ -56,6 +58,12 @@ class Moves:
             event.op, WaiterKind.OP, number, event.model, (event.model,), priority, event.now, wants=event.kind
         )
         self._act.settle(waiter, event.now)
+
+    def _could_fit(self, record: ModelRecord, evict: Collection[ModelId]) -> bool:
+        state = self._state
+        most = state.most_mib(None, evict)
+        has_slot = any(True for _ in state.slots_of(record.spec.id))
+        return has_slot or bool(placement.options(record.spec, record.need, state.devices, most, most))
 
     def _ask_to_leave(self, event: MoveAsked, record: ModelRecord) -> None:
         to = LEGAL_MOVES[event.kind][1]
@@ -154,7 +162,7 @@ class Moves:
         """Raise the need for the next load, but not beyond what could ever be free."""
         state, raised = self._state, record.need.raised(self._state.limits.need_raise)
         most = state.most_mib(None)
-        record.need = bounded(record.spec, raised, state.devices, most).or_more(record.need)
+        record.need = placement.bounded(record.spec, raised, state.devices, most).or_more(record.need)
 
     def _count_failure(self, record: ModelRecord, now: float) -> None:
         limits = self._state.limits

@@ -63,6 +63,7 @@ class Scheduler:
         }
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ev.ConfigChanged: configuration.changed,
+            ev.VersionPromoted: configuration.promoted,
             ev.MoveAsked: moves.asked,
             ev.MoveDone: moves.done,
             ev.SlotsLost: moves.lost,

@@ -114,6 +114,15 @@ class SlotWriter:
         slot.concurrency = spec.at_once
         self.watch_idle(slot)
 
+    def adopt(self, slot: Slot, spec: ModelSpec, waiting: int, now: float) -> None:
+        """Make it a slot of another model, for which so many wait."""
+        self._state.drop_slot(slot)
+        slot.spec = spec
+        self._state.add_slot(slot)
+        if slot.is_serving:
+            self.owe(slot, waiting, now)
+        self.relabel(slot, spec)
+
     # --- coming ---------------------------------------------------------------------------------------------------
 
     def add(self, spec: ModelSpec, claim: Claim, lease: LeaseId | None) -> Slot:
@@ -294,6 +303,11 @@ class SlotWriter:
             self._cut_after(slot, grace_s, reason, now)
         elif slot.id in self._state.slots and (slot.tier is not to or slot.move is not None):
             self._leave(slot, to, grace_s, reason, now)
+
+    def retire(self, slot: Slot, to: Tier, reason: Reason, now: float) -> None:
+        """Make this slot leave for good when its answers have ended, however long they take."""
+        slot.leaving_for = None
+        self.leave(slot, to, None, reason, now)
 
     def _leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
         was_going = slot.is_going

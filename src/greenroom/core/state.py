@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
 
@@ -233,7 +234,7 @@ class State:
         """True if its model is neither ready, moving, planned, leaving nor pausing: a round may bring it."""
         model = queue.model
         record, slots = self.claimants[model], self.slots_by_model.get(model)
-        if record.pausing is not None and now < record.retry_at:
+        if record.spec.held or (record.pausing is not None and now < record.retry_at):
             return False
         for slot in slots or ():
             is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
@@ -282,8 +283,13 @@ class State:
         """True while a move shares a GPU with it and one of the two engines sizes itself by free memory.
 
         Such an engine starts only while no other move is under way on its GPUs, and until it is ready nothing else
-        starts there. Departures are not held back.
+        starts there. Departures are not held back. Also true while another configuration of the same thing leaves.
         """
+        if (word := slot.spec.exclusive) and any(
+            other.spec.exclusive == word and other.model != slot.model and (other.is_going or other.lost)
+            for other in self.slots.values()
+        ):
+            return True
         for other in self.moves.values():
             starts = other.move is not None and other.move.kind in ARRIVING
             one_sizes_itself = slot.spec.sizes_itself or (other.spec.sizes_itself and starts)
@@ -313,15 +319,21 @@ class State:
                 _take(room, slot.claim_asleep)
         return room
 
-    def most_mib(self, but: Slot | None) -> dict[DeviceId, int]:
-        """Usable memory per device if everything that may leave had left: only pinned models stay."""
+    def most_mib(
+        self, but: Slot | None, leaving: Collection[ModelId] = (), stays: ModelId | None = None
+    ) -> dict[DeviceId, int]:
+        """Usable memory per device if everything that may leave had left.
+
+        Only pinned models and the model `stays` stay, but not those in `leaving`.
+        """
         most = {device.id: device.usable_mib for device in self.ledger.devices.values()}
         for slot in self.slots.values():
-            if slot.spec.pinned and slot.lease is None and slot is not but and not slot.is_going and not slot.lost:
+            is_fixed = (slot.spec.pinned and slot.lease is None) or slot.model == stays
+            if is_fixed and slot is not but and slot.model not in leaving and not slot.is_going and not slot.lost:
                 _take(most, slot.claim if slot.planned or slot.move else self.ledger.held_by(slot.id))
         return most
 
-    def likely_mib(self, most: dict[DeviceId, int]) -> dict[DeviceId, int]:
+    def likely_mib(self, most: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
         """The same without what undeclared processes and leases hold now: they leave only when they choose to."""
         likely = {device: mib - self.ledger.outside_mib(device) for device, mib in most.items()}
         for slot in self.slots.values():

@@ -3,9 +3,6 @@
 An engine describes; it starts nothing itself. `runtime/` carries its launches out through `process/`. Most have a
 process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009). An
 engine of another package is a class that extends one of the two: docs/design/writing-an-engine.md.
-
-`Usage` is read from the last bytes of an answer, which may begin anywhere; long bodies are never decoded as a whole.
-llama.cpp sends `timings` in every answer; others send `usage` when asked to.
 """
 
 from __future__ import annotations
@@ -13,122 +10,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
-
-import msgspec
+from typing import Final, Literal, Protocol
 
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId, cuda_name
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.identity import file_identity
+from greenroom.engines.usage import Usage, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
-
-class Usage(msgspec.Struct, frozen=True):
-    """The token counts of one answer; `estimated` if the engine sent none."""
-
-    prompt: int
-    completion: int
-    cached: int = 0
-    estimated: bool = False
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _OpenAi(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Timings(msgspec.Struct):
-    prompt_n: int
-    predicted_n: int
-    cache_n: int = 0
-
-
-class _WholeAnswer(msgspec.Struct):
-    """A whole answer; all other fields are skipped."""
-
-    usage: _OpenAi | None = None
-    timings: _Timings | None = None
-
-
-_Said = TypeVar("_Said")
-
-# Objects inside a usage object; the largest known has two.
-NESTED_MAX = 8
-
-_openai = msgspec.json.Decoder(_OpenAi)
-_timings = msgspec.json.Decoder(_Timings)
-_answer = msgspec.json.Decoder(_WholeAnswer)
-
-
-def from_usage(tail: bytes) -> Usage | None:
-    """The last `usage` object of the answer."""
-    whole = _whole(tail)
-    said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
-    if said is None:
-        return None
-    details = said.prompt_tokens_details
-    return Usage(said.prompt_tokens, said.completion_tokens, (details and details.cached_tokens) or 0)
-
-
-def from_timings(tail: bytes) -> Usage | None:
-    """From llama.cpp's `timings`, which count cached tokens apart from computed ones."""
-    whole = _whole(tail)
-    said = whole.timings if whole is not None else _last(tail, b'"timings"', _timings)
-    return None if said is None else Usage(said.prompt_n + said.cache_n, said.predicted_n, said.cache_n)
-
-
-def estimated(events: int) -> Usage:
-    """A guess where the engine sent no count: one event is about one token."""
-    return Usage(0, events, estimated=True)
-
-
-def _whole(tail: bytes) -> _WholeAnswer | None:
-    """A short answer that is not a stream, decoded at once; None otherwise."""
-    if not tail.startswith(b"{"):
-        return None
-    try:
-        return _answer.decode(tail)
-    except msgspec.DecodeError:
-        return None
-
-
-def _last(tail: bytes, key: bytes, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
-    """The JSON object after the last occurrence of this key, if the tail contains all of it."""
-    at = tail.rfind(key)
-    while at >= 0:
-        start = tail.find(b"{", at)
-        if start >= 0 and tail[at + len(key) : start].strip() == b":":
-            return _object(tail, start, decoder)
-        at = tail.rfind(key, 0, at)
-    return None
-
-
-def _object(tail: bytes, start: int, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
-    """The object that begins here. Tries each closing brace: there are few, and none inside strings."""
-    end = start
-    for _ in range(NESTED_MAX):
-        end = tail.find(b"}", end) + 1
-        if end == 0:
-            return None
-        try:
-            return decoder.decode(tail[start:end])
-        except msgspec.ValidationError:
-            return None
-        except msgspec.DecodeError:
-            continue
-    return None
-
-
+# Starts a worker program of ours by its name, under any Python.
+LAUNCH: Final = str(Path(__file__).parent.parent / "workers" / "launch.py")
 # Requests at once for a program of which nothing is known.
 CONCURRENCY = 8
 
@@ -161,10 +57,15 @@ class UsageSource(Enum):
 
 
 class Split(Enum):
-    """How a model lies on several GPUs: by the memory that is free on each, or with the same share on all."""
+    """How a model lies on several GPUs: by the memory that is free on each, the same share on all, or whole parts."""
 
     PROPORTIONAL = "proportional"
     EQUAL = "equal"
+    PARTS = "parts"
+
+
+# Numbers of GPUs that divide the attention heads of most models.
+SPLIT_COUNTS: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +76,43 @@ class EngineFacts:
     abilities: frozenset[Ability] | None = None
     # It can leave the GPU and keep its weights in host memory.
     can_sleep: bool = False
-    # It keeps a cache of prompt prefixes, apart for each X-Tenant-Id and X-Cache-Tag that it is sent.
-    keeps_prefixes: bool = False
-    # It takes as much GPU memory as it finds free; the core starts it alone on each of its GPUs.
+    # It reuses prompt prefixes between requests of one tenant and tag only. False: it reuses none. None: not known.
+    keeps_prefixes: bool | None = None
+    # It reuses other things that it computed, whoever asked for them, such as parts of pictures.
+    keeps_results: bool = False
+    # It sizes itself by the GPU memory it sees while it starts; the core starts it alone on each of its GPUs.
     sizes_itself: bool = False
-    # It can be spread over several GPUs.
+    # It can be spread over several GPUs; None: it cannot.
     can_split: Split | None = None
+    # In equal shares: the numbers of GPUs it can be spread over.
+    split_counts: tuple[int, ...] = SPLIT_COUNTS
+    # In whole parts: MiB of each by its name, and what every GPU needs beside them and beside what one GPU would.
+    parts: Mapping[str, int] = field(default_factory=dict)
+    beside_mib: int = 0
+    # It takes all that it is given, so what is measured says nothing about its need.
+    fills_claim: bool = False
+    # It loads its weights with its first request, so what is measured only counts where it is more than the estimate.
+    loads_later: bool = False
+    # It only sleeps where it has left a GPU: on a machine without one it is unloaded instead.
+    sleeps_off_gpu_only: bool = False
+    # How many slots it has that requests can name by `id_slot`, as llama.cpp does; each holds its last prompt.
+    prompt_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlace:
     """Where an engine listens, and the devices it may use.
 
-    `gpus` are those it may see, in the order it counts them; None: this machine has none to plan with.
+    `gpus` are those it may see, in the order it counts them; None: this machine has none to plan with. `total_mib` and
+    `free_mib` are the memory of each of them and what of it is really free, in that order.
     """
 
     claim: Claim
     port: int | None = None
     socket: str | None = None
     gpus: tuple[DeviceId, ...] | None = None
+    total_mib: tuple[int, ...] = ()
+    free_mib: tuple[int, ...] = ()
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -240,12 +159,38 @@ class HostKey:
         return gpus_shown(self.gpus).get(GPUS_VARIABLE)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What an engine tells of its KV cache: the share in use, and tokens looked up in it and found since its start.
+
+    Then how large it is: in tokens, or in bytes. What it does not tell is None.
+    """
+
+    kv_used: float
+    prefix_queries: int | None = None
+    prefix_hits: int | None = None
+    kv_tokens: int | None = None
+    kv_bytes: int | None = None
+
+
 class Describing(ABC):
     """What every engine says about itself and its models. The defaults are for one of which nothing more is known."""
 
     # The name in the configuration, and that of the entry point.
     name: str
     usage_source: UsageSource = UsageSource.ASK
+    # It refuses requests for another model than it was started with, so each is sent with that name.
+    checks_model_name: bool = False
+    # The field of a request by which it keeps prefixes apart; None: the headers of `keeps_prefixes` do.
+    salt_field: str | None = None
+    # Its own paths that may be used behind /upstream, as in `routes`, where others control it; None: all of them.
+    upstream_paths: tuple[str, ...] | None = None
+    # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
+    fetches_media: bool = False
+    # Where it tells figures of its cache; None if it does not.
+    metrics_path: str | None = None
+    # Where it tells how far a request is: GET <progress_path>?request=ID → {"progress": 0..1}, by X-Request-Id.
+    progress_path: str | None = None
 
     def facts(self, model: Model) -> EngineFacts:
         """What it can do with this model. Reads file headers and never raises."""
@@ -258,8 +203,15 @@ class Describing(ABC):
         """
         return None
 
-    def estimate_asleep(self, model: Model) -> Estimate | None:
-        """Memory it will take when asleep; None if nothing indicates it. Never raises."""
+    def unusable(self, model: Model) -> str | None:
+        """Why a load would refuse its files, as far as they tell; None if nothing speaks against it. Never raises.
+
+        Reads headers. A `path` that is not there is told elsewhere.
+        """
+        return None
+
+    def estimate_asleep(self, model: Model, gpus: int) -> Estimate | None:
+        """Memory it will take when asleep after it ran on `gpus` GPUs; None if nothing indicates it. Never raises."""
         return None
 
     def identity(self, model: Model) -> tuple[str, str]:
@@ -285,9 +237,17 @@ class Describing(ABC):
         """Tokens of an answer, from its last bytes; None if they do not tell."""
         return from_usage(tail)
 
+    def cache_figures(self, metrics: bytes, model: Model) -> CacheFigures | None:
+        """The figures in what `metrics_path` answered; None if there are none. Never raises."""
+        return None
+
 
 class CallEngine(Protocol):
     """A call to a running engine: method, target and JSON body → status and body. Raises OSError or ValueError."""
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """What the engine's class wants to remember of this process, from one call to the next."""
 
     async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]: ...
 
@@ -325,11 +285,16 @@ class HostedEngine(Describing):
         """How to start a worker that is controlled through this socket. The key of a spare has no GPUs."""
 
     @abstractmethod
-    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
-        """Options that the worker runs this model with."""
+    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None, claim: Claim) -> Mapping[str, object]:
+        """Options that the worker runs this model with. `claim` has its MiB on each of its GPUs, as planned."""
 
 
 Engine = ProcessEngine | HostedEngine
+
+
+def equal_counts(facts: EngineFacts) -> tuple[int, ...]:
+    """The numbers of GPUs over which the core may spread a model in equal shares; empty if shares may differ."""
+    return facts.split_counts if facts.can_split is Split.EQUAL else ()
 
 
 def environment(model: Model, place: LaunchPlace) -> dict[str, str]:

@@ -39,7 +39,7 @@ class CommandEngine(ProcessEngine):
     def facts(self, model: Model) -> EngineFacts:
         """`sizes_itself` is the operator's key if given; otherwise true for programs known to take all free memory."""
         sizes = takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
-        return EngineFacts(sizes_itself=sizes, can_split=Split.PROPORTIONAL if _has_gpu_hole(model) else None)
+        return EngineFacts(sizes_itself=sizes, can_split=_split(model))
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_command(words(model.cmd or ()), gpus)
@@ -65,10 +65,16 @@ class CommandEngine(ProcessEngine):
         return Launch(Command(argv, env, model.cwd, stop), check)
 
 
-def _has_gpu_hole(model: Model) -> bool:
-    """True if `cmd` or `env` has a GPU placeholder: otherwise the program cannot be told to use several."""
+def _split(model: Model) -> Split | None:
+    """How it can be spread, by the placeholders in `cmd` and `env`: without any it cannot be told to use several GPUs.
+
+    One that is told how many GPUs it has, but not how much of each, takes the same of all.
+    """
     texts = (*words(model.cmd or ()), *model.env.values())
-    return any(f"${{{hole}}}" in text for hole in GPU_HOLES for text in texts)
+    holes = {hole for hole in GPU_HOLES for text in texts if f"${{{hole}}}" in text}
+    if not holes:
+        return None
+    return Split.EQUAL if "GPU_COUNT" in holes and "TENSOR_SPLIT" not in holes else Split.PROPORTIONAL
 
 
 def _said(place: LaunchPlace) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.config.diff import NEW_SLOT_KEYS
+from greenroom.config.plain_file import open_plain
 from greenroom.config.schema import Model
 
 # Enough bytes to tell two headers of files with the same size and time apart.
@@ -32,7 +33,7 @@ CACHE_MAX: Final = 1_024
 _BESIDE: Final = frozenset(
     (
         *("path", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "devices", "concurrency"),
-        *("check_endpoint", "listener", "cmd_stop", "program", "python", "isolate"),
+        *("check_endpoint", "listener", "cmd_stop", "program", "python", "isolate", "device_map", "media_hosts"),
     )
 )
 _PROGRAM_ENDINGS: Final = (".py", ".pyz", ".sh", ".so", ".js", ".jar")
@@ -100,13 +101,9 @@ def _stamp(path: Path) -> str:
 
 @functools.lru_cache(maxsize=CACHE_MAX)
 def _head(path: str, changed_ns: int) -> str:
-    """A hash of the first bytes. Opens without blocking: a FIFO must not hang the gateway."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return _hash([os.read(descriptor, HEAD_BYTES).hex()]) if is_file else ""
-    finally:
-        os.close(descriptor)
+    """A hash of the first bytes. Raises OSError or ValueError."""
+    with open_plain(path) as file:
+        return _hash([file.read(HEAD_BYTES).hex()])
 
 
 def _hash(parts: Iterable[str]) -> str:

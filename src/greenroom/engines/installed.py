@@ -11,8 +11,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
+from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Model
+
+# What packages are imported as, where that is not their name.
+_MODULES: Final = {"pillow": "PIL"}
+# The files of an environment that are read have a few lines.
+SMALL_BYTES_MAX: Final = 1024 * 1024
+# Each line names a folder that is searched as well, or is code that Python runs at its start.
+PTH_FILES: Final = "lib/python*/site-packages/*.pth"
 
 
 def packages_missing(model: Model, packages: Sequence[str], extra: str) -> str | None:
@@ -21,7 +30,7 @@ def packages_missing(model: Model, packages: Sequence[str], extra: str) -> str |
     `extra` is the name of our own extra that brings them.
     """
     if model.python is None:
-        lacks = [name for name in packages if importlib.util.find_spec(name) is None]
+        lacks = [name for name in packages if importlib.util.find_spec(_MODULES.get(name, name)) is None]
         return _said(lacks, sys.executable, f"'greenroom[{extra}]'") if lacks else None
     found = shutil.which(model.python, path=model.env.get("PATH"))
     if found is None:
@@ -38,11 +47,20 @@ def packages_missing(model: Model, packages: Sequence[str], extra: str) -> str |
 def _is_closed(home: Path) -> bool:
     """True for a virtual environment that does not look beyond its own folder."""
     try:
-        text = (home / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_plain(home / "pyvenv.cfg", SMALL_BYTES_MAX).decode(errors="replace")
+    except (OSError, ValueError):
         return False
     says_so = any(line.replace(" ", "").lower() == "include-system-site-packages=false" for line in text.splitlines())
-    return says_so and os.path.isdir(home / "lib")
+    return says_so and os.path.isdir(home / "lib") and not any(map(_adds_folders, home.glob(PTH_FILES)))
+
+
+def _adds_folders(path: Path) -> bool:
+    """True for a .pth file that names further folders with packages, or that could."""
+    try:
+        lines = read_plain(path, SMALL_BYTES_MAX).decode(errors="replace").splitlines()
+    except (OSError, ValueError):
+        return True
+    return any(line.strip() and not line.startswith(("#", "import ", "import\t")) for line in lines)
 
 
 def _said(lacks: Sequence[str], python: str, install: str) -> str:

@@ -11,27 +11,30 @@ import shutil
 import sys
 from pathlib import Path
 
+import msgspec
+
 from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Model
+from greenroom.config.shared_caches import sharing_variables
 from greenroom.engines.base import (
+    CacheFigures,
     EngineFacts,
     Launch,
     LaunchPlace,
     Listens,
     ProcessEngine,
     Split,
-    Usage,
     UsageSource,
     environment,
-    from_timings,
-    from_usage,
 )
 from greenroom.engines.estimates.estimate import Estimate
-from greenroom.engines.estimates.gguf import estimate_gguf, files_of
+from greenroom.engines.estimates.gguf import check_gguf, estimate_gguf, files_of
+from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.llama_model import abilities_of, of_model
-from greenroom.engines.estimates.llama_options import LlamaOptions
+from greenroom.engines.estimates.llama_options import LlamaOptions, read
 from greenroom.engines.identity import embedded_identity, file_identity, program_identity
 from greenroom.engines.installed import packages_missing
+from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
@@ -44,9 +47,19 @@ class LlamaCppEngine(ProcessEngine):
     name = "llamacpp"
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
+    metrics_path = "/slots"
+    fetches_media = True
 
     def facts(self, model: Model) -> EngineFacts:
-        return EngineFacts(abilities_of(model), can_split=Split.PROPORTIONAL)
+        options = of_model(model)
+        # Whether it reuses prefixes of texts to embed or to rank depends on the model, and it does not tell.
+        slots = 0 if options.embedding or options.reranking else options.sequences
+        return EngineFacts(
+            abilities_of(model),
+            keeps_prefixes=True if slots else None,
+            prompt_slots=slots,
+            can_split=Split.PROPORTIONAL,
+        )
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         # The embedded build keeps logits of sampled tokens only; a binary of unknown version may keep a whole batch.
@@ -58,10 +71,22 @@ class LlamaCppEngine(ProcessEngine):
         return file_identity(files_of(of_model(model))), program
 
     def concurrency(self, model: Model) -> int:
-        return model.concurrency or model.parallel
+        options = of_model(model)
+        slots = options.sequences
+        if model.concurrency is None or options.embedding or options.reranking or model.isolate_tenants == "off":
+            return model.concurrency or slots
+        # More would wait for a slot inside, where no request is told its place in the queue.
+        return min(model.concurrency, slots)
 
     def files(self, model: Model) -> list[Path]:
         return list(files_of(of_model(model)))
+
+    def unusable(self, model: Model) -> str | None:
+        try:
+            check_gguf(of_model(model))
+        except BadModelFile as error:
+            return error.message.rstrip(".")
+        return None
 
     def missing(self, model: Model) -> str | None:
         if _binary(model) is not None:
@@ -75,11 +100,37 @@ class LlamaCppEngine(ProcessEngine):
         options = of_model(model)
         _check_files(model_id, model, options)
         argv = (*_program(model), *_arguments(model_id, model, options, place))
-        return Launch(Command(argv, environment(model, place), model.cwd), "/health")
+        env = environment(model, place)
+        if model.isolate_tenants is None:
+            # What it would inherit from the gateway.
+            for name in list(sharing_variables(self.name, env)):
+                del env[name]
+        return Launch(Command(argv, env, model.cwd), "/health")
 
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         # Embeddings and rerank answers have `usage` alone.
         return from_timings(tail) or from_usage(tail)
+
+    def cache_figures(self, metrics: bytes, model: Model) -> CacheFigures | None:
+        """From its list of slots: the tokens that each holds, and how many it could; unified, all share these."""
+        try:
+            slots = msgspec.json.decode(metrics, type=list[_Slot])
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        sizes = [slot.n_ctx for slot in slots]
+        tokens = max(sizes, default=0) if read(model.args).unified else sum(sizes)
+        held = [0 if slot.id_task < 0 else slot.n_prompt_tokens for slot in slots]
+        if tokens <= 0 or any(count < 0 for count in held):
+            return None
+        return CacheFigures(min(1.0, sum(held) / tokens), kv_tokens=tokens)
+
+
+class _Slot(msgspec.Struct):
+    n_ctx: int
+    # Its last request; below zero if there was none.
+    id_task: int = -1
+    # Those of the answer included. Older servers do not tell.
+    n_prompt_tokens: int = -1
 
 
 def _binary(model: Model) -> str | None:
@@ -109,6 +160,9 @@ def _check_files(model_id: str, model: Model, options: LlamaOptions) -> None:
 def _arguments(model_id: str, model: Model, options: LlamaOptions, place: LaunchPlace) -> list[str]:
     argv = ["--model", str(options.model), "--alias", model_id, "--host", place.socket or "127.0.0.1"]
     argv += ["--port", str(place.port or 0)]
+    if place.socket is not None:
+        # Without a place for files it lets no slot be erased. None is written: nothing asks for that.
+        argv += ["--slot-save-path", os.path.dirname(place.socket) + os.sep]
     argv += ["--ctx-size", str(model.ctx_size), "--parallel", str(model.parallel), "--kv-unified"]
     argv += ["--flash-attn", model.flash_attn, "--cache-ram", str(CACHE_RAM_MIB), "--no-webui"]
     argv += ["--cache-type-k", model.cache_type_k, "--cache-type-v", model.cache_type_v]

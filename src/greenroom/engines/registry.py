@@ -1,21 +1,32 @@
-"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`)."""
+"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`).
+
+Also says what the core is told of an engine's facts.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypedDict
 
 from greenroom.config.plugins import ENGINE_GROUP, Named
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import Engine, EngineFacts, HostedEngine, ProcessEngine
+from greenroom.engines.base import Engine, EngineFacts, HostedEngine, ProcessEngine, Split, equal_counts
+from greenroom.engines.comfyui import ComfyUiEngine
 from greenroom.engines.command import CommandEngine
+from greenroom.engines.diffusers import DiffusersEngine
 from greenroom.engines.llamacpp import LlamaCppEngine
+from greenroom.engines.sglang import SglangEngine
 from greenroom.engines.transformers import TransformersEngine
+from greenroom.engines.vllm import VllmEngine
+from greenroom.engines.whisper import WhisperEngine
 from greenroom.errors import ConfigError
 
-_OURS: Final[tuple[type[Engine], ...]] = (LlamaCppEngine, TransformersEngine, CommandEngine)
+_OURS: Final[tuple[type[Engine], ...]] = (
+    *(LlamaCppEngine, TransformersEngine, DiffusersEngine, VllmEngine, SglangEngine),
+    *(ComfyUiEngine, WhisperEngine, CommandEngine),
+)
 ENGINES: Final[Named[Callable[[], Engine]]] = Named("engine", {one.name: one for one in _OURS}, ENGINE_GROUP)
 
 # What a category tells where neither the operator nor the engine says it. Language models differ too much.
@@ -51,9 +62,49 @@ def engine_named(name: str) -> Engine:
     return engine
 
 
+# Engines that cannot be spread over GPUs, and what runs the same folders and can.
+_SPREAD_BY: Final[Mapping[str, str]] = {"transformers": "vllm"}
+
+
+def spread(model: Model) -> Model | None:
+    """The same model on an engine that can be spread over GPUs; None if its own can, or the other is not installed."""
+    other = _SPREAD_BY.get(model.engine or "")
+    # The Python of its own engine may have the other one, too.
+    for python in (model.python, None) if other is not None else ():
+        there = model.model_copy(update={"engine": other, "python": python})
+        if engine_for(there).missing(there) is None:
+            return there
+    return None
+
+
+def spread_by(model: Model) -> str | None:
+    """The name of the engine that could be spread in place of its own, whether it is installed or not."""
+    return _SPREAD_BY.get(model.engine or "")
+
+
 def facts_of(model: Model) -> EngineFacts:
     """The facts of its engine, with what the operator says of its abilities."""
     facts = engine_for(model).facts(model)
     if model.abilities is not None:
         return replace(facts, abilities=frozenset(model.abilities))
     return facts if facts.abilities is not None else replace(facts, abilities=_OF_CATEGORY.get(model.category))
+
+
+class SplitKeys(TypedDict):
+    """The fields of a `ModelSpec` that say how a model may be spread over GPUs."""
+
+    can_split: bool
+    split_counts: tuple[int, ...]
+    parts: tuple[int, ...]
+    beside_mib: int
+
+
+def split_keys(facts: EngineFacts) -> SplitKeys:
+    """What the core is told of these facts."""
+    parts = tuple(facts.parts.values()) if facts.can_split is Split.PARTS else ()
+    return SplitKeys(
+        can_split=facts.can_split is not None and (facts.can_split is not Split.PARTS or len(parts) > 1),
+        split_counts=equal_counts(facts),
+        parts=parts,
+        beside_mib=facts.beside_mib if parts else 0,
+    )

@@ -1,24 +1,21 @@
-"""Transformers: our workers host many models each, which sleep in host memory and wake at PCIe speed.
+"""Transformers: folders with config.json and safetensors. They write text, or make embeddings.
 
-Owns how a worker is started, which worker a model belongs to, and the options of the model. Serves folders with
-config.json and safetensors. Imports nothing of torch: a worker has a Python of its own.
+Owns which of the two a folder does, its abilities and its sizes. `torch_engine.py` says how its workers start.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from greenroom.config.schema import Ability, Model
-from greenroom.core.model import DeviceId
-from greenroom.engines.base import EngineFacts, HostedEngine, HostKey, worker_environment
+from greenroom.core.model import Claim, DeviceId
+from greenroom.engines.base import EngineFacts
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf_header import BadModelFile, has_tools
-from greenroom.engines.estimates.hf_folder import folder_config
+from greenroom.engines.estimates.hf_folder import folder_config, folder_fault
 from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
     CONTEXTS_CACHED,
@@ -29,10 +26,9 @@ from greenroom.engines.estimates.hosted import (
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
 from greenroom.engines.installed import packages_missing
-from greenroom.errors import LoadFailed, UnusableModel
-from greenroom.process.spawn import Command
+from greenroom.engines.torch_engine import PIPELINE_INDEX, TorchEngine
+from greenroom.errors import UnusableModel
 
-WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
 # Without one of these no model can be loaded.
 PACKAGES: Final = ("torch", "transformers", "h11", "jinja2")
 # Its presence says that a folder holds a model of sentence-transformers.
@@ -41,22 +37,20 @@ MODULES: Final = "modules.json"
 HEADLESS: Final = ("Model", "ForMaskedLM")
 WITH_HEAD: Final = ("LMHeadModel", "DoubleHeadsModel")
 WRITES: Final = "AutoModelForCausalLM"
+_A_PIPELINE: Final = "{path} is a pipeline of diffusers. Set `engine: diffusers` for it"
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-# Serve the files of the folder and fetch nothing. Ask NVML whether there is a GPU: CUDA would fix the visible GPUs, and
-# a spare learns its GPUs only with its first model. Write log lines at once.
-_OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class TransformersEngine(HostedEngine):
+class TransformersEngine(TorchEngine):
     name = "transformers"
 
     def facts(self, model: Model) -> EngineFacts:
-        return EngineFacts(_abilities(model), can_sleep=True, keeps_prefixes=True)
+        return EngineFacts(_abilities(model), can_sleep=True, keeps_prefixes=not embeds(model))
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_ready(Path(model.path or ""), _sizes(model), gpus)
 
-    def estimate_asleep(self, model: Model) -> Estimate | None:
+    def estimate_asleep(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_asleep(Path(model.path or ""), _sizes(model))
 
     def identity(self, model: Model) -> tuple[str, str]:
@@ -69,45 +63,32 @@ class TransformersEngine(HostedEngine):
         """The files of its folder; for an embedding model also those of its modules, such as `1_Pooling`."""
         folder = Path(model.path or "")
         try:
-            below = folder.glob(MODULE_FILES) if _embeds(model) else ()
+            below = folder.glob(MODULE_FILES) if embeds(model) else ()
             return sorted(one for one in (*folder.iterdir(), *below) if one.is_file())[:FILES_MAX]
         except (OSError, ValueError):
             return []
 
+    def unusable(self, model: Model) -> str | None:
+        folder = Path(model.path or "")
+        if os.path.isfile(folder / PIPELINE_INDEX):
+            return _A_PIPELINE.format(path=model.path)
+        # A folder of sentence-transformers has its parts in folders below.
+        is_sentences = os.path.isfile(folder / MODULES)
+        return None if is_sentences else folder_fault(folder, takes_pickles=model.allow_pickle)
+
     def missing(self, model: Model) -> str | None:
         return packages_missing(model, PACKAGES, "transformers")
 
-    def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
-        return HostKey(
-            program=str(WORKER),
-            python=model.python or sys.executable,
-            gpus=() if model.device == "cpu" else gpus,
-            alone=slot if model.isolate else "",
-            env=tuple(sorted(model.env.items())),
-            cwd=model.cwd,
-        )
-
-    def launch_worker(self, key: HostKey, socket: str) -> Command:
-        if shutil.which(key.python) is None:
-            raise LoadFailed(f"there is no Python {key.python}. Correct `python` in the configuration.")
-        return Command(
-            (key.python, key.program, "--control", socket), worker_environment(key, _OWN_ENVIRONMENT), key.cwd
-        )
-
-    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
-        if not os.path.isdir(model.path or ""):
-            if os.path.isfile(model.path or ""):
-                raise UnusableModel(
-                    f"{model.path} is a file, and transformers serves folders. Correct `path` or `engine`."
-                )
-            raise UnusableModel(f"there is no folder {model.path}. Correct `path` in the configuration.")
+    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None, claim: Claim) -> Mapping[str, object]:
+        if os.path.isfile(os.path.join(model.path or "", PIPELINE_INDEX)):
+            raise UnusableModel(f"{_A_PIPELINE.format(path=model.path)}.")
         sizes = _sizes(model)
         return {
-            "dtype": model.dtype,
+            **super().options(model, gpus, claim),
             "context": sizes.context,
             "cache_tokens": sizes.cache_tokens,
             "batch_max": sizes.batch_max,
-            "embedding": _embeds(model),
+            "embedding": embeds(model),
             "device": "cpu" if model.device == "cpu" or gpus == () else "auto",
             "trust_remote_code": model.trust_remote_code,
             "allow_pickle": model.allow_pickle,
@@ -116,7 +97,7 @@ class TransformersEngine(HostedEngine):
         }
 
 
-def _embeds(model: Model) -> bool:
+def embeds(model: Model) -> bool:
     """As the operator says; else true for a folder of sentence-transformers, or a model without a head for text."""
     if model.says_mode:
         return model.embedding
@@ -137,10 +118,15 @@ def _is_headless(folder: Path) -> bool:
 
 
 def _abilities(model: Model) -> frozenset[Ability]:
-    if _embeds(model):
+    if embeds(model):
         return frozenset({Ability.EMBEDDINGS})
-    tools = {Ability.TOOLS} if any(has_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES) else set()
+    tools = {Ability.TOOLS} if template_has_tools(model) else set()
     return frozenset({Ability.CHAT, Ability.COMPLETIONS, *tools})
+
+
+def template_has_tools(model: Model) -> bool:
+    """True if a chat template of its folder knows tools. Never raises."""
+    return any(has_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES)
 
 
 def _sizes(model: Model) -> HostedOptions:

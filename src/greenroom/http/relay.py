@@ -1,7 +1,8 @@
 """Copies an engine's answer to a client.
 
 Owns the joint between one exchange and one connection to an engine: back-pressure, a client that leaves, an engine that
-is lost. Never decodes a body: callers read usage, timings or an error from its last 8 KiB.
+is lost. Never decodes a body: callers read usage, timings or an error from its last 8 KiB, or from its beginning. A
+short JSON answer can be held until it is whole, for headers that only its body tells; a stream can get some last words.
 
     fresh:      the engine's status and headers go to the client
     committed:  heartbeats have already sent 200 and SSE headers: the engine must answer just that, anything else is bad
@@ -23,8 +24,13 @@ from greenroom.http.sse import EventCounter, UsageFilter
 
 BAD_BODY_BYTES_MAX: Final = 64 * 1024
 TAIL_BYTES: Final = 8 * 1024
+# Of a longer answer the beginning is kept, too: some engines tell there what it cost.
+FIRST_BYTES: Final = 1024
 # Pieces are looked at together once they are this many bytes, which costs far less than one by one.
 UNREAD_BYTES_MAX: Final = 16 * 1024
+# A JSON answer up to this size is held for the headers that its body tells. Longer ones go out as they come.
+HELD_BYTES_MAX: Final = 64 * 1024
+_DONE: Final = b"data: [DONE]"
 
 
 class RelayOutcome(enum.Enum):
@@ -49,8 +55,12 @@ class Relay:
         "_defaults",
         "_extra",
         "_filter",
+        "_first",
+        "_held",
+        "_last_words",
         "_on_done",
         "_read_bytes",
+        "_read_facts",
         "_tail",
         "_unread",
         "_unread_bytes",
@@ -75,9 +85,15 @@ class Relay:
         default_headers: Headers | None = None,
         committed: bool = False,
         drop_usage_event: bool = False,
+        read_facts: Callable[[bytes], Headers] | None = None,
+        last_words: Callable[[bytes], bytes] | None = None,
         on_done: Callable[[Relay], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment of those of a stream.
+
+        Headers that the engine sends win over both `default_headers` and those.
+        """
         self.exchange = exchange
         self.committed = committed
         self.upstream: Connection | None = None
@@ -92,13 +108,17 @@ class Relay:
         self.first_data_at: float | None = None
         # Length and last 8 KiB of what was passed on and read; then the pieces passed on since.
         self._read_bytes = 0
-        self._tail = b""
+        self._tail = self._first = b""
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._counter: EventCounter | None = None
         self._filter = UsageFilter() if drop_usage_event else None
         self._extra = extra_headers or []
         self._defaults = default_headers
+        self._read_facts = read_facts
+        self._last_words = last_words
+        # Pieces of an answer that is not passed on yet; None otherwise.
+        self._held: list[bytes] | None = None
         self._bad_body: bytearray | None = None
         self._on_done = on_done
         self._clock = clock
@@ -141,6 +161,11 @@ class Relay:
         self._read()
         return self._tail
 
+    def first(self) -> bytes:
+        """The first bytes of an answer of which `tail` is a part; else nothing."""
+        self._read()
+        return self._first if self._read_bytes > TAIL_BYTES else b""
+
     async def wait(self) -> RelayOutcome:
         """Wait for the outcome. Being cancelled changes nothing: call `stop` to end the relay."""
         if self.outcome is None:
@@ -176,18 +201,29 @@ class Relay:
             return
         self.upstream = None
         self._read_bytes = len(body)
-        self._tail = body[-TAIL_BYTES:]
-        self.exchange.respond(status, response_headers(headers, self._extra, self._defaults), body)
-        self._settle(RelayOutcome.COMPLETE)
+        self._tail, self._first = body[-TAIL_BYTES:], body[:FIRST_BYTES]
+        self._respond(body)
 
     def head(self, status: int, headers: Headers) -> None:
         self._note_head(status, headers)
-        self._pass_head()
+        if self._read_facts is not None and self._may_be_held():
+            self._held = []
+        else:
+            self._pass_head()
 
     def body(self, data: bytes) -> None:
         if self._bad_body is not None:
             self._keep_bad_body(data)
             return
+        if self._held is not None:
+            self._hold(data)
+            return
+        if self._last_words is not None:
+            self._say_before_done(data)
+            return
+        self._pass(data)
+
+    def _pass(self, data: bytes) -> None:
         self._unread.append(data)
         self._unread_bytes += len(data)
         if self._unread_bytes > UNREAD_BYTES_MAX or (self.first_data_at is None and self._counter is not None):
@@ -201,8 +237,14 @@ class Relay:
         if self._bad_body is not None:
             self._tell_bad_head()
             return
+        if self._held is not None:
+            body, self._held = b"".join(self._held), None
+            self._respond(body)
+            return
         if self._filter is not None:
             self.exchange.write(self._filter.flush())
+        if self._last_words is not None and self._counter is not None and self.at_boundary:
+            self.exchange.write(self._last_words(self.tail()))
         self.exchange.finish()
         self._settle(RelayOutcome.COMPLETE)
 
@@ -246,12 +288,60 @@ class Relay:
         if self.exchange.paused:
             self._pause()
 
+    def _respond(self, body: bytes) -> None:
+        """Pass a whole answer on, with the headers that its body tells."""
+        defaults = self._defaults
+        if self._read_facts is not None and self.status == 200:
+            defaults = [*self._read_facts(self.tail()), *(defaults or ())]
+        self.exchange.respond(self.status, response_headers(self.headers, self._extra, defaults), body)
+        self._settle(RelayOutcome.COMPLETE)
+
+    def _may_be_held(self) -> bool:
+        """True for a JSON answer that is short, as far as its head tells."""
+        is_json = is_short = False
+        for name, value in self.headers:
+            if name == b"content-type":
+                is_json = value[:16].lower() == b"application/json"
+            elif name == b"content-length":
+                is_short = int(value) <= HELD_BYTES_MAX
+            elif name == b"transfer-encoding":
+                is_short = True
+        return is_json and is_short and self.status == 200 and not self.committed
+
+    def _hold(self, data: bytes) -> None:
+        assert self._held is not None
+        self._held.append(data)
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self.total_bytes > HELD_BYTES_MAX:
+            held, self._held = b"".join(self._held), None
+            self._pass_head()
+            self.exchange.write(held)
+
+    def _say_before_done(self, data: bytes) -> None:
+        """Pass a piece of a stream on, with the last words before its last event: many clients read no further."""
+        at, words, counter = data.find(_DONE), self._last_words, self._counter
+        if at > 0 and data[:at].endswith((b"\n\n", b"\n\r\n")):
+            self._pass(data[:at])
+            data = data[at:]
+        elif at != 0:
+            self._pass(data)
+            return
+        # Inside of an event it is part of a text.
+        self._read()
+        if words is not None and counter is not None and counter.at_boundary:
+            self._last_words = None
+            self.exchange.write(words(self._tail))
+        self._pass(data)
+
     def _read(self) -> None:
         """Read what was passed on since the last time."""
         if not self._unread:
             return
         data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
         self._unread.clear()
+        if len(self._first) < FIRST_BYTES:
+            self._first += data[: FIRST_BYTES - len(self._first)]
         self._read_bytes += len(data)
         self._unread_bytes = 0
         self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]

@@ -26,7 +26,9 @@ from greenroom.http.headers import Headers, Pattern
 from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
-_FRAMING: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
+_FRAMING: Final = frozenset(
+    (b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"authorization", b"x-api-key")
+)
 _HOST: Final = Pattern(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH_DIGITS_MAX: Final = 18
 _VERSIONS: Final = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
@@ -303,6 +305,8 @@ class Head:
 
     __slots__ = (
         "answer_headers",
+        "asked",
+        "charge",
         "chunked",
         "content_length",
         "expects_continue",
@@ -334,8 +338,11 @@ class Head:
         self.upgrade: bytes | None = None
         # Headers that every answer to this request gets, also errors.
         self.answer_headers: Headers | None = None
-        # Set by the upper layer at `admit`, for its own use at `handle`.
+        # Set by the upper layer at `admit`, for its own use at `handle`: its caller, and what it is counted against.
         self.note: object = None
+        self.charge: object = None
+        # The model that it asks, once that is known.
+        self.asked: str | None = None
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of this header. `name` is lower-case."""
@@ -374,6 +381,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     head = Head(method, parts[1], headers, version, peer_ip, keep_alive)
     host: bytes | None = None
     lengths = 0
+    authorizations = keys = 0
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -382,6 +390,10 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             if host is not None:
                 raise BadFraming("The request has more than one Host header.")
             host = value
+        elif name == b"authorization":
+            authorizations += 1
+        elif name == b"x-api-key":
+            keys += 1
         elif name == b"content-length":
             lengths += 1
             # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
@@ -395,6 +407,9 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             _read_expectation(head, value)
         else:
             head.upgrade = value
+    if authorizations > 1 or keys > 1:
+        # A proxy before us may have checked the other one.
+        raise BadFraming("The request has more than one Authorization or x-api-key header.")
     if lengths > 1:
         raise BadFraming("The length of the body is given more than once.")
     if host is None:

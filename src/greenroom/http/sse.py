@@ -154,6 +154,7 @@ class StreamShape(enum.Enum):
 
     CHAT = "chat.completion.chunk"
     TEXT = "text_completion"
+    TRANSCRIPT = "transcript.text.delta"
 
 
 def heartbeat(
@@ -186,6 +187,8 @@ def comment(model: str, position: int | None, eta_s: float | None) -> bytes:
 
 def empty_chunk(model: str, shape: StreamShape, stream_id: str, created: int) -> bytes:
     """An event that adds nothing to the answer."""
+    if shape is StreamShape.TRANSCRIPT:
+        return f'data: {{"type":"{shape.value}","delta":""}}\n\n'.encode("ascii")
     choice: dict[str, object] = {"index": 0, "finish_reason": None}
     if shape is StreamShape.CHAT:
         choice["delta"] = {}

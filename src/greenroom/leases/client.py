@@ -49,11 +49,13 @@ def lease(
     ttl_s: float = 30.0,
     url: str | None = None,
     api_key: str | None = None,
+    op_token: str | None = None,
 ) -> LeaseHandle:
     """GPU memory, held while the block runs: `with greenroom.lease(mib=20_000) as held:` or `async with`.
 
     `mib` on each of `gpus` different GPUs, all or nothing. Idle models are evicted for it, and it waits up to `wait_s`.
-    A `preemptible` lease may be recalled for a more urgent one: see `held.recall_in_s`.
+    A `preemptible` lease may be recalled for a more urgent one: see `held.recall_in_s`. `op_token` permits it where
+    operations are signed.
     """
     _check_times(wait_s=wait_s, grace_s=grace_s, ttl_s=ttl_s)
     ask = LeaseAsk(
@@ -68,16 +70,19 @@ def lease(
         ttl_s=ttl_s,
         wait_s=wait_s,
     )
-    return LeaseHandle(ask, url, api_key)
+    return LeaseHandle(ask, url, api_key, op_token)
 
 
 class LeaseHandle:
     """One lease. Use it once, as `with` or as `async with`."""
 
-    def __init__(self, ask: LeaseAsk, url: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, ask: LeaseAsk, url: str | None = None, api_key: str | None = None, op_token: str | None = None
+    ) -> None:
         self._ask = ask
         self._url = url
         self._key = api_key
+        self._op_token = op_token
         self._keeper: LeaseKeeper | None = None
         self._loop: _Loop | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -142,7 +147,7 @@ class LeaseHandle:
             raise BadRequest("A lease is used once; ask for another with greenroom.lease(…).")
         self._pid = os.getpid()
         ask = replace(self._ask, holder=holder_of(self._pid))
-        return LeaseKeeper(open_store(self._url, self._key), ask)
+        return LeaseKeeper(open_store(self._url, self._key, op_token=self._op_token), ask)
 
     # --- with -------------------------------------------------------------------------------------------------------
 
@@ -360,11 +365,16 @@ def store_url(url: str | None = None, environ: Mapping[str, str] = os.environ) -
     return said if "://" in said else f"http://{said}"
 
 
-def open_store(url: str | None = None, key: str | None = None, environ: Mapping[str, str] = os.environ) -> LeaseStore:
+def open_store(
+    url: str | None = None,
+    key: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    op_token: str | None = None,
+) -> LeaseStore:
     """The store at this address. Raises BadRequest if it is no such address, or its client is not installed."""
     whole = store_url(url, environ)
     if whole.startswith(("http://", "https://")):
-        return HttpStore(whole, key or environ.get(KEY_NAME) or None)
+        return HttpStore(whole, key or environ.get(KEY_NAME) or None, op_token=op_token)
     if whole.startswith(("redis://", "rediss://", "unix://")):
         return _redis_store(whole, environ.get(HOST_NAME) or os.uname().nodename)
     raise BadRequest(f"{whole.partition('://')[0]}:// is no kind of lease store; it is http, https, redis or rediss.")

@@ -47,10 +47,13 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 
 class HttpStore:
-    def __init__(self, url: str, key: str | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> None:
-        """Raises BadRequest for an invalid address. Connects to nothing yet."""
+    def __init__(
+        self, url: str, key: str | None = None, *, answer_max_s: float = ANSWER_MAX_S, op_token: str | None = None
+    ) -> None:
+        """Raises BadRequest for an invalid address. Connects to nothing yet. `op_token` permits the first lease."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = key
+        self._op_token = op_token
         self._answer_max_s = answer_max_s
         try:
             parts = urlsplit(self._url)
@@ -62,7 +65,10 @@ class HttpStore:
         self._is_tls, self._host, self._prefix = parts.scheme == "https", parts.hostname, parts.path
 
     async def acquire(self, ask: LeaseAsk) -> Lease:
-        body = asdict(ask)
+        # Whole seconds as whole numbers, which have one canonical form.
+        body = {
+            key: int(one) if isinstance(one, float) and one.is_integer() else one for key, one in asdict(ask).items()
+        }
         # Only gateways use these, and not between each other.
         del body["shares"]
         return await self._call("POST", PATH, body, _lease, ask.wait_s + self._answer_max_s)
@@ -107,6 +113,8 @@ class HttpStore:
 
     def _headers(self) -> dict[str, str]:
         headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
+        if self._op_token is not None:
+            headers["X-Verified-Op-Token"] = self._op_token
         return headers if self._key is None else {**headers, "Authorization": f"Bearer {self._key}"}
 
 

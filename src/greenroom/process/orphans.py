@@ -75,8 +75,10 @@ async def _end_one(one: OwnedProcess, term_s: float) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # Only with the pidfd open is it certain which process the signal reaches.
-        if _look_at(one.pid) != one:
+        # Only with the pidfd open is it certain which process the signal reaches. Its identity is not read again: a
+        # process that is just ending has lost its environment already.
+        seen = proc.stat(one.pid)
+        if seen is None or seen.start_ticks != one.start_ticks:
             return False
         return await _signal_and_wait(pidfd, signal.SIGTERM, term_s) or await _signal_and_wait(
             pidfd, signal.SIGKILL, KILL_WAIT_S

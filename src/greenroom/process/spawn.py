@@ -19,6 +19,7 @@ from greenroom import errors
 from greenroom.process import orphans, proc
 from greenroom.process.keeper_link import KeeperLink, open_link
 from greenroom.process.logs import LogRing
+from greenroom.process.orphans import OwnedProcess
 from greenroom.process.proc import IDENTITY_VARIABLE
 
 # A keeper starts in some 30 ms; on a machine that swaps, more. After this the start has failed.
@@ -177,7 +178,9 @@ class Child:
 
     async def _end_remains(self) -> None:
         try:
-            ended = await orphans.sweep(self._identity, spare=frozenset())
+            # By its pid: the engine may have replaced its environment, or lost it because it is just ending.
+            ended = await orphans.end([OwnedProcess(self.pid, self.start_ticks, self._identity)], orphans.SWEEP_TERM_S)
+            ended += await orphans.sweep(self._identity, spare=frozenset())
             _log.warning("keeper lost identity=%s ended=%d", self._identity, ended)
         except OSError:
             _log.exception("sweep failed identity=%s", self._identity)

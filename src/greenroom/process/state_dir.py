@@ -16,28 +16,13 @@ import tempfile
 from pathlib import Path
 
 from greenroom import errors
+from greenroom.config.problems import OTHER_FILES, holds_other_files, known_state_id
 
 # The kernel's limit on the path of a Unix socket, without its final zero byte.
 UNIX_PATH_BYTES_MAX = 107
 # The longest name of a socket in the run directory.
 SOCKET_NAME_BYTES_MAX = 32
 _PRIVATE = 0o700
-# The files of a state directory. The temporary name of the id begins with a dot.
-_KEPT = ("learned", "needs", "leases")
-_OURS = frozenset(
-    {
-        "lock",
-        "id",
-        "run",
-        "checked",
-        "jobs",
-        "leases.jsonl",
-        *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new")),
-    }
-)
-# Created by a file system in its top directory.
-_NOBODYS = frozenset({"lost+found"})
-_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class StateDir:
@@ -57,8 +42,8 @@ class StateDir:
         Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other files.
         """
         whole = Path(path).expanduser().resolve()
-        if not _is_ours_to_take(whole):
-            raise errors.ConfigError(f"{whole} holds other files; a state directory must be empty or new at first")
+        if holds_other_files(whole):
+            raise errors.ConfigError(f"{whole} {OTHER_FILES}")
         _make_private(whole)
         try:
             return cls._locked(whole)
@@ -103,19 +88,6 @@ class StateDir:
             os.close(lock_fd)
 
 
-def _is_ours_to_take(path: Path) -> bool:
-    """True if it is new, empty, or already a state directory: opening changes its mode and empties its `run`."""
-    try:
-        names = frozenset(os.listdir(path)) - _NOBODYS
-    except OSError:
-        # It does not exist yet, or is not readable, which _make_private reports.
-        return True
-    if _known_id(path / "id") is not None:
-        return True
-    strange = {name for name in names - _OURS if not name.startswith(".id-")}
-    return not strange and ("lock" in names or not names)
-
-
 def _cannot_be_used(path: Path, error: OSError) -> errors.ConfigError:
     return errors.ConfigError(f"the directory {path} cannot be used: {error.strerror}")
 
@@ -135,8 +107,9 @@ def _is_private(path: Path) -> bool:
     seen = path.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
         return False
-    if stat.S_IMODE(seen.st_mode) != _PRIVATE:
-        path.chmod(_PRIVATE)
+    if (mode := stat.S_IMODE(seen.st_mode)) & ~_PRIVATE:
+        # What the owner may not do stays so: a directory that is read-only is meant to be.
+        path.chmod(mode & _PRIVATE)
     return True
 
 
@@ -156,19 +129,11 @@ def _lock(path: Path) -> int:
 
 
 def _read_or_make_id(path: Path) -> str:
-    if known := _known_id(path):
+    if known := known_state_id(path):
         return known
     made = secrets.token_hex(8)
     _write_whole(path, made + "\n")
     return made
-
-
-def _known_id(path: Path) -> str | None:
-    try:
-        known = path.read_text(encoding="ascii", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    return known if _ID.fullmatch(known) else None
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -6,15 +6,18 @@ keep the old entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from greenroom.config.diff import Changes
 from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Engine, EngineFacts
-from greenroom.engines.registry import engine_for, facts_of
+from greenroom.engines.registry import engine_for, facts_of, split_keys, spread
+from greenroom.library.roots import is_below
+from greenroom.library.versions import Version
 from greenroom.runtime.memory.needs import Needs, Subject
 
 
@@ -27,6 +30,23 @@ class Entry:
     engine: Engine
     spec: ModelSpec
     facts: EngineFacts
+    base_id: str
+    """Its id without the options of requests: what the `models` of keys are compared with, and what is counted by."""
+    # No configuration names it: it was asked for by path or hub id (`resolver.py`).
+    is_adhoc: bool = False
+    real_path: str = ""
+    """Its path without links; empty if it has none."""
+    # It serves one tenant of this model (`tenant_models.py`).
+    instance_of: ModelId | None = None
+    tenant: str | None = None
+
+    # Which weights it serves, if it is under version control.
+    version: Version | None = None
+
+    @property
+    def public_id(self) -> ModelId:
+        """The id by which callers and the engine know it, and by which its requests are counted."""
+        return self.instance_of or self.spec.version_of or self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +76,15 @@ class Catalog:
         self.needs = needs or Needs()
         self._entries: Mapping[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
-        # Revisions only grow, also after a removal, so that an old slot is never taken for a new one.
+        # The configured models whose limits hold for ad-hoc ones: those of the same files.
+        self._limited_as: dict[ModelId, ModelId] = {}
+        # Revisions only grow, also after a removal, so that an old slot is never taken for a new one: `_last` is the
+        # highest of models that were removed.
         self._revisions: dict[ModelId, int] = {}
+        self._last = 0
         self._shared = SharedSettings(fits_memory=True, stay_warm=StayWarm())
+        # The version of a model under version control; None for one that has none yet, and for other models.
+        self.version_of: Callable[[str], Version | None] = lambda name: None
         # Translates names of devices into the scheduler's ids.
         self.device_of: Callable[[str], DeviceId] = DeviceId
 
@@ -77,8 +103,17 @@ class Catalog:
         """The model with this id or alias."""
         return self._names.get(name)
 
+    def limited_as(self, entry: Entry) -> ModelId:
+        """The model whose limits hold for it: its own, or those of the configured one that has the same files."""
+        return self._limited_as.get(entry.id, entry.id) if entry.is_adhoc else entry.id
+
     def is_known(self, name: str) -> bool:
         return name in self._names
+
+    def is_adhoc(self, name: str) -> bool:
+        """True if no configuration names this model."""
+        entry = self._names.get(name)
+        return entry is not None and entry.is_adhoc
 
     def engine_of(self, model: ModelId) -> str:
         """The name of its engine. A reload may have removed the model meanwhile."""
@@ -93,7 +128,7 @@ class Catalog:
     def fill(self, config: Config) -> tuple[ModelSpec, ...]:
         """Load the first configuration. Returns all specs."""
         self._shared = shared = SharedSettings.of(config)
-        names = {ModelId(name): model for name, model in config.models.items()}
+        names = {ModelId(name): model for name, model in self._with_weights(config)}
         self._replace({model_id: self._entry(model_id, 1, model, shared) for model_id, model in names.items()})
         return tuple(entry.spec for entry in self)
 
@@ -106,31 +141,135 @@ class Catalog:
         fresh: dict[ModelId, Entry] = {}
         shared, before = SharedSettings.of(config), self._shared
         touched = {*changes.changed, *changes.relabelled}
-        for name, model in config.models.items():
+        # Ad-hoc models stay, unless the configuration now has a model of that id.
+        adhoc: dict[str, Entry] = {entry.id: entry for entry in self if entry.is_adhoc}
+        wanted = {name: entry.config for name, entry in adhoc.items()}
+        for name, model in (wanted | dict(self._with_weights(config))).items():
             model_id = ModelId(name)
             old = self._entries.get(model_id)
+            is_adhoc = name not in config.models
+            if old is not None and old.is_adhoc != is_adhoc:
+                old = None
             if shared == before and old is not None and name not in touched:
                 fresh[model_id] = old
                 continue
-            is_new = old is None or name in changes.changed
-            revision = self._revisions.get(model_id, 0) + (1 if is_new else 0)
-            fresh[model_id] = self._entry(model_id, revision, model, shared)
+            is_new = old is None or name in changes.changed or old.config.path != model.path
+            revision = self._revisions.get(model_id, self._last) + (1 if is_new else 0)
+            made = self._entry(model_id, revision, model, shared)
+            fresh[model_id] = _as_before(made, adhoc[name]) if is_adhoc else made
         return Draft(fresh, shared)
 
     def take(self, draft: Draft) -> tuple[ModelSpec, ...]:
         """Apply this draft. Returns the new specs."""
-        fresh, self._shared = draft.entries, draft.shared
+        # One that came while the draft was made stays.
+        late = {entry.id: entry for entry in self if entry.is_adhoc and entry.id not in draft.entries}
+        # One that left or changed meanwhile is what it is now.
+        kept = {model: now for model, entry in draft.entries.items() if (now := self._unless_newer(entry)) is not None}
+        fresh, self._shared = {**late, **kept}, draft.shared
+        fresh |= self._instances(fresh)
         new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
         self._replace(fresh)
         return new
 
+    def _unless_newer(self, drafted: Entry) -> Entry | None:
+        now = self._entries.get(drafted.id)
+        if not drafted.is_adhoc or (now is not None and now.spec.revision == drafted.spec.revision):
+            return drafted
+        return now
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def _with_weights(self, config: Config) -> Iterator[tuple[str, Model]]:
+        """The configured models, with the weights that each serves. Those without a version yet are left out."""
+        for name, model in config.models.items():
+            version = self.version_of(name) if model.versions is not None else None
+            if version is not None:
+                yield name, model.model_copy(update={"path": version.path})
+            elif model.versions is None or model.path is not None:
+                yield name, model
+
+    def coming(self, name: str, model: Model, version: Version) -> Entry:
+        """A new version of this model, not added yet. Reads files, so it may block and fail."""
+        coming_id = ModelId(f"{name}@{version.number}")
+        while self.is_known(coming_id):
+            coming_id = ModelId(f"{coming_id}+")
+        hidden = {"path": version.path, "aliases": (), "unlisted": True, "pinned": False, "preload": False}
+        made = self.adhoc_entry(coming_id, model.model_copy(update=hidden), name)
+        return replace(made, version=version, spec=replace(made.spec, version_of=ModelId(name), exclusive=""))
+
+    def promote(self, coming: Entry, model: Model, version: Version) -> Entry:
+        """The coming version takes the name of its model, in one step. Returns the model's new entry."""
+        name = coming.spec.version_of
+        assert name is not None
+        config = model.model_copy(update={"path": version.path})
+        spec = replace(
+            coming.spec,
+            id=name,
+            revision=self._revisions.get(name, self._last) + 1,
+            pinned=model.pinned,
+            preload=model.preload,
+            exclusive=coming.real_path if model.exclusive else "",
+            version_of=None,
+        )
+        entry = replace(coming, id=name, config=config, spec=spec, is_adhoc=False)
+        self.needs.renamed(coming, entry)
+        self._replace({**{one.id: one for one in self if one.id != coming.id}, name: entry})
+        return entry
+
+    # --- models that no configuration names ---------------------------------------------------------------------------
+
+    def adhoc_entry(self, model_id: ModelId, model: Model, base_id: str) -> Entry:
+        """A new entry that is not added yet. Reads files, so it may block and fail."""
+        revision = self._revisions.get(model_id, self._last) + 1
+        return replace(self._entry(model_id, revision, model, self._shared), base_id=base_id, is_adhoc=True)
+
+    def add(self, entry: Entry) -> None:
+        """Add an ad-hoc model, or replace it."""
+        assert entry.is_adhoc
+        self._replace({**self._entries, entry.id: entry})
+
+    def remove(self, model: ModelId) -> None:
+        """Remove an ad-hoc model, or an instance."""
+        self._replace({name: entry for name, entry in self._entries.items() if name != model})
+
+    # --- models that are there once for each tenant -------------------------------------------------------------------
+
+    def add_instance(self, base: Entry, model_id: ModelId, tenant: str) -> Entry:
+        """Add an instance of a model for this tenant, or replace it."""
+        entry = _instance(base, model_id, tenant)
+        self._replace({**self._entries, model_id: entry})
+        return entry
+
+    def _instances(self, fresh: Mapping[ModelId, Entry]) -> dict[ModelId, Entry]:
+        """The instances of models that still have some, made anew where the model was."""
+        found = {}
+        for entry in self:
+            base = None if entry.instance_of is None else fresh.get(entry.instance_of)
+            if base is not None and base.config.isolate_tenants == "process":
+                is_same = base is self._entries.get(base.id)
+                found[entry.id] = entry if is_same else _instance(base, entry.id, entry.tenant or "")
+        return found
+
     def _entry(self, model_id: ModelId, revision: int, model: Model, shared: SharedSettings) -> Entry:
-        engine, facts = engine_for(model), facts_of(model)
+        entry = self._entry_on(model_id, revision, model, shared)
+        if not self._fits_no_gpu(entry) or (other := spread(model)) is None:
+            return entry
+        return self._entry_on(model_id, revision, other, shared)
+
+    def _fits_no_gpu(self, entry: Entry) -> bool:
+        """True if there are several GPUs, its engine can use only one of them, and none is large enough."""
+        spec, usable = entry.spec, self.needs.usable_mib
+        sizes = [mib for gpu, mib in usable.items() if not spec.devices or gpu in spec.devices]
+        return not spec.can_split and len(sizes) > 1 and spec.need.gpu_mib > max(sizes)
+
+    def _entry_on(self, model_id: ModelId, revision: int, model: Model, shared: SharedSettings) -> Entry:
+        engine, facts = engine_for(model), self._facts(model)
+        real_path = os.path.realpath(model.path) if model.path else ""
         subject = Subject(model_id, model, engine)
         # With `fit_memory: false` models take no room.
         need, asleep = Need(), Need() if facts.can_sleep else None
         if shared.fits_memory:
-            need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject)
+            need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject) if facts.can_sleep else None
         spec = ModelSpec(
             id=model_id,
             revision=revision,
@@ -138,7 +277,7 @@ class Catalog:
             need_asleep=asleep,
             # Two names may mean one device.
             devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
-            can_split=facts.can_split is not None,
+            **split_keys(facts),
             sizes_itself=facts.sizes_itself,
             concurrency=engine.concurrency(model),
             priority=priority_number(model.priority),
@@ -146,14 +285,55 @@ class Catalog:
             grace_s=model.grace_s,
             pinned=model.pinned,
             preload=model.preload,
+            exclusive=real_path if model.exclusive else "",
         )
-        return Entry(model_id, model, engine, spec, facts)
+        version = None if model.versions is None else self.version_of(model_id)
+        return Entry(model_id, model, engine, spec, facts, base_id=str(model_id), real_path=real_path, version=version)
+
+    def _facts(self, model: Model) -> EngineFacts:
+        """The facts of its engine on this machine."""
+        facts = facts_of(model)
+        is_on_host = model.is_host_only or not self.needs.gpus
+        return replace(facts, can_sleep=False) if facts.sleeps_off_gpu_only and is_on_host else facts
 
     def _replace(self, entries: Mapping[ModelId, Entry]) -> None:
         self._entries = entries
         self._names = {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
-        for entry in entries.values():
-            self._revisions[entry.id] = entry.spec.revision
+        limited = [
+            entry for entry in entries.values() if entry.real_path and not entry.is_adhoc and entry.config.limits
+        ]
+        self._limited_as = {
+            entry.id: same.id
+            for entry in entries.values()
+            if entry.is_adhoc and (same := _of_same_files(entry, limited)) is not None
+        }
+        gone = (revision for model, revision in self._revisions.items() if model not in entries)
+        self._last = max(self._last, *gone, 0)
+        self._revisions = {entry.id: entry.spec.revision for entry in entries.values()}
+
+
+def _of_same_files(entry: Entry, others: Iterable[Entry]) -> Entry | None:
+    """The first of the others with the same path, or a path below this one or above it: a folder and a file in it."""
+    path = entry.real_path
+    return next((one for one in others if is_below(path, one.real_path) or is_below(one.real_path, path)), None)
+
+
+def _instance(base: Entry, model_id: ModelId, tenant: str) -> Entry:
+    """Loaded when it is asked for, also where the model itself is pinned."""
+    name = f"{base.config.name or base.id} for {tenant}"
+    own = {"aliases": (), "unlisted": True, "pinned": False, "preload": False, "name": name}
+    # A worker of its own, where the engine would share one.
+    config = base.config.model_copy(update={**own, "isolate": True} if base.engine.hosted else own)
+    spec = replace(base.spec, id=model_id, pinned=False, preload=False)
+    return replace(base, id=model_id, config=config, spec=spec, instance_of=base.id, tenant=tenant)
+
+
+def _as_before(made: Entry, old: Entry) -> Entry:
+    """An ad-hoc model or a coming version, made anew."""
+    spec = (
+        made.spec if old.spec.version_of is None else replace(made.spec, version_of=old.spec.version_of, exclusive="")
+    )
+    return replace(made, base_id=old.base_id, is_adhoc=True, version=old.version, spec=spec)
 
 
 def priority_number(priority: str | int) -> int:

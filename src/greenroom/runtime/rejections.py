@@ -28,8 +28,8 @@ RETRY_AFTER_MAX_S = 120.0
 class Rejections:
     """`is_draining` tells whether the gateway shuts down, `is_ready` whether a model serves, even if it is busy.
 
-    `is_whole` tells whether there are several GPUs and the model's engine can use only one of them; `progress` which
-    share of a model is loaded, where that is known.
+    `why_whole` says why only one of several GPUs is used for a model, if so; `progress` which share of a model is
+    loaded, where that is known.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Rejections:
         failures: Mapping[ModelId, GreenroomError],
         is_draining: Callable[[], bool],
         is_ready: Callable[[ModelId], bool],
-        is_whole: Callable[[ModelId], bool],
+        why_whole: Callable[[ModelId], str],
         progress: Callable[[ModelId], float | None] = lambda _: None,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
         self._is_ready = is_ready
-        self._is_whole = is_whole
+        self._why_whole = why_whole
         self._progress = progress
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
@@ -51,12 +51,12 @@ class Rejections:
         match rejection.code:
             case RejectCode.UNKNOWN_MODEL | RejectCode.REMOVED:
                 return ModelNotFound.named(model)
-            case RejectCode.QUEUE_FULL:
+            case RejectCode.QUEUE_FULL | RejectCode.TENANT_QUEUE_FULL:
                 return _queue_full(rejection, retry_s)
             case RejectCode.LOAD_FAILED:
                 return self._load_failed(model, retry_s)
             case RejectCode.TOO_LARGE:
-                return _too_large(rejection, self._is_whole(model))
+                return _too_large(rejection, self._why_whole(model))
             case RejectCode.EXCLUDED:
                 return _excluded(rejection)
             case RejectCode.UNLOADED:
@@ -98,15 +98,17 @@ def _bounded(retry_s: float | None) -> float | None:
 
 def _queue_full(rejection: Rejection, retry_s: float | None) -> QueueFull:
     wait_ms = round(rejection.avg_wait_s * 1000)
+    waiting = f"{rejection.queue_depth} requests wait already"
+    if rejection.code is RejectCode.TENANT_QUEUE_FULL:
+        waiting = "As many requests of this tenant wait already as may"
     return QueueFull(
-        f"{rejection.queue_depth} requests wait already; try again in {retry_s or 1:.0f} s.",
+        f"{waiting}; try again in {retry_s or 1:.0f} s.",
         retry_after_s=retry_s,
         beside={"queueDepth": rejection.queue_depth, "avgWaitMs": wait_ms},
     )
 
 
-def _too_large(rejection: Rejection, is_whole: bool) -> TooLarge:
-    whole = " Its engine cannot be spread over several GPUs." if is_whole else ""
+def _too_large(rejection: Rejection, whole: str) -> TooLarge:
     of = f" of {rejection.capacity_mib:,}" if rejection.capacity_mib else ""
     return TooLarge(
         f"{rejection.model} needs {rejection.needs_mib:,} MiB; at most {rejection.free_mib:,}{of} MiB can be made free"

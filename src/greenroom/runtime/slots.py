@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+
+import msgspec
 
 from greenroom.core.model import ModelId, SlotId
+from greenroom.engines.base import CacheFigures, CallEngine
 from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.prompt_slots import PromptSlots
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
+# An erase waits for the answer that its prompt slot is busy with.
+ERASE_MAX_S = 2.0
+
+
+class _Erased(msgspec.Struct):
+    n_erased: int
 
 
 class LiveSlot:
-    __slots__ = ("child", "entry", "id", "pool", "ready_since", "socket")
+    __slots__ = ("call", "child", "entry", "figures", "id", "pool", "prompts", "ready_since", "socket")
 
     def __init__(
-        self, slot: SlotId, entry: Entry, child: Child, pool: Pool, socket: str | None, ready_since: float
+        self,
+        slot: SlotId,
+        entry: Entry,
+        child: Child,
+        pool: Pool,
+        socket: str | None,
+        ready_since: float,
+        call: CallEngine | None = None,
     ) -> None:
         self.id = slot
         self.entry = entry
@@ -26,6 +44,29 @@ class LiveSlot:
         self.pool = pool
         self.socket = socket
         self.ready_since = ready_since
+        # Calls to the process itself; None if a worker is asked instead.
+        self.call = call
+        # Whose prompts it holds; None if requests cannot name its slots.
+        count = entry.facts.prompt_slots
+        self.prompts = PromptSlots(count) if count else None
+        # What its engine last told of its cache; None if it tells nothing.
+        self.figures: CacheFigures | None = None
+
+    async def erase(self, indexes: Sequence[int]) -> int | None:
+        """Erase the prompts in these of its prompt slots. Returns their tokens; None if not all were erased."""
+        try:
+            async with asyncio.timeout(ERASE_MAX_S):
+                return sum([await self._erase(index) for index in indexes])
+        except (OSError, ValueError, TimeoutError, msgspec.MsgspecError):
+            # It is older, or sees pictures, or answers just now.
+            return None
+
+    async def _erase(self, index: int) -> int:
+        assert self.call is not None, "only a process of its own has slots that can be named"
+        status, body = await self.call("POST", f"/slots/{index}?action=erase", b"{}")
+        if status != 200:
+            raise ValueError(f"it answered {status}")
+        return msgspec.json.decode(body, type=_Erased).n_erased
 
     async def settle(self) -> None:
         """Wait a moment after a broken connection, so that the exit of a dead process is reported first."""
@@ -44,9 +85,25 @@ class LiveSlots:
     def __init__(self) -> None:
         self.live: dict[SlotId, LiveSlot] = {}
         self._logs: dict[ModelId, LogRing] = {}
+        # Coming versions write into the logs of their models.
+        self._versions: dict[ModelId, ModelId] = {}
 
     def log(self, model: ModelId) -> LogRing:
-        return self._logs.setdefault(model, LogRing())
+        return self._logs.setdefault(self._versions.get(model, model), LogRing())
+
+    def coming(self, version: ModelId, model: ModelId) -> None:
+        """This version writes into the log of its model."""
+        self._versions[version] = model
+
+    def promoted(self, entry: Entry, version: ModelId) -> None:
+        """The slots of this version are the model's from now on."""
+        for live in self.live.values():
+            if live.entry.id == version:
+                live.entry = entry
+
+    def ended(self, version: ModelId) -> None:
+        """It was promoted or given up."""
+        self._versions.pop(version, None)
 
     def forget_logs(self, known: frozenset[str]) -> None:
         """Drop the logs of models that are no longer configured; followers of these logs are told that they end."""

@@ -16,7 +16,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import STRANGER, Caller
 
 Message = MutableMapping[str, Any]
 Application = Callable[
@@ -67,8 +67,14 @@ class AsgiBridge:
 
 
 def asked_by_admin(request: Request) -> bool:
-    """Whether the caller is an admin, who is shown more."""
+    """Whether the caller may see everything: an admin, or a key with the verb `read`."""
     return bool(request.scope.get("state", {}).get("is_admin"))
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller, also of the open paths, which have none to know."""
+    caller = request.scope.get("state", {}).get("caller")
+    return caller if isinstance(caller, Caller) else STRANGER
 
 
 class _AsgiCall:
@@ -84,7 +90,8 @@ class _AsgiCall:
         exchange.on_gone = self._on_gone
         exchange.on_pause = self._may_write.clear
         exchange.on_resume = self._may_write.set
-        self._head: tuple[int, list[tuple[bytes, bytes]]] | None = None
+        # Status, headers and the length, if the application knows it.
+        self._head: tuple[int, list[tuple[bytes, bytes]], int | None] | None = None
 
     def _on_gone(self) -> None:
         self._left.set()
@@ -102,16 +109,18 @@ class _AsgiCall:
         if exchange.gone:
             return
         if message["type"] == "http.response.start":
-            headers = [(name.lower(), value) for name, value in message["headers"] if name != b"content-length"]
-            self._head = (message["status"], [*headers, (b"x-request-id", self._request_id.encode())])
+            given = [(name.lower(), value) for name, value in message["headers"]]
+            length = next((int(value) for name, value in given if name == b"content-length"), None)
+            headers = [(name, value) for name, value in given if name != b"content-length"]
+            self._head = (message["status"], [*headers, (b"x-request-id", self._request_id.encode())], length)
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._head is not None:
-            (status, headers), self._head = self._head, None
+            (status, headers, length), self._head = self._head, None
             if not more:
                 exchange.respond(status, headers, body)
                 return
-            exchange.start(status, headers, None)
+            exchange.start(status, headers, length)
         await self._may_write.wait()
         exchange.write(body)
         if not more:

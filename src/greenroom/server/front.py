@@ -1,7 +1,8 @@
 """The front door: which requests are admitted, how large their bodies may be, and which part answers them.
 
-Owns the order of checks, the guard against DNS rebinding, and the CORS headers. Everything is decided on the raw path
-that is then routed, so that no other spelling of a path reaches what it was not authorised for.
+Owns the order of checks, the guard against DNS rebinding, and the CORS headers. Everything is decided on the path
+that is then routed: raw for models, decoded for the management API. So no other spelling of a path reaches what it was
+not authorised for, or goes uncounted.
 """
 
 from __future__ import annotations
@@ -12,28 +13,32 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
-from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed
+from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed, NotFound
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
+from greenroom.server.inference.ask import said_tenant
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
+from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route, expect_route, has_one_path
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
+from greenroom.tenancy.limits import Limiter
 
 # Open without a key, for load balancers and orchestrators.
-OPEN_PATHS: Final = frozenset({b"/health"})
+OPEN_PATHS: Final = frozenset((b"/health", b"/healthz", b"/readyz"))
 # Sec-Fetch-Site of our own pages, and of an address that was typed or bookmarked.
 OWN_SITES: Final = (b"same-origin", b"none")
 # The headers that are looked at before a request is admitted.
 GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key"))
 READING: Final = (b"GET", b"HEAD")
+METRICS_PATH: Final = b"/metrics"
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
 JOBS_PATH: Final = b"/v1/jobs"
+_PICTURE: Final = re.compile(rb"/v1/images/img-[0-9a-f]{32}")
 _QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -59,6 +64,8 @@ class FrontDoor:
         self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
+        # None while nothing is limited.
+        self.limiter: Limiter | None = None
 
     def admit(self, head: Head) -> int:
         """At the end of the headers: how large the body may be. Raises the error to answer with."""
@@ -75,17 +82,21 @@ class FrontDoor:
                 return 0
         route = MODEL_ROUTES.get(head.path)
         self._authorise(head, route, said)
+        is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
+        is_job = route is None and not is_upstream and head.method == b"POST" and routed_path(head) == JOBS_PATH
+        if self.limiter is not None and (route is not None or is_upstream or is_job):
+            self._count(self.limiter, head, is_job=is_job)
         settings = self._inference.settings
         if route is not None:
-            return settings.upload_max if route.is_multipart else settings.body_max
-        if head.path.startswith(UPSTREAM_PREFIX):
+            return settings.upload_max if route.form else settings.body_max
+        if is_upstream:
             return settings.upload_max
         # A job's request is inside of the body.
-        return settings.body_max if head.path == JOBS_PATH else MANAGEMENT_BODY_MAX
+        return settings.body_max if is_job else MANAGEMENT_BODY_MAX
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
-        if head.answer_headers is not None and is_preflight(head):
+        if head.note is None and head.answer_headers is not None and is_preflight(head):
             exchange.respond(204, preflight_headers(head), b"")
             return
         route = MODEL_ROUTES.get(head.path)
@@ -98,14 +109,25 @@ class FrontDoor:
                 self._inference.handle(exchange, route, _caller(head))
         else:
             caller = head.note if isinstance(head.note, Caller) else None
-            is_admin = caller is not None and caller.admin
+            is_admin = caller is not None and caller.may(Permission.READ)
             request_id = self._inference.next_id()
             self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """Render an error that the edge answers itself: no valid key, a malformed request, too many connections."""
         self._inference.refused(error)
+        if head is not None and isinstance(head.note, Caller) and _asks_model(head):
+            self._inference.count_refused(error, head, head.note)
         return render.response(error, self._inference.next_id(), to_operator=False)
+
+    def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:
+        """Count a request for its tenant and key, before its body is read. Raises RateLimited."""
+        is_job = is_job or (self.jobs is not None and prefers_later(head))
+        caller = _caller(head)
+        tenant = said_tenant(head) if caller.tenant is None else None
+        head.charge = charge = limiter.admit(caller, tenant, is_job=is_job)
+        if charge is not None:
+            head.answer_headers = (head.answer_headers or []) + charge.headers()
 
     def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
         """Refuse requests that a page of another site makes by an image, a frame or a form, which send no Origin.
@@ -113,7 +135,7 @@ class FrontDoor:
         Browsers send Sec-Fetch-Site, programs do not. Browsers too old for it send at most Referer.
         """
         site, referer = said.get(b"sec-fetch-site"), said.get(b"referer")
-        if site in OWN_SITES or (site is None and referer is None):
+        if site in OWN_SITES or (site is None and referer is None) or is_picture(head.path):
             return
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
         only_reads = not asks_model and head.method in READING
@@ -128,20 +150,37 @@ class FrontDoor:
         if not self.keys.enabled:
             head.note = ANYONE
             return
-        if route is None and head.path in OPEN_PATHS:
+        if route is None and (head.path in OPEN_PATHS or is_picture(head.path)):
             return
         head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
+        if caller.routes is not None:
+            expect_route(caller, head.path if route is not None or is_upstream else routed_path(head))
         if route is not None or caller.admin:
             return
-        if head.path.startswith(UPSTREAM_PREFIX):
+        if is_upstream:
             self._inference.check_open(head, caller)
-            if head.upgrade is not None and head.upgrade.lower() != b"websocket":
-                # HTTP/2 (h2c) would reach every path of the engine. A server may ignore an offered upgrade.
+            if not has_one_path(head.upgrade):
+                # A server may ignore an offered upgrade.
                 head.upgrade = None
             return
         needed = self._needs(head, routed_path(head))
         if not caller.may(needed):
             raise _not_allowed(caller, needed)
+
+
+class MetricsDoor:
+    """The door of the second port: metrics and health checks by the rules of the first door, and nothing else."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+
+    def admit(self, head: Head) -> int:
+        """No request here has a body. Raises NotFound, or what the first door raises."""
+        if head.method not in READING or not (head.path == METRICS_PATH or head.path in OPEN_PATHS):
+            raise NotFound("This port serves GET of /metrics, /health, /healthz and /readyz alone.")
+        self._door.admit(head)
+        return 0
 
 
 def prefers_later(head: Head) -> bool:
@@ -154,10 +193,23 @@ def prefers_later(head: Head) -> bool:
     return any(one.partition(b";")[0].strip() == b"respond-async" for one in preferences)
 
 
+def is_picture(path: bytes) -> bool:
+    """True for the address of a picture, which is itself the permission to see it: for any page, without a key."""
+    return _PICTURE.fullmatch(path) is not None
+
+
 def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
     if needed is Permission.LEASE:
         return NotAllowed(f"The key {caller.name} may not take leases. Use a key with `leases: true` or `admin: true`.")
-    return NotAllowed(f"The key {caller.name} may ask models, not manage them. Use a key with `admin: true`.")
+    verb = "" if needed is Permission.MANAGE else f"`verbs: [{needed.value}]` or "
+    return NotAllowed(f"The key {caller.name} may ask models, but not do this. Use a key with {verb}`admin: true`.")
+
+
+def _asks_model(head: Head) -> bool:
+    """True for requests to models, now or as a job."""
+    if head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX):
+        return True
+    return head.method == b"POST" and unquote_to_bytes(head.path) == JOBS_PATH
 
 
 def _caller(head: Head) -> Caller:
@@ -278,7 +330,10 @@ def _shown(value: bytes) -> str:
 
 
 # Headers of an answer that a page may read.
-EXPOSED = b"x-request-id, x-queue-wait-ms, retry-after"
+EXPOSED = (
+    b"x-request-id, x-queue-wait-ms, x-cache-hit, x-cache-tokens-reused, x-gpu-time-ms, retry-after, "
+    b"x-ratelimit-limit, x-ratelimit-remaining, x-ratelimit-reset"
+)
 # How long browsers may remember a preflight.
 REMEMBER_S = 600
 

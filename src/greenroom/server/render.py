@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly
+from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly, RateLimited
+from greenroom.tenancy.limits import rate_headers
 
 Header = tuple[bytes, bytes]
 
@@ -46,7 +47,7 @@ def words(error: BaseException, request_id: str, *, to_operator: bool) -> Words:
         message = shown.public
         if not shown.details_are_the_callers:
             details = None
-        if request_id and (message, details) != (shown.message, shown.details):
+        if request_id and shown.is_recorded and (message, details) != (shown.message, shown.details):
             message += f" An operator finds more under request {request_id}."
     return Words(_clean(message, MESSAGE_BYTES_MAX), None if details is None else _clean(details, DETAILS_BYTES_MAX))
 
@@ -62,6 +63,8 @@ def response(error: BaseException, request_id: str, *, to_operator: bool) -> tup
         headers.append((b"retry-after", b"%d" % retry_after_s))
     if shown.final:
         headers.append((b"x-should-retry", b"false"))
+    if isinstance(shown, RateLimited) and "limit" in shown.beside:
+        headers += rate_headers(shown.beside["limit"], shown.beside["remaining"], shown.beside["resetAt"])
     if isinstance(shown, InvalidKey):
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(shown, PostOnly):

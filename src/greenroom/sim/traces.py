@@ -31,6 +31,8 @@ DIGITS_MAX = 12
 # Older gateways allowed priorities below 0, and their recordings are still around.
 PRIORITY_MIN, PRIORITY_MAX = -100, 100
 NAME_CHARS_MAX = 256
+# Public traces may carry whole prompts.
+LINE_CHARS_MAX = 4_000_000
 # Of a cell in an error message.
 SHOWN_CHARS_MAX = 60
 # Models that are named in a remark on those left out.
@@ -97,10 +99,20 @@ def trace_of(path: str | Path, known: Known | None = None, seed: int = 0, time_u
         with open(path, "rb") as raw:
             refuse_packed(str(path), raw.peek(MARK_BYTES))
             file = TextIOWrapper(raw, newline="", encoding="utf-8-sig")
-            return _Reading(str(path), file, known, seed, time_unit).trace()
+            return _Reading(str(path), _lines(str(path), file), known, seed, time_unit).trace()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise TraceError(f"{path}: cannot be read: {reason}") from error
+
+
+def _lines(name: str, file: TextIOWrapper) -> Iterator[str]:
+    """The lines of a file. Raises TraceError for one that is too long, as a file without any line breaks is."""
+    number = 0
+    while line := file.readline(LINE_CHARS_MAX + 1):
+        number += 1
+        if len(line) > LINE_CHARS_MAX:
+            raise TraceError(f"{name}:{number}: the line has more than {LINE_CHARS_MAX:,} characters; is it a trace?")
+        yield line
 
 
 class _Reading:

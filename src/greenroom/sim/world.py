@@ -170,6 +170,16 @@ class World(Player):
             if (place.model, place.revision) == (spec.id, spec.revision):
                 place.concurrency = spec.concurrency or 1
 
+    def promote(self, coming: ModelId, model: SimModel) -> None:
+        """A version that was loaded beside a model takes its name."""
+        spec = model.told
+        self.models.pop(coming, None)
+        self._put(model)
+        for place in self.truth.places.values():
+            if place.model == coming:
+                place.model, place.revision = spec.id, spec.revision
+        self.post(ev.VersionPromoted(self.clock.told, coming, spec))
+
     def change_memory(self, foreign_mib: Mapping[DeviceId, int]) -> None:
         """Foreign processes now use this much."""
         self.truth.set_foreign(foreign_mib)

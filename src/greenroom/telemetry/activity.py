@@ -27,6 +27,8 @@ _FIELDS: Final = (
     "arrived_at",
     "state",
     "slot",
+    "model_version",
+    "model_repo_id",
     "wait_s",
     "first_byte_s",
     "total_s",
@@ -38,6 +40,9 @@ _FIELDS: Final = (
     "prompt_tokens",
     "completion_tokens",
     "cached_tokens",
+    "gpu_time_ms",
+    "audio_s",
+    "pictures",
     "estimated",
     "chunks",
 )
@@ -77,6 +82,9 @@ class Record:
         self.arrived_at = arrived_at
         self.state: State = "waiting"
         self.slot: str | None = None
+        # Of a model under version control: which weights answer.
+        self.model_version: int | None = None
+        self.model_repo_id: str | None = None
         self.wait_s: float | None = None
         self.first_byte_s: float | None = None
         self.total_s: float | None = None
@@ -88,7 +96,12 @@ class Record:
         self.details: str | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
+        # Prompt tokens that were not computed again, and how long the engine computed, where it tells.
         self.cached_tokens: int | None = None
+        self.gpu_time_ms: int | None = None
+        # Seconds of sound that were heard or made, and pictures that were made, where the engine tells.
+        self.audio_s: float | None = None
+        self.pictures: int | None = None
         # True if the gateway counted the tokens because the engine did not report them.
         self.estimated = False
         self.chunks = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -71,18 +70,11 @@ def get_logger(area: str) -> Logger:
 
 
 def setup(level: str, format: Literal["text", "json"], stream: TextIO | None = None) -> None:
-    """Set how to log from now on; LOG_LEVEL and LOG_FORMAT in the environment win. No stream: standard error."""
-    asked_level = os.environ.get("LOG_LEVEL", "").lower()
-    asked_format = os.environ.get("LOG_FORMAT", "").lower()
-    _sink.level = _LEVELS.get(asked_level) or _LEVELS.get(level.lower(), INFO)
-    _sink.format = _FORMATS.get(asked_format) or _FORMATS.get(format.lower(), _text_line)
+    """Set how to log from now on. No stream: standard error."""
+    _sink.level = _LEVELS.get(level.lower(), INFO)
+    _sink.format = _FORMATS.get(format.lower(), _text_line)
     _sink.stream = stream
     _adopt_library_logs()
-    # A misspelt variable should not silently give the default.
-    if asked_level and asked_level not in _LEVELS:
-        get_logger("logs").warning("LOG_LEVEL not understood", value=asked_level)
-    if asked_format and asked_format not in _FORMATS:
-        get_logger("logs").warning("LOG_FORMAT not understood", value=asked_format)
 
 
 def lost_lines() -> int:

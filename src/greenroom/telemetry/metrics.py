@@ -7,6 +7,7 @@ state (`Gauges`) at a scrape.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +19,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from greenroom.telemetry import table
-from greenroom.telemetry.table import Count, Counter, Histogram, Spread, counter_family, gauge_family
+from greenroom.telemetry.aliases import REQUESTS, RunnerAliases
+from greenroom.telemetry.table import CacheCounts, Count, Counter, Histogram, Spread, counter_family, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000
+# Models that no configuration names get no more of them, so that callers cannot take those of the others.
+ADHOC_MODELS_MAX: Final = 500
 # Pairs of model and tenant, so at most as many tenants. A pair is four lines of about 130 bytes at every scrape.
 TENANT_SERIES_MAX: Final = 10_000
 # The same for tenants that the operator has not named: without keys, any caller may send any name in a header.
@@ -50,6 +54,9 @@ class GpuFigures:
     used_mib: float
     utilisation: float | None = None
     temperature_c: float | None = None
+    index: int = 0
+    split_mib: Mapping[str, float] = field(default_factory=dict)
+    """By kind: weights, kv, other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,8 @@ class Gauges:
     """By model and tier."""
     memory_mib: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By model and device."""
+    caches: Mapping[str, CacheCounts] = field(default_factory=dict)
+    """By model: the share of its KV cache in use, tokens looked up for a prefix, and tokens found."""
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
     gpus: Mapping[str, GpuFigures] = field(default_factory=dict)
     store: StoreFigures | None = None
@@ -106,39 +115,54 @@ class _RequestSeries:
         self.first_byte = first_byte
 
 
+# Few enough to sort at each question, enough for a 95th percentile.
+WAITS_MAX: Final = 512
+
+
 class Metrics:
     """Counts what it is told. `is_known` says which model ids exist; all others share the label "unknown".
 
-    `is_named` says which tenants the operator has named. The rest get labels of their own while there is room, then
-    share the label "other".
+    `is_adhoc` says which of them no configuration names. `is_named` says which tenants the operator has named; the rest
+    get labels of their own while there is room, then share the label "other". `aliases` are further names for some.
     """
 
     def __init__(
-        self, is_known: Callable[[str], bool] | None = None, is_named: Callable[[str], bool] | None = None
+        self,
+        is_known: Callable[[str], bool] | None = None,
+        is_named: Callable[[str], bool] | None = None,
+        is_adhoc: Callable[[str], bool] = lambda _: False,
+        aliases: RunnerAliases | None = None,
     ) -> None:
+        self._aliases = aliases
         self._is_known = is_known
+        self._is_adhoc = is_adhoc
         self._is_named = is_named
         self._requests, self._seconds = Counter(table.REQUESTS), Histogram(table.REQUEST_SECONDS)
         self._wait, self._first_byte = Histogram(table.WAIT_SECONDS), Histogram(table.FIRST_BYTE_SECONDS)
         self._wait_causes = Histogram(table.WAIT_CAUSE_SECONDS)
-        self._tenant_requests, self._tokens = Counter(table.TENANT_REQUESTS), Counter(table.TOKENS)
+        self._tenant_requests, self._tokens = Counter(REQUESTS), Counter(table.TOKENS)
+        self._audio, self._audio_factor = Histogram(table.AUDIO_SECONDS), Histogram(table.AUDIO_FACTOR)
         self._lookups, self._moves, self._move_seconds = (
             Counter(table.LOOKUPS),
             Counter(table.MOVES),
             Histogram(table.MOVE_SECONDS),
         )
+        self._prefix_answers = Counter(table.PREFIX_ANSWERS)
         self._evictions, self._rejections = Counter(table.EVICTIONS), Counter(table.REJECTIONS)
         self._edge_refusals, self._lease_asks = Counter(table.EDGE_REFUSALS), Counter(table.LEASE_ASKS)
         self.green_room = GreenRoomCounts(self._model)
+        # How long the last requests waited.
+        self.waits_s: deque[float] = deque(maxlen=WAITS_MAX)
         self._models: set[str] = set()
         self._routes: set[str] = set()
         self._named_pairs: set[tuple[str, str]] = set()
         self._unnamed_pairs: set[tuple[str, str]] = set()
         # Shortcuts for the hot path, only for labels that were admitted: so they are bounded too.
         self._request_series: dict[tuple[str, str, int], _RequestSeries] = {}
-        self._tenant_series: dict[tuple[str, str], Count] = {}
+        self._tenant_series: dict[tuple[str, str], tuple[Count, Count]] = {}
         self._token_series: dict[tuple[str, str], tuple[Count, Count, Count]] = {}
         self._lookup_series: dict[str, tuple[Count, Count]] = {}
+        self._prefix_series: dict[str, tuple[Count, Count]] = {}
 
     def request_done(
         self,
@@ -159,12 +183,16 @@ class Metrics:
         series.count.value += 1
         series.seconds.add(seconds)
         series.wait.add(wait_s)
+        self.waits_s.append(wait_s)
         if wait_s > 0:
             self._wait_parts(model, wait_s, min(not_there_s, wait_s))
         if first_byte_s is not None:
             series.first_byte.add(first_byte_s)
-        count = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
-        count.value += 1
+        counts = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
+        is_success = status < 400
+        counts[is_success].value += 1
+        if self._aliases is not None and is_success:
+            self._aliases.seconds.at(self._model(model)).add(max(0.0, seconds - wait_s))
 
     def _wait_parts(self, model: str, wait_s: float, not_there_s: float) -> None:
         """Only for requests that waited, and only the parts that are there."""
@@ -181,10 +209,32 @@ class Metrics:
         series[1].value += completion
         series[2].value += cached
 
+    def audio(self, model: str, route: str, audio_s: float, seconds: float) -> None:
+        """An answer for so much sound took so long, without the wait for its model."""
+        label = self._model(model)
+        self._audio.at(label, route).add(audio_s)
+        if audio_s > 0:
+            self._audio_factor.at(label, route).add(seconds / audio_s)
+
     def looked_up(self, model: str, hit: bool) -> None:
         """A request for this model was granted at once (a hit), or had to wait or was refused (a miss)."""
-        series = self._lookup_series.get(model) or self._lookup_series_of(model)
+        series = self._lookup_series.get(model) or self._pair_of(self._lookups, model, self._lookup_series)
         series[hit].value += 1
+
+    def prefix_looked_up(self, model: str, hit: bool) -> None:
+        """An answer of this model reused a prefix of its prompt (a hit) or none (a miss)."""
+        series = self._prefix_series.get(model) or self._pair_of(self._prefix_answers, model, self._prefix_series)
+        series[hit].value += 1
+
+    def prefix_hit_rates(self) -> dict[str, float]:
+        """By model: the share of its answers that reused a prefix, of those of which that is known."""
+        counts: dict[str, dict[str, int]] = {}
+        series = self._prefix_answers.series
+        # Copied as in `Counter.family`, for the same reason.
+        for model, result in list(series):
+            counts.setdefault(model, {})[result] = series[model, result].value
+        sums = {model: sum(of.values()) for model, of in counts.items()}
+        return {model: of.get("hit", 0) / sums[model] for model, of in counts.items() if sums[model]}
 
     def move_done(self, model: str, kind: str, outcome: str, seconds: float) -> None:
         """A move has ended. Its duration counts only if the outcome is "done"."""
@@ -207,6 +257,10 @@ class Metrics:
         """A program asked for memory and was answered, or left: granted, denied or given_up."""
         self._lease_asks.at(outcome).add()
 
+    def model_counts(self) -> dict[str, table.ModelCounts]:
+        """Counts since the start, by model."""
+        return table.model_counts(self._lookups, self._evictions, self._moves, self._move_seconds)
+
     def render(self, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
         """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other
         models are left out, and tenants are summed.
@@ -224,7 +278,8 @@ class Metrics:
         if model in self._models:
             return model
         is_real = self._is_known is None or self._is_known(model)
-        return model if is_real and _admit(self._models, model, MODELS_MAX) else UNKNOWN_MODEL
+        most = ADHOC_MODELS_MAX if self._is_adhoc(model) else MODELS_MAX
+        return model if is_real and _admit(self._models, model, most) else UNKNOWN_MODEL
 
     def _pair(self, model: str, tenant: str) -> tuple[str, str]:
         pair = (self._model(model), tenant)
@@ -250,12 +305,13 @@ class Metrics:
             self._request_series[(model, route, status)] = series
         return series
 
-    def _tenant_series_of(self, model: str, tenant: str) -> Count:
+    def _tenant_series_of(self, model: str, tenant: str) -> tuple[Count, Count]:
+        """Errors, then successes."""
         pair = self._pair(model, tenant)
-        count = self._tenant_requests.at(*pair)
+        counts = (self._tenant_requests.at(*pair, "error"), self._tenant_requests.at(*pair, "success"))
         if pair == (model, tenant):
-            self._tenant_series[pair] = count
-        return count
+            self._tenant_series[pair] = counts
+        return counts
 
     def _token_series_of(self, model: str, tenant: str) -> tuple[Count, Count, Count]:
         pair = self._pair(model, tenant)
@@ -264,12 +320,12 @@ class Metrics:
             self._token_series[pair] = (prompt, completion, cached)
         return prompt, completion, cached
 
-    def _lookup_series_of(self, model: str) -> tuple[Count, Count]:
+    def _pair_of(self, counter: Counter, model: str, shortcuts: dict[str, tuple[Count, Count]]) -> tuple[Count, Count]:
         """Misses, then hits: the pair is indexed by `hit`."""
         label = self._model(model)
-        pair = (self._lookups.at(label, "miss"), self._lookups.at(label, "hit"))
+        pair = (counter.at(label, "miss"), counter.at(label, "hit"))
         if label == model:
-            self._lookup_series[model] = pair
+            shortcuts[model] = pair
         return pair
 
     # --- the exposition ---------------------------------------------------------------------------------------------
@@ -283,12 +339,20 @@ class Metrics:
             yield family
 
     def _whole_families(self, gauges: Gauges, *, by_tenant: bool) -> Iterator[Metric]:
-        for counted in (self._tenant_requests, self._tokens):
-            yield counted.family() if by_tenant else counted.summed("tenant", ALL).family()
-        for counted in (self._requests, self._lookups, self._moves):
+        requests = self._tenant_requests if by_tenant else self._tenant_requests.summed("tenant", ALL)
+        yield requests.without("status", table.TENANT_REQUESTS).family()
+        yield (self._tokens if by_tenant else self._tokens.summed("tenant", ALL)).family()
+        if self._aliases is not None:
+            waiting, gpus = sum(gauges.queue_depth.values()), gauges.gpus.values()
+            used_mib = {gpu.index: gpu.used_mib for gpu in gpus}
+            yield from self._aliases.families(requests, self.prefix_hit_rates(), waiting, used_mib)
+        yield gauge_family(table.PREFIX_RATIO, {(model,): rate for model, rate in self.prefix_hit_rates().items()})
+        for counted in (self._requests, self._lookups, self._prefix_answers, self._moves):
             yield counted.family()
         for counted in (self._evictions, self._rejections, self._edge_refusals, self._lease_asks):
             yield counted.family()
+        for measured in (self._audio, self._audio_factor):
+            yield measured.family()
         for measured in (self._seconds, self._wait, self._wait_causes, self._first_byte, self._move_seconds):
             yield measured.family()
         yield from self.green_room.families()
@@ -319,18 +383,21 @@ def _gauge_families(now: Gauges) -> Iterator[Metric]:
     yield gauge_family(table.LEASES, {(): now.leases.held})
     yield gauge_family(table.LEASES_WAITING, {(): now.leases.waiting})
     yield gauge_family(table.LEASE_MEMORY, {(device,): mib for device, mib in now.leases.memory_mib.items()})
+    yield from table.cache_families(now.caches)
     size_mib = now.green_room_size_mib
     yield gauge_family(table.GREEN_ROOM_SIZE, {} if size_mib is None else {(): size_mib})
     yield gauge_family(table.GREEN_ROOM_USED, {(): now.green_room_used_mib})
     yield gauge_family(table.CONNECTIONS, {(): now.connections})
     yield gauge_family(table.EVENT_LISTENERS, {(): now.event_listeners})
-    yield counter_family(table.LOG_LINES_LOST, now.log_lines_lost)
+    yield counter_family(table.LOG_LINES_LOST, {(): now.log_lines_lost})
     yield gauge_family(table.UPTIME, {(): now.uptime_s})
 
 
 def _gpu_families(gpus: Mapping[str, GpuFigures]) -> Iterator[Metric]:
     yield gauge_family(table.GPU_TOTAL, {(name,): gpu.total_mib for name, gpu in gpus.items()})
     yield gauge_family(table.GPU_USED, {(name,): gpu.used_mib for name, gpu in gpus.items()})
+    split = {(name, kind): mib for name, gpu in gpus.items() for kind, mib in gpu.split_mib.items()}
+    yield gauge_family(table.GPU_SPLIT, split)
     utilisation = {(name,): gpu.utilisation for name, gpu in gpus.items() if gpu.utilisation is not None}
     temperature = {(name,): gpu.temperature_c for name, gpu in gpus.items() if gpu.temperature_c is not None}
     yield gauge_family(table.GPU_UTILISATION, utilisation)

@@ -8,11 +8,12 @@ request's bookkeeping; here one event loop owns the numbers, so there is no lock
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 
 Labels = tuple[str, ...]
 _LabelsOrPair = TypeVar("_LabelsOrPair", bound=Labels)
@@ -80,6 +81,14 @@ class Counter:
             total.at(*labels[:place], value, *labels[place + 1 :]).add(self.series[labels].value)
         return total
 
+    def without(self, label: str, spec: MetricSpec) -> Counter:
+        """A copy of this name in which all values of a label are summed, and the label is left out."""
+        place = self.spec.labels.index(label)
+        total = Counter(spec)
+        for labels in list(self.series):
+            total.at(*labels[:place], *labels[place + 1 :]).add(self.series[labels].value)
+        return total
+
     def family(self) -> CounterMetricFamily:
         family = CounterMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
         # This may run in a thread while the loop adds series. Copying the keys is one step; copying the items is not,
@@ -123,10 +132,11 @@ class Histogram:
         return buckets
 
 
-def counter_family(spec: MetricSpec, value: int) -> CounterMetricFamily:
-    """A counter without labels that is kept elsewhere."""
+def counter_family(spec: MetricSpec, values: Mapping[Labels, int]) -> CounterMetricFamily:
+    """A counter that is kept elsewhere, by label values."""
     counter = Counter(spec)
-    counter.at().add(value)
+    for labels, value in values.items():
+        counter.at(*labels).add(value)
     return counter.family()
 
 
@@ -146,6 +156,10 @@ _MOVE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 # From a slow disk (0.1 GB/s) over PCIe 3 to 5 (12, 25, 50) to faster links.
 _BYTES_PER_S: Final = (1e8, 3e8, 1e9, 3e9, 6e9, 1.2e10, 2e10, 2.5e10, 4e10, 5e10, 6e10, 1e11, 2e11, 4e11)
 
+# From a word to hours of sound, and from a hundred times as fast as speech to slower.
+_AUDIO_S: Final = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 14400)
+_FACTOR: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5)
+
 # --- the table: every metric there is -------------------------------------------------------------------------------
 REQUESTS = MetricSpec("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
 REQUEST_SECONDS = MetricSpec("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
@@ -163,8 +177,27 @@ TENANT_REQUESTS = MetricSpec("greenroom_tenant_requests_total", "Requests answer
 TOKENS = MetricSpec(
     "greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind")
 )
+AUDIO_SECONDS = MetricSpec(
+    "greenroom_audio_seconds", "Length of the sound of answers, heard or spoken.", ("model", "route"), _AUDIO_S
+)
+AUDIO_FACTOR = MetricSpec(
+    "greenroom_audio_realtime_factor",
+    "Seconds that an answer took for each second of sound; below 1 is faster than it is spoken.",
+    ("model", "route"),
+    _FACTOR,
+)
 LOOKUPS = MetricSpec(
     "greenroom_model_lookups_total", "Requests granted at once (hit) or not (miss).", ("model", "result")
+)
+PREFIX_ANSWERS = MetricSpec(
+    "greenroom_prefix_cache_answers_total",
+    "Answers that reused a prefix of their prompt (hit) or none (miss), where the engine tells.",
+    ("model", "result"),
+)
+PREFIX_RATIO = MetricSpec(
+    "greenroom_prefix_cache_hit_ratio",
+    "Share of answers since the start that reused a prefix of their prompt, where the engine tells.",
+    ("model",),
 )
 MOVES = MetricSpec("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
 MOVE_SECONDS = MetricSpec("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
@@ -197,6 +230,11 @@ DEVICE_FREE = MetricSpec("greenroom_device_free_mib", "Memory that can still be 
 DEVICE_FOREIGN = MetricSpec("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
 GPU_TOTAL = MetricSpec("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
 GPU_USED = MetricSpec("greenroom_gpu_used_mib", "Memory of a GPU that is used, by any process.", ("device",))
+GPU_SPLIT = MetricSpec(
+    "greenroom_gpu_split_mib",
+    "The same memory by kind: weights and kv as planned for ready models, other is the rest.",
+    ("device", "kind"),
+)
 GPU_UTILISATION = MetricSpec(
     "greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",)
 )
@@ -209,6 +247,16 @@ LEASE_ASKS = MetricSpec(
     "greenroom_lease_asks_total", "Leases asked of this gateway: granted, denied, given_up.", ("outcome",)
 )
 LEASE_MEMORY = MetricSpec("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
+KV_CACHE_USED = MetricSpec(
+    "greenroom_engine_kv_cache_used_ratio", "The fullest KV cache of a model, as its engine tells it.", ("model",)
+)
+PREFIX_QUERIES = MetricSpec(
+    "greenroom_engine_prefix_queries_total", "Prompt tokens that engines looked up in their prefix cache.", ("model",)
+)
+PREFIX_HITS = MetricSpec(
+    "greenroom_engine_prefix_hits_total", "Prompt tokens that engines found in their prefix cache.", ("model",)
+)
+
 GREEN_ROOM_SIZE = MetricSpec("greenroom_green_room_size_mib", "Host memory for models asleep; absent if unbounded.")
 GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that models asleep hold.")
 CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers.")
@@ -220,11 +268,60 @@ UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 
 TABLE: Final = (
     *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, WAIT_CAUSE_SECONDS, FIRST_BYTE_SECONDS),
-    *(TENANT_REQUESTS, TOKENS, LOOKUPS),
+    *(TENANT_REQUESTS, TOKENS, AUDIO_SECONDS, AUDIO_FACTOR, LOOKUPS, PREFIX_ANSWERS, PREFIX_RATIO),
     *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
     *(WAKE_BYTES, WAKE_RATE, PREPARE_BYTES, PREPARE_RATE, WORKER_STARTS, WORKER_LOSSES, FLUSHED_BYTES, PREFETCH_BYTES),
     *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),
-    *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED),
-    *(LEASES, LEASES_WAITING, LEASE_MEMORY, LEASE_ASKS),
+    *(GPU_TOTAL, GPU_USED, GPU_SPLIT, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED),
+    *(LEASES, LEASES_WAITING, LEASE_MEMORY, LEASE_ASKS, KV_CACHE_USED, PREFIX_QUERIES, PREFIX_HITS),
     *(GREEN_ROOM_SIZE, GREEN_ROOM_USED, CONNECTIONS, EVENT_LISTENERS, LOG_LINES_LOST, UPTIME),
 )
+
+
+# The share in use, tokens looked up, tokens found; None where the engine does not count.
+CacheCounts = tuple[float, int | None, int | None]
+
+
+def cache_families(caches: Mapping[str, CacheCounts]) -> Iterator[Metric]:
+    """What engines tell of their caches, by model."""
+    yield gauge_family(KV_CACHE_USED, {(model,): used for model, (used, _, _) in caches.items()})
+    yield counter_family(
+        PREFIX_QUERIES, {(model,): count for model, (_, count, _) in caches.items() if count is not None}
+    )
+    yield counter_family(PREFIX_HITS, {(model,): count for model, (_, _, count) in caches.items() if count is not None})
+
+
+@dataclass(slots=True)
+class ModelCounts:
+    """How often a model was there when it was asked for, and what was done to have it there."""
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    load_s: float = 0.0
+    evictions: int = 0
+
+    def add(self, other: ModelCounts) -> None:
+        self.hits += other.hits
+        self.misses += other.misses
+        self.loads += other.loads
+        self.load_s += other.load_s
+        self.evictions += other.evictions
+
+
+def model_counts(lookups: Counter, evictions: Counter, moves: Counter, seconds: Histogram) -> dict[str, ModelCounts]:
+    """Counts by model."""
+    found: dict[str, ModelCounts] = {}
+
+    def of(model: str) -> ModelCounts:
+        return found.setdefault(model, ModelCounts())
+
+    for (model, result), count in lookups.series.items():
+        of(model).add(ModelCounts(hits=count.value) if result == "hit" else ModelCounts(misses=count.value))
+    for (model, _), count in evictions.series.items():
+        of(model).evictions += count.value
+    for (model, kind, outcome), count in moves.series.items():
+        of(model).loads += count.value if (kind, outcome) == ("load", "done") else 0
+    for (model, kind), spread in seconds.series.items():
+        of(model).load_s += spread.sum if kind == "load" else 0
+    return found

@@ -1,25 +1,28 @@
 """API keys: which caller presents one, and what that caller may do.
 
-Owns the digests of the keys. Never keeps, shows or logs a key itself. A check takes the same time for every wrong key,
-however much of it is right.
+Owns the digests of the keys. Never keeps, shows or logs a key itself. How long a check takes depends neither on how
+much of a key is right nor on how many there are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Final
 
-from greenroom.config.schema import PRIORITY_NAMES, ApiKey
+from greenroom.config.key_file import FileKey
+from greenroom.config.keys_section import ApiKey, ModelScope, digest_of
+from greenroom.config.schema import PRIORITY_NAMES, RateLimits
 from greenroom.core.model import TenantId
-from greenroom.errors import InvalidKey
+from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy.tenants import PRIORITY_MIN
 
-# Keys made by `greenroom key` have 46 characters; a longer key than this is refused.
+# Keys made by `greenroom key new` have 46 characters; a longer key than this is refused.
 KEY_BYTES_MAX: Final = 1_024
 _NEW_KEY_BYTES: Final = 32
 
@@ -31,6 +34,13 @@ class Permission(Enum):
 
     ASK = "ask"
     LEASE = "lease"
+    READ = "read"
+    LOAD = "load"
+    FLUSH = "flush"
+    DOWNLOAD = "download"
+    DELETE = "delete"
+    RELOAD = "reload"
+    # What no other word is for.
     MANAGE = "manage"
 
 
@@ -39,54 +49,93 @@ class Caller:
     """The caller of a request. `tenant` is None where callers may name their own."""
 
     name: str
+    """The id of the key, of the configuration or of a key file: unique among all, and never of another key later.
+    Limits, jobs and usage go by it. `anyone` without keys, empty for a stranger."""
     tenant: TenantId | None
     priority_max: int
     """The best priority it may ask for: a number, lower is better."""
     admin: bool
     leases: bool = False
+    limits: RateLimits | None = None
+    """What its requests may use, besides what its tenant may."""
+    verbs: frozenset[Permission] = frozenset()
+    models: ModelScope | None = None
+    """The models it may know of; None: all."""
+    routes: tuple[str, ...] | None = None
+    """Patterns of the paths it may call; None: all."""
+    expires_at: float | None = None
+    """Unix time."""
 
     def may(self, permission: Permission) -> bool:
         if permission is Permission.ASK or self.admin:
             return True
-        return permission is Permission.LEASE and self.leases
+        return permission in self.verbs or (permission is Permission.LEASE and self.leases)
+
+    def sees(self, model: str) -> bool:
+        """False if this model must look as if it did not exist."""
+        return self.models is None or self.models.allows(model)
 
 
+# A caller without a key, on the paths that need none.
+STRANGER: Final = Caller(name="", tenant=TenantId(""), priority_max=PRIORITY_MIN, admin=False, models=ModelScope(()))
 # Without keys, every caller that can reach the address is trusted.
 ANYONE: Final = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
 
 
 class Keys:
-    def __init__(self, api_keys: Iterable[ApiKey] = ()) -> None:
-        self._callers = tuple((_digest_of(key), _caller_of(key)) for key in api_keys)
+    """`is_required`: a key is needed even if there is none, as with a key file that is empty."""
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self._callers)
+    def __init__(
+        self, api_keys: Iterable[ApiKey] = (), *, is_required: bool = False, wall: Callable[[], float] = time.time
+    ) -> None:
+        # Found by digest: how long that takes tells nothing of a key, because no one can choose its digest.
+        by_digest = {bytes.fromhex(digest_of(key)): key for key in api_keys}
+        self._revoked = {digest: key.name for digest, key in by_digest.items() if is_revoked(key)}
+        self._callers = {digest: caller_of(key) for digest, key in by_digest.items() if digest not in self._revoked}
+        self._names = {caller.name: caller for caller in self._callers.values()}
+        self.tenants: frozenset[str | None] = frozenset(caller.tenant for caller in self._callers.values())
+        self.enabled = is_required or bool(by_digest)
+        self._wall = wall
+
+    def __iter__(self) -> Iterator[Caller]:
+        """The holders of all keys that are not revoked."""
+        return iter(self._callers.values())
 
     def check(self, presented: bytes | None) -> Caller:
-        """The caller that presents this key; ANYONE if no keys are configured. Raises InvalidKey."""
-        if not self._callers:
+        """The caller that presents this key; ANYONE if no keys are needed.
+
+        Raises InvalidKey, KeyExpired and KeyRevoked.
+        """
+        if not self.enabled:
             return ANYONE
         if not presented:
             raise InvalidKey("No API key was given. Send it as Authorization: Bearer KEY, or as x-api-key: KEY.")
-        found = self._find(_sha256(presented[:KEY_BYTES_MAX]).digest())
+        digest = _sha256(presented[:KEY_BYTES_MAX]).digest()
+        found = self._callers.get(digest)
         if found is None or len(presented) > KEY_BYTES_MAX:
+            if digest in self._revoked:
+                raise KeyRevoked(f"The API key {self._revoked[digest]} was revoked. Ask the operator for a new one.")
             raise InvalidKey("The API key is not one of this server's.")
+        if found.expires_at is not None:
+            self._expect_valid(found)
         return found
 
     def named(self, name: str) -> Caller | None:
-        """The caller that holds the key of this name; ANYONE by its own name if no keys are configured."""
-        if not self._callers:
-            return ANYONE if name == ANYONE.name else None
-        return next((caller for _, caller in self._callers if caller.name == name), None)
+        """The caller that holds the key of this name; ANYONE by its own name if no keys are needed.
 
-    def _find(self, digest: bytes) -> Caller | None:
-        """Compares with all keys, also after a match, so that the time taken reveals nothing."""
-        found: Caller | None = None
-        for known, caller in self._callers:
-            if hmac.compare_digest(known, digest):
-                found = caller
+        Raises KeyExpired.
+        """
+        if not self.enabled:
+            return ANYONE if name == ANYONE.name else None
+        found = self._names.get(name)
+        if found is not None:
+            self._expect_valid(found)
         return found
+
+    def _expect_valid(self, caller: Caller) -> None:
+        if caller.expires_at is not None and self._wall() >= caller.expires_at:
+            when = datetime.fromtimestamp(caller.expires_at, UTC).isoformat(timespec="seconds")
+            raise KeyExpired(f"The API key {caller.name} expired at {when}. Ask the operator for a new one.")
 
 
 def presented_key(authorization: bytes | None, x_api_key: bytes | None) -> bytes | None:
@@ -104,15 +153,21 @@ def new_key() -> tuple[str, str]:
     return key, hashlib.sha256(key.encode("ascii")).hexdigest()
 
 
-def _digest_of(key: ApiKey) -> bytes:
-    if key.sha256 is not None:
-        return bytes.fromhex(key.sha256)
-    # The schema requires one of the two.
-    assert key.key is not None
-    return hashlib.sha256(key.key.encode("utf-8")).digest()
+def is_revoked(key: ApiKey) -> bool:
+    return isinstance(key, FileKey) and key.revoked is not None
 
 
-def _caller_of(key: ApiKey) -> Caller:
-    tenant = TenantId(key.tenant or key.name)
-    priority_max = PRIORITY_NAMES[key.priority_max]
-    return Caller(name=key.name, tenant=tenant, priority_max=priority_max, admin=key.admin, leases=key.leases)
+def caller_of(key: ApiKey) -> Caller:
+    """What the holder of this key may do."""
+    return Caller(
+        name=key.name,
+        tenant=TenantId(key.tenant or key.name),
+        priority_max=PRIORITY_NAMES[key.priority_max],
+        admin=key.admin,
+        leases=key.leases,
+        limits=key.limits,
+        verbs=frozenset(Permission(verb.value) for verb in key.verbs),
+        models=None if key.models is None else ModelScope(key.models),
+        routes=key.routes,
+        expires_at=None if key.expires is None else key.expires.timestamp(),
+    )

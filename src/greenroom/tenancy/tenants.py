@@ -36,6 +36,8 @@ class Tenants:
         self, live_max: int = LIVE_MAX, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._live_max = live_max
+        # False: names that callers send are ignored.
+        self.are_named = True
         self._idle_s = idle_s
         self._clock = clock
         # When each name was last used, the longest idle first.
@@ -47,7 +49,7 @@ class Tenants:
 
     def name(self, raw: bytes | None) -> TenantId:
         """The tenant that a caller names (X-Tenant-ID). Raises BadRequest if the name is not allowed."""
-        if not raw:
+        if not raw or not self.are_named:
             return NO_TENANT
         name = self._names.get(raw)
         if name is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from greenroom.config import limits
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import Event
-from greenroom.core.model import Device, DeviceId
+from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
@@ -20,7 +20,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
 from greenroom.runtime.memory.attribution import MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
-from greenroom.runtime.memory.devices import DeviceNames, devices, set_aside, without
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
@@ -32,6 +32,7 @@ from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.aliases import RunnerAliases
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 
@@ -67,7 +68,8 @@ def wire_common(
     timeouts: Timeouts,
 ) -> CommonParts:
     catalog, slots, hub = Catalog(), LiveSlots(), Hub()
-    metrics = Metrics(catalog.is_known, is_named_tenant)
+    aliases = None if server.metrics_aliases is None else RunnerAliases()
+    metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, aliases)
     observer = Observer(hub, metrics)
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
@@ -118,6 +120,10 @@ def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading
     watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
+    # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
+    kept = 0 if config.gpus else WORKER_GPU_MIB
+    gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]
+    needs.usable_mib = {gpu.id: gpu.usable_mib - kept for gpu in gpus}
     slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock, times)
     growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
     watch.on_look = growth.look

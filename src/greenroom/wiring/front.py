@@ -6,30 +6,49 @@ reload replaces the configuration as a whole.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from greenroom.config.schema import Config
+from greenroom.config.environment import hub_cache
+from greenroom.config.limits import is_named
+from greenroom.config.schema import Config, Server
+from greenroom.errors import ConfigError
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
+from greenroom.library.fetcher import fetched_files
+from greenroom.library.orders import OrderRules
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.model_files import Prefetch
+from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
+from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
+from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
+from greenroom.server.admin.versions import meant
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.front import FrontDoor, HostRule
+from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
 from greenroom.server.inference.ask import AskReader, Settings
 from greenroom.server.inference.job_routes import AsyncRequests
 from greenroom.server.inference.jobs import Jobs, JobServices
+from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from greenroom.server.inference.requests import Inference, RequestLog
+from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.keys import Keys
+from greenroom.telemetry.usage import UsageCounts
+from greenroom.tenancy.key_ring import KeyRing, Look
+from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.tenants import Tenants
 from greenroom.wiring.common import CommonParts, MemoryParts
+
+if TYPE_CHECKING:
+    from greenroom.tenancy.shared_limits import SharedLimits
 
 _log = get_logger("server")
 
@@ -42,15 +61,60 @@ class FrontParts:
     management: AsgiBridge
     door: FrontDoor
     edge: Edge
+    # None without a port of their own.
+    metrics_edge: Edge | None
     operations: OperationTable
     jobs: Jobs
+    pictures: PictureStore
+    downloads: Downloads
+    reader: AskReader
+    limiter: Limiter
+    shared_limits: SharedLimits | None
+    tenants: Tenants
+    # None if none is kept.
+    usage: UsageStore | None
+    keys: KeyRing
 
-    def configure(self, config: Config) -> None:
-        """Apply the configuration: at the start, and again at each reload."""
+    def configure(self, config: Config, look: Look | None = None) -> None:
+        """Apply the configuration: at the start, and again at each reload. `look` is one at its key file."""
         server = config.server
         self.inference.configure(Settings.of(config))
-        self.door.keys = Keys(server.api_keys)
+        self.tenants.are_named = server.multi_tenant
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
+        self.keys.use(server, look)
+        self.use_keys(config)
+        self.downloads.pump()
+
+    def use_keys(self, config: Config) -> None:
+        """Let in whoever has a key at present, within the limits of that key."""
+        self.door.keys = self.keys.keys
+        self.limiter.configure(config, self.door.keys)
+        self.door.limiter = self.reader.limiter = self.limiter if self.limiter.is_on else None
+
+    async def listen(self, server: Server) -> None:
+        """Accept connections. Raises OSError for `port` and ConfigError for `metrics_port`."""
+        await self.edge.listen(host=server.host, port=server.port)
+        if self.metrics_edge is None:
+            return
+        try:
+            await self.metrics_edge.listen(host=server.host, port=server.metrics_port)
+        except OSError as error:
+            where, why = f"{server.host}:{server.metrics_port}", error.strerror or error
+            raise ConfigError(f"server.metrics_port: cannot listen on {where}: {why}. Choose another port.") from error
+        _log.info("serving metrics", address=self.metrics_edge.addresses[0])
+
+    async def close(self) -> None:
+        """Stop accepting connections; running answers go on."""
+        for edge in self._edges():
+            await edge.close()
+
+    def abort(self) -> None:
+        """Cut every connection."""
+        for edge in self._edges():
+            edge.abort()
+
+    def _edges(self) -> list[Edge]:
+        return [self.edge] if self.metrics_edge is None else [self.edge, self.metrics_edge]
 
 
 def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: Gateway) -> FrontParts:
@@ -61,15 +125,21 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         memory.watch.host_available_mib,
         common.observer.prefetched,
     )
+    tenants = Tenants()
+    counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
+    usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
+    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts)
     inference = Inference(
-        AskReader(common.catalog, Tenants()),
+        reader,
+        gateway.resolver,
         common.loop,
         tickets,
-        RequestLog(common.activity, common.metrics, None if activity_file is None else activity_file.add),
+        RequestLog(common.activity, common.metrics, None if activity_file is None else activity_file.add, counts),
         Settings.of(gateway.config),
         common.clock,
         prefetch.waits,
     )
+    reader.meant = lambda name, caller: meant(gateway.config, name, caller)
     application = make_management(gateway)
     management = AsgiBridge(application)
     door = FrontDoor(inference, management, application.needs)
@@ -80,6 +150,10 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         limits=limits_for(server),
         spool_dir=str(common.state_dir.path),
     )
+    metrics_edge = None
+    if server.metrics and server.metrics_port is not None:
+        metrics_door = MetricsDoor(door)
+        metrics_edge = Edge(admit=metrics_door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
     if edge.bodies.spools_to_memory:
         _log.warning(
             "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
@@ -97,16 +171,88 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             lambda: gateway.config.scheduler.queue_depth_max,
             lambda: gateway.is_draining,
             common.loop.scheduler.learned,
+            JobEvents(common.hub),
             time.time,
+            common.clock,
         ),
     )
     door.jobs = AsyncRequests(jobs, edge.bodies, inference.next_id, inference.refused)
-    front = FrontParts(activity_file, prefetch, inference, management, door, edge, table, jobs)
+    pictures = _pictures(common, gateway)
+    reader.picture_urls = PictureAnswers(
+        PictureServices(pictures, edge.bodies, lambda: gateway.config.server.public_url)
+    )
+    downloads = _downloads(table, common, gateway)
+    front = FrontParts(
+        activity_file,
+        prefetch,
+        inference,
+        management,
+        door,
+        edge,
+        metrics_edge,
+        table,
+        jobs,
+        pictures,
+        downloads,
+        reader,
+        *_limits(common, gateway),
+        tenants,
+        usage,
+        KeyRing(run_detached, lambda: _use_changed_keys(front, gateway)),
+    )
     front.configure(gateway.config)
     return front
 
 
+def _use_changed_keys(front: FrontParts, gateway: Gateway) -> None:
+    front.use_keys(gateway.config)
+    ring = front.keys
+    for problem in ring.problems:
+        _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=len(ring.of_file))
+    if not ring.problems:
+        _log.info("keys reread", file=ring.path, keys=len(ring.of_file))
+
+
+def _limits(common: CommonParts, gateway: Gateway) -> tuple[Limiter, SharedLimits | None]:
+    """Raises ConfigError if the client of the store is not installed."""
+    url = gateway.config.limits.store or gateway.config.leases.store
+    if url is None:
+        return Limiter(), None
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.tenancy.shared_limits import SharedLimits
+    except ImportError as error:
+        raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
+
+    def told(is_down: bool) -> None:
+        if is_down:
+            _log.warning("the store of limits does not answer; this gateway holds its share")
+        else:
+            _log.info("the store of limits is back")
+
+    shared = SharedLimits(url, f"{common.state_dir.id}.{common.state_dir.run}", told)
+    return Limiter(shared.window), shared
+
+
 MIB = 1024 * 1024
+
+
+class JobEvents:
+    """Events of operations: each new status, and while one runs how far it is."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    @property
+    def listeners(self) -> int:
+        return self._hub.listeners
+
+    def publish(self, row: Operation, progress: float | None = None) -> None:
+        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
+        error = None if row.error is None else row.error.code
+        # `load` and `unload` are the events of the moves themselves.
+        what = "operation" if row.kind.is_move else row.kind.value
+        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
 
 
 def _operations(common: CommonParts, gateway: Gateway) -> OperationTable:
@@ -114,8 +260,34 @@ def _operations(common: CommonParts, gateway: Gateway) -> OperationTable:
         jobs = gateway.config.jobs
         return KeepLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB)
 
-    def publish(row: Operation) -> None:
-        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
-        common.hub.publish(row.kind.value, about | {"error": None if row.error is None else row.error.code})
+    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, JobEvents(common.hub).publish)
 
-    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, publish)
+
+def _pictures(common: CommonParts, gateway: Gateway) -> PictureStore:
+    def limits() -> KeepLimits:
+        images = gateway.config.images
+        return KeepLimits(images.keep_s, images.count_max, images.store_mib * MIB)
+
+    return PictureStore(OperationFiles(common.state_dir.path / "pictures"), limits, common.clock)
+
+
+def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> Downloads:
+    def rate_bytes_s() -> float | None:
+        mib_s = gateway.config.library.bandwidth_mib_s
+        return None if mib_s is None else mib_s * MIB
+
+    return Downloads(
+        table,
+        DownloadServices(
+            roots=lambda: gateway.library.roots,
+            cache=lambda: hub_cache(os.environ),
+            rules=lambda: OrderRules.of(gateway.config.library.hosts, os.environ),
+            at_once_max=lambda: gateway.config.library.downloads_max,
+            rate_bytes_s=rate_bytes_s,
+            is_draining=lambda: gateway.is_draining,
+            events=JobEvents(common.hub),
+            found=lambda: gateway.library.refresh(),
+            fetched=lambda order, plan, done: gateway.library.fetched(*fetched_files(order, plan, done)),
+            clock=common.clock,
+        ),
+    )

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.view import SchedulerView
+from greenroom.engines.registry import spread_by
 from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.ports import PortRange
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
@@ -100,7 +102,7 @@ def _open_store(config: Config, url: str) -> SharedStore:
     return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
 
 
-Roots = Callable[[], tuple[str, ...]]
+Roots = Callable[[Entry], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class MoveParts:
 
 
 def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, config: Config, roots: Roots) -> MoveParts:
-    """`roots` are the folders below which files of models must lie, as they are configured now."""
+    """`roots` are the folders below which files of a model must lie, as they are configured now."""
     slots, cleanup = common.state.slots, Cleanup()
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
@@ -185,7 +187,7 @@ def wire_rejections(common: CommonParts, moves: MoveParts, is_draining: Callable
         moves.mover.failures,
         is_draining,
         lambda model: _is_ready(common.state, model),
-        lambda model: _is_whole(common.state, model),
+        lambda model: _why_whole(common, model),
         common.hosted_slots.progress_of,
     )
 
@@ -194,7 +196,28 @@ def _is_ready(state: SchedulerView, model: ModelId) -> bool:
     return any(slot.is_serving for slot in state.slots_of(model))
 
 
-def _is_whole(state: SchedulerView, model: ModelId) -> bool:
-    """Whether there are several GPUs and this model can use only one of them."""
+def _largest_part(entry: Entry) -> str:
+    parts = entry.facts.parts
+    if not parts:
+        return ""
+    name = max(parts, key=lambda one: parts[one])
+    each_mib = entry.spec.rest_mib(entry.spec.need)
+    return (
+        f" Its components stay whole, each on one GPU: the largest, {name}, has {parts[name]:,} MiB, and every GPU also"
+        f" needs {each_mib:,} MiB to compute. A smaller dtype needs less."
+    )
+
+
+def _why_whole(common: CommonParts, model: ModelId) -> str:
+    """What to say where there are several GPUs and this model, or a part of it, can use only one; empty otherwise."""
+    state, entry = common.state, common.catalog.find(model)
     gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
-    return gpus > 1 and model in state.models and not state.models[model].spec.can_split
+    if gpus < 2 or entry is None:
+        return ""
+    if entry.spec.can_split:
+        return _largest_part(entry)
+    if entry.config.device_map == "one" and entry.config.engine == "diffusers":
+        return " With device_map: balanced its components may be spread over several GPUs."
+    other = spread_by(entry.config)
+    can = "" if other is None else f"; {other} can: `greenroom engines` says how to install it"
+    return f" Its engine cannot be spread over several GPUs{can}."

@@ -10,14 +10,32 @@ from tests.chaos.checks.in_flight import BusyStay, InFlight
 from tests.chaos.checks.memory import CoordinatorRules, GreenRoom, LeasesWhole, Needs
 from tests.chaos.checks.order import Order
 from tests.chaos.checks.reasons import Reasons
-from tests.chaos.checks.slots import Memory, NoReturn, OneMove, PinnedStay, Revisions
+from tests.chaos.checks.slots import Apart, Memory, NoReturn, OneMove, PinnedStay, Revisions
 from tests.chaos.checks.tables import AtRest, Invariants, Timers
+from tests.chaos.checks.versions import Servable
 from tests.chaos.checks.waiting import WaitingBound
 from tests.chaos.scenario import Kind, Scenario
 
 
 def checks_for(scenario: Scenario) -> list[Check]:
     return [*_everywhere(scenario), *_of_this_kind(scenario)]
+
+
+def checks_with_versions() -> list[Check]:
+    """Those that do not remember the model of a slot, which changes when a version takes a name."""
+    return [
+        InFlight(),
+        BusyStay(),
+        Ends(),
+        Operators(),
+        OneMove(),
+        Memory(),
+        LeasesWhole(),
+        Timers(),
+        Invariants(),
+        AtRest(),
+        Servable(),
+    ]
 
 
 def _everywhere(scenario: Scenario) -> list[Check]:
@@ -28,6 +46,7 @@ def _everywhere(scenario: Scenario) -> list[Check]:
         Operators(),
         Order(),
         OneMove(),
+        Apart(),
         Memory(),
         Revisions(),
         NoReturn(),

@@ -15,6 +15,7 @@ from greenroom.sim.world import World
 
 EVENTS: dict[type[Any], str] = {
     ev.ConfigChanged: "config_changed",
+    ev.VersionPromoted: "version_promoted",
     ev.RequestArrived: "request_arrived",
     ev.RequestGone: "request_gone",
     ev.ServeDone: "serve_done",

@@ -116,6 +116,8 @@ class Reasons(Check):
                 return not self._models.issuperset(named)
             case RejectCode.QUEUE_FULL:
                 return len(self._waiting) >= self._limits.queue_depth_max
+            case RejectCode.TENANT_QUEUE_FULL:
+                return bool(self._limits.tenant_depths) or self._limits.tenant_depth_max is not None
             case RejectCode.LOAD_FAILED:
                 return any(now <= self._failed_at.get(name, NEVER) + self._backoff_max_s for name in named)
             case RejectCode.STORE_DOWN:

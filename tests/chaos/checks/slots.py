@@ -6,7 +6,7 @@ Each class keeps its own table of slots from moves and their ends.
 from __future__ import annotations
 
 from greenroom.core import events as ev
-from greenroom.core.effects import Reason
+from greenroom.core.effects import OpOutcome, Reason
 from greenroom.core.model import (
     ARRIVING,
     LeaseId,
@@ -15,6 +15,7 @@ from greenroom.core.model import (
     Move,
     MoveId,
     MoveKind,
+    OpId,
     Outcome,
     RequestId,
     SlotId,
@@ -63,6 +64,39 @@ class Memory(Check):
                 raise Violation(f"{move.slot} takes {more} MiB more of {device}: {held} of {usable} are held")
 
 
+class Apart(Check):
+    """Models that are configurations of one thing are never ready together, nor on their way there."""
+
+    def __init__(self) -> None:
+        self.judged = 0
+        self._specs: dict[ModelId, ModelSpec] = {}
+        self._ready: dict[SlotId, ModelId] = {}
+        self._moves: dict[MoveId, Move] = {}
+
+    def config_changed(self, event: ev.ConfigChanged) -> None:
+        self._specs.update({spec.id: spec for spec in event.models})
+
+    def move(self, move: Move, reason: Reason) -> None:
+        self._moves[move.id] = move
+        word = self._specs[move.model].exclusive if move.model in self._specs else ""
+        if not word or move.kind not in (MoveKind.LOAD, MoveKind.WAKE):
+            return
+        self.judged += 1
+        others = {model for model in self._ready.values() if model != move.model}
+        if beside := sorted(model for model in others if self._specs[model].exclusive == word):
+            raise Violation(f"{move.model} is to {move.kind.value} beside {beside}, which it excludes")
+        self._ready[move.slot] = move.model
+
+    def move_done(self, event: ev.MoveDone) -> None:
+        move = self._moves.pop(event.move, None)
+        if move is not None and (move.kind in LEAVING or event.outcome is not Outcome.DONE):
+            self._ready.pop(move.slot, None)
+
+    def slots_lost(self, event: ev.SlotsLost) -> None:
+        for slot in event.slots:
+            self._ready.pop(slot, None)
+
+
 class Revisions(Check):
     """What comes is of the revision that is configured, and only that is granted."""
 
@@ -95,6 +129,8 @@ class NoReturn(Check):
         self._specs: dict[ModelId, ModelSpec] = {}
         self._slots: dict[ModelId, set[SlotId]] = {}
         self._closed: set[SlotId] = set()
+        # What the last order closed for a newcomer.
+        self._evicted: set[SlotId] = set()
         self._is_over = False
 
     def config_changed(self, event: ev.ConfigChanged) -> None:
@@ -112,14 +148,24 @@ class NoReturn(Check):
         cannot = event.kind in (MoveKind.PREPARE, MoveKind.SLEEP) and spec is not None and spec.need_asleep is None
         if spec is None or cannot:
             return
+        before = set(self._closed)
         for model in event.evict if event.kind in ARRIVING else (event.model,):
             self._close(model)
+        self._evicted = self._closed - before if event.kind in ARRIVING else set()
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        if outcome is OpOutcome.TOO_LARGE:
+            # None leaves for a model that can never fit.
+            self._closed -= self._evicted
+        self._evicted = set()
 
     def _close(self, model: ModelId) -> None:
         self._closed |= self._slots.get(model, set())
 
     def move(self, move: Move, reason: Reason) -> None:
         self._slots.setdefault(move.model, set()).add(move.slot)
+        if move.kind in LEAVING:
+            self._evicted.discard(move.slot)
         if move.kind is MoveKind.WAKE:
             self._closed.discard(move.slot)
 

@@ -96,6 +96,11 @@ def double_grant(original: Callable[..., Any]) -> Any:
     return serve
 
 
+@planted(residents.Residents, "apart")
+def both_configurations_at_once(original: Callable[..., Any]) -> Any:
+    return lambda self, spec: frozenset()
+
+
 @planted(model.Slot, "has_room")
 def one_too_many_at_once(original: Any) -> Any:
     return property(lambda slot: len(slot.in_flight) <= slot.concurrency)
@@ -320,12 +325,9 @@ def untouched_victim_forgotten(original: Callable[..., None]) -> Any:
     return lambda self, slot, now: self._slots.remove(slot)
 
 
-@planted(placement, "_on_several")
+@planted(placement, "_on_each")
 def lease_without_all_its_gpus(original: Callable[..., Any]) -> Any:
-    def on_several(spec: model.ModelSpec, *more: Any) -> Any:
-        return original(replace(spec, gpus=spec.gpus - 1), *more)
-
-    return on_several
+    return lambda count, *more: original(count - 1, *more)
 
 
 @planted(Configuration, "_set_need")

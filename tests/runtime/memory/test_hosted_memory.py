@@ -96,7 +96,6 @@ async def test_what_was_never_seen_is_not_waited_for(before: GpuReading | None) 
     watch = FakeWatch(full(9_000))
     await memory(watch).back(S, A, before, 8_000)
     await memory(watch).back(S, A, full(9_000), 0)
-    await memory(watch).back(S, None, full(9_000), 8_000)
     assert watch.glances == 0
 
 

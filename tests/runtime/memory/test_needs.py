@@ -48,6 +48,16 @@ async def test_what_the_operator_says_comes_first() -> None:
     await needs.close()
 
 
+def test_share_of_a_gpu_is_declared_too(tmp_path: Path) -> None:
+    needs = needs_in()
+    needs.usable_mib = {GPU: 80_000}
+    said = subject(engine="vllm", path=str(tmp_path), gpu_memory_utilization=0.5)
+    assert needs.need_of(said) == (Need(40_000), "declared")
+    assert needs.need_of(subject(engine="vllm", path=str(tmp_path), gpu_memory_utilization=0.5, memory_mib=7))[
+        0
+    ] == Need(7)
+
+
 @pytest.mark.parametrize("keys", [{"n_gpu_layers": 0}, {"device": "cpu"}])
 def test_what_runs_on_the_host_needs_no_gpu(keys: dict[str, Any]) -> None:
     needs = needs_in()

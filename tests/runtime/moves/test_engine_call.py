@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.http.upstream import EngineAddress
 from greenroom.runtime.moves import engine_call
-from greenroom.runtime.moves.engine_call import calls_to
+from greenroom.runtime.moves.engine_call import EngineCall
 
 
 @asynccontextmanager
@@ -37,13 +37,13 @@ async def engine(
 async def test_an_answer_ends_with_its_length(tmp_path: Path, closes: bool) -> None:
     raw = b'HTTP/1.1 202 Accepted\r\ncontent-length: 4\r\n\r\ntrue{"beyond": 1}'
     async with engine(tmp_path, raw, closes=closes) as (address, asked):
-        assert await calls_to(address)("POST", "/sleep?level=1", b"") == (202, b"true")
+        assert await EngineCall(address)("POST", "/sleep?level=1", b"") == (202, b"true")
     assert asked[0].startswith(b"POST /sleep?level=1 HTTP/1.0\r\nHost: localhost\r\n")
 
 
 async def test_an_answer_without_a_length_ends_with_the_connection(tmp_path: Path) -> None:
     async with engine(tmp_path, b"HTTP/1.0 200 OK\r\n\r\nall of it") as (address, _):
-        assert await calls_to(address)("GET", "/is_sleeping") == (200, b"all of it")
+        assert await EngineCall(address)("GET", "/is_sleeping") == (200, b"all of it")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ async def test_garbage_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine_call, "ANSWER_MAX_BYTES", 100)
     async with engine(tmp_path, raw) as (address, _):
         with pytest.raises(ValueError, match=why):
-            await calls_to(address)("GET", "/")
+            await EngineCall(address)("GET", "/")
 
 
 async def test_an_engine_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        await calls_to(EngineAddress(path=str(tmp_path / "gone.sock")))("GET", "/")
+        await EngineCall(EngineAddress(path=str(tmp_path / "gone.sock")))("GET", "/")

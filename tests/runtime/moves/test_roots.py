@@ -47,7 +47,7 @@ def test_files_below_a_root_are_served_also_through_links_that_stay_below(roots:
 
 @pytest.mark.parametrize("name", ["m.gguf", "model"])
 def test_a_path_that_only_begins_like_a_root_lies_outside(roots: Path, name: str) -> None:
-    with pytest.raises(OutsideRoots, match="lies outside of model_roots"):
+    with pytest.raises(OutsideRoots, match="lies outside of the roots"):
         check_roots(entry(path=f"{roots}2/{name}"), (str(roots),))
     with pytest.raises(OutsideRoots):
         check_roots(entry(path=f"{roots}/../{name}"), (str(roots),))

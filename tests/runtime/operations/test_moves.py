@@ -62,7 +62,8 @@ async def test_an_order_is_posted_as_it_was_given() -> None:
 async def test_who_cannot_sleep_is_named_with_its_engine_and_what_works_instead(kind: MoveKind) -> None:
     error = await refusal(kind, OpOutcome.REFUSED)
     assert isinstance(error, Unsupported) and error.param == "model"
-    for word in ("qwen", "llamacpp", "`unload`", "transformers"):
+    what = "prepare it" if kind is MoveKind.PREPARE else "put it to sleep"
+    for word in ("qwen", "llamacpp", "`unload`", what):
         assert word in error.message
 
 

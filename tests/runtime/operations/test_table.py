@@ -12,6 +12,7 @@ import pytest
 
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge
 from greenroom.runtime.operations import files
+from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
 from tests.full_disk import full_disk
@@ -40,10 +41,17 @@ class Rig:
     def _tell(self, row: Operation) -> None:
         self.told.append((row.id, row.status))
 
-    async def add(self, body: bytes = b"ask", *, tenant: str = "t", retry: bool = False) -> str:
+    async def add(
+        self,
+        body: bytes = b"ask",
+        *,
+        tenant: str = "t",
+        retry: bool = False,
+        kind: OperationKind = OperationKind.JOB,
+    ) -> str:
         self.now += 1
         row = await self.table.add(
-            OperationKind.JOB,
+            kind,
             {"about": 1},
             [body],
             len(body),
@@ -116,6 +124,13 @@ async def test_everything_survives_a_restart(rig: Rig) -> None:
     assert list(rig.again()) == before
     assert rig.body_of(done) == b"answer"
     assert [rig.status(id) for id in (waits, done, cancelled)] == [QUEUED, DONE, CANCELLED]
+
+
+@pytest.mark.parametrize("kind", [OperationKind.LOAD, OperationKind.UNLOAD])
+async def test_a_move_that_had_not_begun_at_a_crash_has_failed(rig: Rig, kind: OperationKind) -> None:
+    id = await rig.add(kind=kind)
+    row = rig.again().get(id)
+    assert row is not None and (row.status, row.error and row.error.code) == (FAILED, "restarted")
 
 
 async def test_what_ran_at_a_crash_fails_or_is_queued_again(rig: Rig) -> None:
@@ -270,6 +285,17 @@ async def test_a_full_disk_takes_nothing_half(rig: Rig) -> None:
     assert rig.names == {f"{id}.json"}
 
 
+@pytest.mark.parametrize("kind", [OperationKind.LOAD, OperationKind.DOWNLOAD])
+async def test_what_was_done_is_done_though_the_disk_does_not_take_what_is_known_of_it(
+    rig: Rig, kind: OperationKind
+) -> None:
+    id = await rig.add(kind=kind)
+    await rig.table.start(id)
+    with full_disk():
+        await end_with(rig.table, id, DONE, None, {"model": "m"})
+    assert rig.status(id) is DONE and await facts_of(rig.table, [id], dict) == {}
+
+
 async def test_a_start_on_a_full_disk_settles_in_memory(rig: Rig) -> None:
     id = await rig.add()
     await rig.table.start(id)
@@ -316,3 +342,52 @@ async def test_a_start_whose_caller_leaves_is_not_written_over_the_end(rig: Rig)
     await until(lambda: not any(thread.name == "write operation" for thread in threading.enumerate()), "all is written")
     rig.again()
     assert rig.status(id) is CANCELLED
+
+
+async def test_downloads_and_jobs_do_not_push_each_other_out(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, count_max=2, keep_s=10.0)
+    download = await rig.add(kind=OperationKind.DOWNLOAD)
+    await rig.end(download)
+    jobs = [await rig.add() for _ in range(2)]
+    for id in jobs:
+        await rig.end(id)
+    # Two jobs there are: the third takes the place of the first, although the download is older.
+    await rig.end(await rig.add())
+    assert [rig.status(id) for id in (download, *jobs)] == [DONE, None, DONE]
+    # Ended downloads stay an hour, however short jobs do.
+    rig.now += 3_500
+    await rig.table.tidy()
+    assert [rig.status(id) for id in (download, jobs[1])] == [DONE, None]
+    rig.now += 200
+    await rig.table.tidy()
+    assert rig.status(download) is None
+
+
+async def test_a_download_goes_on_after_any_number_of_restarts(rig: Rig) -> None:
+    id = await rig.add(kind=OperationKind.DOWNLOAD, retry=True)
+    for _ in range(RUNS_MAX + 2):
+        await rig.table.start(id)
+        rig.again()
+        assert rig.status(id) is QUEUED
+
+
+async def test_results_of_downloads_take_no_room_from_jobs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, bytes_max=1_000)
+    for _ in range(3):
+        await rig.end(await rig.add(kind=OperationKind.DOWNLOAD), b"x" * 900)
+    job = await rig.add(b"a" * 400)
+    assert (await rig.end(job, b"b" * 500)).status is DONE
+    rig.again()
+    assert rig.body_of(job) == b"b" * 500
+    assert len(list(rig.table)) == 4
+
+
+async def test_there_are_only_so_many_downloads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("greenroom.runtime.operations.table.OTHERS_MAX", 2)
+    first, second = [await rig.add(kind=OperationKind.DOWNLOAD) for _ in range(2)]
+    with pytest.raises(OperationsFull):
+        await rig.add(kind=OperationKind.DOWNLOAD)
+    await rig.add()
+    await rig.end(first)
+    await rig.add(kind=OperationKind.DOWNLOAD)
+    assert (rig.status(first), rig.status(second)) == (None, QUEUED)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
@@ -35,20 +39,40 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.errors import GreenroomError, LeaseLost, LeaseUnknown
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.library.library import Library
+from greenroom.library.roots import Roots
 from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.files import OperationFiles
+from greenroom.runtime.operations.loads import Loads, LoadServices
+from greenroom.runtime.operations.table import KeepLimits, OperationTable
+from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.loads import gpu_mib
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.watching import Streams
 from greenroom.server.asgi import Application
+from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
+from greenroom.tenancy.governance.audit import AuditLog
+from greenroom.tenancy.governance.gate import Governance
+from greenroom.tenancy.governance.nonces import NonceJournal
+from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Caller
 from tests.runtime.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
+ADMIN = Caller(name="root", tenant=None, priority_max=1, admin=True)
+# Governance is off, and opens neither.
+NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0, run_detached)
+UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"), run_detached)
 # The clock stands still unless a test moves it.
 NOW = 1_000.0
 # Generous: a loaded machine with two cores.
@@ -189,11 +213,17 @@ class FakeStore:
     slots_without_lease: int = 0
 
 
+async def unthreaded(work: Callable[[], Look], name: str) -> Look:
+    return work()
+
+
 class FakeGateway:
+    salts = CacheSalts()
+
     def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
         self.config = Config(models=dict(models or {}), server=Server(**server))
         self.started_at = 1_700_000_000.0
-        self.is_draining = False
+        self.is_draining, self.is_starting = False, False
         self.now = NOW
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
@@ -204,6 +234,35 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
+        self.library = Library(Roots(()), None, run_detached, replace_file)
+        self.resolver = Resolver(
+            self.catalog,
+            self.library,
+            lambda: self.config,
+            lambda: self.loop.scheduler.view,
+            lambda event: None,
+            self.clock,
+        )
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        keep = KeepLimits(keep_s=600, count_max=100, bytes_max=1_000_000)
+        self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, lambda row: None)
+        self.loads = Loads(
+            self.table,
+            LoadServices(
+                self.resolver,
+                cast(Downloads, None),
+                self.operations,
+                lambda: False,
+                lambda: self.loop.scheduler.view,
+                lambda model: gpu_mib(cast(Gateway, self), model),
+                lambda model: None,
+                lambda model: [],
+                self.clock,
+            ),
+        )
+        self.governance = Governance(lambda: NOTHING_USED, UNWRITTEN, lambda name: frozenset({name}))
+        self.keys = KeyRing(unthreaded, lambda: None)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None
@@ -223,6 +282,9 @@ class FakeGateway:
         if self.flush_error is not None:
             raise self.flush_error
         return 3, 5 * 2**20
+
+    def must_fetch(self, model: str) -> bool:
+        return False
 
     async def reload(self) -> Changes:
         if self.reload_error is not None:
@@ -245,7 +307,7 @@ class FakeGateway:
         self.state.add_slot(slot)
         self.state.ledger.hold(slot.id, slot.claim)
         if pid is not None:
-            self.slots.live[slot.id] = cast(LiveSlot, SimpleNamespace(child=SimpleNamespace(pid=pid)))
+            self.slots.live[slot.id] = cast(LiveSlot, SimpleNamespace(child=SimpleNamespace(pid=pid), figures=None))
         return slot
 
     def lease_of(self, mib: int, *, priority: int) -> LeaseAsked:
@@ -335,7 +397,7 @@ def scope(
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
         "client": ("127.0.0.1", 0),
         "server": None,
-        "state": {"request_id": "r-test", "is_admin": is_admin, "caller": caller},
+        "state": {"request_id": "r-test", "is_admin": is_admin, "caller": caller or ADMIN},
     }
 
 

@@ -8,11 +8,17 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jsonschema_rs
 import pytest
+import schemathesis
 
 from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
+from greenroom.server.inference import model_options
+from greenroom.server.inference.ask import OUR_HEADERS
+from greenroom.server.inference.peek import BUDGET_S, CLIENT_ID, KEEP_ALIVE, KEEP_ALIVE_S, PRIORITY
+from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES
 from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model
 from tests.waiting import until
 
@@ -99,8 +105,15 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
     assert set(schema["paths"]) == {
         "/v1/models",
         "/v1/models/{model_id}",
+        "/v1/models/inventory",
+        "/v1/models/inventory/{model_id}",
+        "/v1/models/loaded",
+        "/v1/models/stats",
         "/health",
+        "/healthz",
+        "/readyz",
         "/metrics",
+        "/v1/capabilities",
         "/api/v1/status",
         "/api/v1/events",
         "/api/v1/requests",
@@ -121,9 +134,24 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/v1/jobs",
         "/v1/jobs/{job_id}",
         "/v1/jobs/{job_id}/result",
+        "/v1/models/load",
+        "/v1/models/load/{task_id}",
+        "/v1/models/unload",
+        "/api/v1/operations",
+        "/api/v1/usage",
+        "/v1/models/download",
+        "/v1/models/download/{job_id}",
+        "/v1/images/img-{picture}",
         "/api/v1/models/{model_id}/logs",
         "/api/v1/models/{model_id}/logs/stream",
         "/api/v1/reload",
+        "/status",
+        "/update-model",
+        "/update-model/{task_id}",
+        "/api/v1/models/{model_id}/update",
+        "/api/v1/models/{model_id}/rollback",
+        "/api/v1/models/{model_id}/versions",
+        *(path.decode() for path in MODEL_ROUTES),
     }
     operations = [operation for methods in schema["paths"].values() for operation in methods.values()]
     names = [operation["operationId"] for operation in operations]
@@ -133,6 +161,37 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
     assert all("422" not in operation["responses"] for operation in operations)
     assert "HTTPValidationError" not in schema["components"]["schemas"]
     assert schema["components"]["schemas"]["StatusView"]["properties"]["models"]["items"]["$ref"].endswith("/ModelView")
+
+
+async def test_the_schema_is_valid_openapi() -> None:
+    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+    schemathesis.openapi.from_dict(schema).validate()
+    for shape in schema["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(shape)
+
+
+async def test_the_schema_has_the_answer_to_a_load_that_is_not_waited_for() -> None:
+    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+    answers = schema["paths"]["/api/v1/models/{model_id}/load"]["post"]["responses"]
+    assert answers["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/LoadTaken")
+
+
+@pytest.mark.parametrize("path", MODEL_ROUTES)
+async def test_the_schema_says_how_models_are_asked(path: bytes) -> None:
+    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+    operation, route = schema["paths"][path.decode()]["post"], MODEL_ROUTES[path]
+    [(kind, content)] = operation["requestBody"]["content"].items()
+    assert kind == ("multipart/form-data" if route.form else "application/json")
+    body = schema["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+    ours = {PRIORITY, CLIENT_ID, BUDGET_S, KEEP_ALIVE, KEEP_ALIVE_S} | model_options.FIELDS
+    named = set() if route is GENERATE else {"model"}
+    assert {*named, *route.form} <= set(body["required"]) <= set(body["properties"]) and ours <= set(body["properties"])
+    assert body["additionalProperties"] is True, "engines take more"
+    headers = {parameter["name"].lower().encode() for parameter in operation["parameters"]}
+    assert {name for name in OUR_HEADERS if b"cache" not in name or route.is_text} <= headers
+    assert "text/event-stream" in operation["responses"]["200"]["content"] or not route.is_text
+    for status in ("401", "404", "413", "503", "504", "507"):
+        assert operation["responses"][status]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
 
 
 class _Links(HTMLParser):

@@ -37,6 +37,9 @@ async def test_a_gpu_is_shown_with_its_figures_holders_and_strangers(gateway: Fa
             "used_mib": 835,
             "foreign_mib": 705,
             "free_mib": 8192 - 512 - 705 - 130 - 100,
+            "weights_mib": 0,
+            "kv_mib": 0,
+            "other_mib": 835,
             "utilisation": 37,
             "temperature_c": 61,
             "holders": [
@@ -81,6 +84,9 @@ async def test_metrics_have_the_figures_and_leave_out_what_is_unknown(gateway: F
     text = (await Client(gateway).get("/metrics")).body.decode()
     assert 'greenroom_gpu_used_mib{device="gpu0"} 835.0' in text
     assert 'greenroom_gpu_total_mib{device="gpu0"} 8192.0' in text
+    (shown,) = (await Client(gateway).get("/api/v1/gpus")).json["gpus"]
+    for kind in ("weights", "kv", "other"):
+        assert f'greenroom_gpu_split_mib{{device="gpu0",kind="{kind}"}} {float(shown[f"{kind}_mib"])}' in text
     assert 'greenroom_gpu_utilisation_percent{device="gpu0"} 37.0' in text
     assert 'greenroom_gpu_temperature_celsius{device="gpu0"} 61.0' in text
     gateway.memory_watch.last = MemoryLook(NOW, reading(used("gpu0", {})))

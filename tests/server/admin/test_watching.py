@@ -8,6 +8,7 @@ import greenroom
 from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, RequestId, Slot, SlotId, Tier
 from greenroom.core.queue.waitlist import WaiterKind
 from greenroom.errors import LeaseDenied, LoadFailed
+from greenroom.http import edge
 from greenroom.server.admin.snapshot import WAITING_SHOWN_MAX
 from greenroom.server.admin.views import RequestView
 from greenroom.telemetry.activity import Record
@@ -37,6 +38,7 @@ async def test_health_is_ok_while_something_can_be_served() -> None:
     assert answer.json == {
         "status": "healthy",
         "leaseStore": None,
+        "keyFile": None,
         "uptime": 12,
         "modelsLoaded": 1,
         "queueDepth": 1,
@@ -184,6 +186,7 @@ def _same_series(line: str) -> tuple[str, frozenset[str], str]:
 async def test_status_of_an_empty_gateway() -> None:
     status = (await Client(FakeGateway()).get("/api/v1/status")).json
     assert status["version"] == greenroom.__version__
+    assert status["build"] == ("pure" if edge.__file__.endswith(".py") else "compiled")
     assert status["started"] == "2023-11-14T22:13:20+00:00"
     assert status["addresses"] == ["127.0.0.1:8210"]
     assert status["queue"] == {"depth": 0, "max": 1000, "avg_wait_ms": None}
@@ -233,6 +236,8 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "retry_in_s": None,
         "last_error": None,
         "missing": None,
+        "cache": None,
+        "no_sleep": None,
         "pid": 42,
     }
     assert slot["id"] == "s-a"

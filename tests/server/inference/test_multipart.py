@@ -290,7 +290,7 @@ def test_part_that_two_parsers_could_read_differently_is_refused(head: bytes) ->
         ((MODEL, MODEL), "model"),
         ((part("model", b"whisper", filename="m"),), "model"),
         ((part("model", b""),), "model"),
-        ((part("model", b"m" * 257),), "model"),
+        ((part("model", b"m" * 4097),), "model"),
         ((part("model", b"m" * (FIELD_BYTES_MAX + 1)),), "model"),
         ((part("model", b"\xff"),), "model"),
         ((MODEL, part("x_priority", b"1"), part("x_priority", b"2")), "x_priority"),
@@ -448,7 +448,9 @@ names = st.text(st.characters(codec="utf-8", exclude_characters='"\\'), min_size
     st.integers(1, 40),
 )
 def test_any_form_gives_every_content_back(sent: list[tuple[str, bytes, str | None]], size: int) -> None:
-    asked = [(name, content, filename) for name, content, filename in sent if name not in ("model", "stream")]
+    asked = [
+        (name, content, filename) for name, content, filename in sent if name not in ("model", "stream", "keep_alive")
+    ]
     asked = [one for one in asked if not one[0].startswith("x_") and b"\r\n--" + B not in b"\r\n" + one[1]]
     body = form(*(part(name, content, filename=filename) for name, content, filename in asked), MODEL)
     found = read(body, size=size)

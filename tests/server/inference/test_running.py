@@ -22,8 +22,9 @@ from tests.waiting import PATIENCE_S, until
 
 
 def form(boundary: str, model: str) -> tuple[bytes, dict[str, str]]:
-    part = f'--{boundary}\r\nContent-Disposition: form-data; name="model"\r\n\r\n{model}\r\n--{boundary}--\r\n'
-    return part.encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    head = f"--{boundary}\r\nContent-Disposition: form-data; name="
+    parts = f'{head}"model"\r\n\r\n{model}\r\n{head}"file"\r\n\r\nx\r\n--{boundary}--\r\n'
+    return parts.encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"}
 
 
 def newest(app: App) -> Record:

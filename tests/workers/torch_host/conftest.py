@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from greenroom.workers.torch_host.api.http import HttpServer
+from greenroom.workers.serving.http import HttpServer
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
@@ -49,14 +47,6 @@ def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 @pytest.fixture(scope="session")
 def sentence_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text.load(tokenizer_folders.sentencepiece(tmp_path_factory.mktemp("sentence") / "tiny-sentence"))
-
-
-@pytest.fixture
-def socket_folder() -> Iterator[Path]:
-    """Short: the path of a Unix socket has about a hundred letters at most."""
-    folder = Path(tempfile.mkdtemp(prefix="gr-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow
 TINY = "--layers 1 --hidden 32 --intermediate 64 --heads 2 --kv-heads 1 --vocabulary 100 --prompt 8 --steps 4"
 
 
-def test_plain_server_can_be_imported() -> None:
-    assert callable(importlib.import_module("benchmarks.rig.gpu_worker").main)
+@pytest.mark.parametrize("name", ["rig.gpu_worker", "hosted.spread"])
+def test_what_needs_a_gpu_can_be_imported(name: str) -> None:
+    assert callable(importlib.import_module(f"benchmarks.{name}").main)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

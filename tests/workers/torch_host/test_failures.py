@@ -10,8 +10,9 @@ import time
 import pytest
 
 from greenroom.workers.torch_host.control import slots as slots_module
+from greenroom.workers.torch_host.control.preparing import prepare
+from greenroom.workers.torch_host.control.resources import WorkerResources
 from greenroom.workers.torch_host.control.slots import SlotTable
-from greenroom.workers.torch_host.control.worker_slot import WorkerResources
 from greenroom.workers.torch_host.failures import (
     MESSAGE_MAX_CHARS,
     BadModel,
@@ -80,7 +81,7 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
-    slots = SlotTable(WorkerResources(loop, on_fatal=lambda error, say: say()), saying_s=60.0)
+    slots = SlotTable(WorkerResources(loop, on_fatal=lambda error, say: say(), prepare=prepare), saying_s=60.0)
     said: list[str] = []
 
     def say() -> None:

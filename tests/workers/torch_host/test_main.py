@@ -15,18 +15,18 @@ pytestmark = pytest.mark.slow
 # One instruction of Python that takes hours and lets no other thread in meanwhile.
 STUCK = """
 import asyncio
-from torch_host import main
+from greenroom.workers.torch_host import main
 
 main.STUCK_S = 1.0
-main._control = lambda listener, loop, ended: loop.call_soon_threadsafe(pow, 7, 7 ** 11)
-asyncio.run(main._serve(None))
+main._control = lambda listener, prepare, loop, ended: loop.call_soon_threadsafe(pow, 7, 7 ** 11)
+asyncio.run(main._serve(None, None))
 """
 # The same, but it lasts for several times that long in pieces, and then the gateway hangs up.
 PATIENT = """
 import asyncio, time
-from torch_host import main
+from greenroom.workers.torch_host import main
 
-def control(listener, loop, ended):
+def control(listener, prepare, loop, ended):
     for _ in range(45):
         time.sleep(0.1)
         loop.call_soon_threadsafe(sum, range(1000))
@@ -34,7 +34,7 @@ def control(listener, loop, ended):
 
 main.STUCK_S = 3.0
 main._control = control
-asyncio.run(main._serve(None))
+asyncio.run(main._serve(None, None))
 time.sleep(4)
 """
 
@@ -42,7 +42,7 @@ time.sleep(4)
 def ran(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)},
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -63,7 +63,7 @@ def test_a_worker_whose_loop_turns_lives_on_and_is_not_ended_after_its_gateway_h
 
 SETTLED = """
 import os, sys
-from torch_host import main
+from greenroom.workers.torch_host import main
 
 assert "torch" not in sys.modules
 main._settle()

@@ -319,7 +319,7 @@ def test_it_ends_with_its_gateway() -> None:
 def test_a_python_without_torch_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text('raise ImportError("No module named torch", name="torch")')
     ended = subprocess.run(
-        [sys.executable, str(PROGRAM), "--control", str(tmp_path / "c")],
+        [sys.executable, str(PROGRAM), "torch_host.main", "--control", str(tmp_path / "c")],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -333,21 +333,21 @@ def test_a_python_without_torch_says_what_to_install(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["not there", "without what is asked of it"])
 def test_a_module_of_our_own_that_cannot_be_imported_is_a_traceback_and_no_advice(tmp_path: Path, broken: str) -> None:
-    package = tmp_path / "torch_host"
-    shutil.copytree(PROGRAM.parent / "torch_host", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PROGRAM, tmp_path)
+    package, fakes = tmp_path / "workers" / "torch_host", tmp_path / "fakes"
+    shutil.copytree(PROGRAM.parent, package.parent, ignore=shutil.ignore_patterns("__pycache__"))
     if broken == "not there":
         (package / "control" / "slots.py").unlink()
     else:
         (package / "control" / "slots.py").write_text("from ..engine.requests import nothing_of_this_name")
-    # In the place of those that take long to import; the program's own folder comes first on the path.
+    # In the place of those that take long to import.
     for name in ("torch", "transformers", "transformers/models", "transformers/models/llama"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    (tmp_path / "transformers" / "modeling_utils.py").touch()
-    (tmp_path / "transformers" / "models" / "llama" / "modeling_llama.py").touch()
+        (fakes / name).mkdir(parents=True)
+        (fakes / name / "__init__.py").touch()
+    (fakes / "transformers" / "modeling_utils.py").touch()
+    (fakes / "transformers" / "models" / "llama" / "modeling_llama.py").touch()
     ended = subprocess.run(
-        [sys.executable, str(tmp_path / PROGRAM.name), "--control", str(tmp_path / "c")],
+        [sys.executable, str(package.parent / PROGRAM.name), "torch_host.main", "--control", str(tmp_path / "c")],
+        env={**os.environ, "PYTHONPATH": str(fakes)},
         capture_output=True,
         text=True,
         timeout=100,

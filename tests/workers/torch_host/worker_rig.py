@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.waiting import until_now
 
-PROGRAM = Path(__file__).parents[3] / "src" / "greenroom" / "workers" / "torch_worker.py"
+PROGRAM = Path(__file__).parents[3] / "src" / "greenroom" / "workers" / "launch.py"
 # Importing torch on a loaded machine takes long.
 DEADLINE_S = 110.0
 
@@ -22,7 +22,7 @@ DEADLINE_S = 110.0
 class WorkerRig:
     """Starts a worker; every question waits for its answer."""
 
-    def __init__(self, folder: Path, **environment: str) -> None:
+    def __init__(self, folder: Path, program: str = "transformers", **environment: str) -> None:
         self.folder = folder
         self.path = folder / "control.sock"
         self.progress: list[float] = []
@@ -30,7 +30,8 @@ class WorkerRig:
         self._log = open(folder / "worker.log", "wb")  # noqa: SIM115
         # No more threads than the machine has to spare while other tests run.
         settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, str(PROGRAM), "--control", str(self.path)]
+        command = [sys.executable, str(PROGRAM), "torch_host.main", "--program", program]
+        command += ["--control", str(self.path)]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=settings, cwd="/")
         self._line = self._connected()
         self._reader = self._line.makefile("rb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli import screen
+from greenroom.cli import keys_shown, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
@@ -19,9 +20,11 @@ from greenroom.errors import ConfigError
 if TYPE_CHECKING:
     from greenroom.config.loader import LoadedConfig
     from greenroom.config.schema import Config, Model
+    from greenroom.core.model import Device, Need
     from greenroom.runtime.memory.needs import Needs
     from greenroom.runtime.memory.readings import Reading
 
+ENV_TITLES = ("variable", "key", "from", "value")
 TITLES = ("model", "engine", "memory MiB", "note")
 
 
@@ -29,6 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", help="the file (default: as for serve)")
     parser.add_argument("-c", "--config", metavar="FILE", help="the same")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files and stop")
+    parser.add_argument(
+        "--env", action="store_true", help="print what each environment variable sets, and where its value is from"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -41,12 +47,17 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.config import loader
 
     try:
-        loaded = loader.load(loader.find(args.file or args.config), to_serve=True)
+        given = args.file or args.config
+        # The environment alone is a configuration too.
+        loaded = loader.load(loader.find_any(given) if args.env else loader.find(given), to_serve=True)
     except ConfigError as error:
         if not args.json:
             raise
         screen.say_json({"ok": False, "problems": error.message.splitlines()})
         return ExitStatus.FAILED
+    if args.env:
+        _say_environment(loaded, args.json)
+        return ExitStatus.OK
     _say(summary(loaded), args.json)
     return ExitStatus.OK
 
@@ -61,34 +72,43 @@ COMMAND = Subcommand(
 
 def summary(loaded: LoadedConfig) -> dict[str, Any]:
     """What the file would serve, and on which devices."""
-    from greenroom.core.model import DeviceId
+    from greenroom.core.model import DeviceId, DeviceKind
     from greenroom.runtime.memory.devices import devices
     from greenroom.runtime.memory.needs import Needs
+    from greenroom.tenancy.governance.report import report
 
     seen, blind = _look(loaded.config)
+    there = devices(loaded.config, seen)
     needs = Needs(gpus={DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus})
+    needs.usable_mib = {device.id: device.usable_mib for device in there if device.kind is DeviceKind.GPU}
     models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
+    governance = report(loaded.config.governance)
+    keys, wrong_keys = keys_shown.all_keys(loaded.config.server)
     return {
         "ok": True,
         "file": str(loaded.path),
         "warnings": [
             *loaded.warnings,
             *blind,
-            *_unusable_files(loaded.config),
+            *_unusable_files(loaded),
             *_earlier_activity(loaded.config),
-            *_too_large(models, loaded.config),
+            *_too_large(loaded.config, there, needs),
             *_no_store_client(loaded.config),
             *_no_packages(loaded.config),
-            *_no_engine(loaded.config),
+            *_no_engine(loaded),
+            *_short_waits(loaded.config),
+            *(
+                f"{why}; `greenroom serve` does not start"
+                for why in (() if governance is None else governance.problems)
+            ),
+            *_shared_prompts(loaded.config, keys),
+            *wrong_keys,
         ],
         "models": models,
-        "keys": [
-            {"name": key.name, "tenant": key.tenant or key.name, "admin": key.admin, "leases": key.admin or key.leases}
-            for key in loaded.config.server.api_keys
-        ],
+        "keys": keys,
+        "governance": None if governance is None else dataclasses.asdict(governance),
         "devices": [
-            {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
-            for device in devices(loaded.config, seen)
+            {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib} for device in there
         ],
     }
 
@@ -106,21 +126,21 @@ def _look(config: Config) -> tuple[Reading, list[str]]:
     return seen, []
 
 
-def _unusable_files(config: Config) -> list[str]:
-    """Warnings for files that llama.cpp cannot load. The loader reports those that are missing."""
-    from greenroom.engines.estimates.gguf import check_gguf
-    from greenroom.engines.estimates.gguf_header import BadModelFile
-    from greenroom.engines.estimates.llama_model import of_model
+def _unusable_files(loaded: LoadedConfig) -> list[str]:
+    """Warnings for files that their engine would refuse. The loader has reported those that are missing."""
     from greenroom.engines.registry import engine_for
 
     found = []
-    for name, model in config.models.items():
-        if engine_for(model).name == "llamacpp" and os.path.exists(model.path or ""):
-            try:
-                check_gguf(of_model(model))
-            except BadModelFile as error:
-                found.append(f"models.{name}: path: {error.message.rstrip('.')}")
+    for name, model in loaded.config.models.items():
+        key = "workflow" if model.workflow is not None else "path"
+        if not _is_told(loaded, name, "path", key) and (why := engine_for(model).unusable(model)) is not None:
+            found.append(f"models.{name}: {key}: {why}")
     return found
+
+
+def _is_told(loaded: LoadedConfig, name: str, *keys: str) -> bool:
+    """True if the loader has warned of one of these keys of the model."""
+    return any(text.startswith(tuple(f"models.{name}: {key}:" for key in keys)) for text in loaded.warnings)
 
 
 def _earlier_activity(config: Config) -> list[str]:
@@ -141,47 +161,108 @@ def _earlier_activity(config: Config) -> list[str]:
     return [f"server.record_activity: {path} is of an earlier version; the start renames it to {kept}{instead}"]
 
 
-def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
-    """Warnings for models whose estimate can never fit. The loader checks those with `memory_mib`."""
+def _too_large(config: Config, there: Sequence[Device], needs: Needs) -> list[str]:
+    """Warnings for models that can never fit. The loader checks `memory_mib` against budgets of the file."""
     from greenroom.config.problems import budget_mib
+    from greenroom.core.model import ModelId
+    from greenroom.engines.registry import engine_for
+    from greenroom.runtime.memory.needs import Subject
 
-    return [
-        f"models.{model['id']}: its {_origin(model)} says about {model['memory_mib']:,} MiB, which can never fit into "
-        f"the budget of {budget:,} MiB; give memory_mib if it needs less"
-        for model in models
-        if model["estimated"]
-        and (budget := budget_mib(config, config.models[model["id"]])) is not None
-        and model["memory_mib"] > budget
-    ]
+    found = []
+    for name, model in config.models.items():
+        account = needs.account_of(Subject(ModelId(name), model, engine_for(model)))
+        over = _beyond(account.need, model, config, there)
+        if over is None or (model.memory_mib is not None and budget_mib(config, model) is not None):
+            continue
+        needed_mib, where = over
+        if model.memory_mib is not None:
+            found.append(f"models.{name}: memory_mib: {needed_mib:,} MiB can never fit into {where}")
+        else:
+            says = f"its {_origin(account.source)} says about {needed_mib:,} MiB"
+            found.append(f"models.{name}: {says}, which can never fit into {where}; give memory_mib if it needs less")
+    return found
+
+
+def _beyond(need: Need, model: Model, config: Config, there: Sequence[Device]) -> tuple[int, str] | None:
+    """What of this need no device can hold, and which; None if it may fit."""
+    from greenroom.core.model import DeviceKind
+    from greenroom.engines.registry import facts_of
+
+    gpus = [device.usable_mib for device in there if device.kind is DeviceKind.GPU and not model.is_host_only]
+    host_mib = sum(device.usable_mib for device in there if device.kind is DeviceKind.HOST)
+    gpus_mib = sum(gpus) if facts_of(model).can_split is not None else max(gpus, default=0)
+    if gpus and need.gpu_mib > gpus_mib:
+        return need.gpu_mib, _room(gpus_mib, "its GPUs", is_budget=bool(config.gpus))
+    on_host_mib = need.host_mib if gpus else need.gpu_mib + need.host_mib
+    if on_host_mib > host_mib:
+        return on_host_mib, _room(host_mib, "this host", is_budget=config.host.memory_mib is not None)
+    return None
+
+
+def _room(size_mib: int, where: str, *, is_budget: bool) -> str:
+    return f"the budget of {size_mib:,} MiB" if is_budget else f"the {size_mib:,} MiB of {where}"
 
 
 def _no_store_client(config: Config) -> list[str]:
-    """A warning if leases are kept in Redis and its client is missing: `serve` would not start."""
-    if config.leases.store is None or importlib.util.find_spec("redis") is not None:
+    """Warnings if something is kept in Redis and its client is missing: `serve` would not start."""
+    stores = {"leases.store": config.leases.store, "governance.store": config.governance.store}
+    if importlib.util.find_spec("redis") is not None:
         return []
     install = f"{sys.executable} -m pip install 'greenroom[redis]'"
-    return [f"leases.store: the Python client of Redis is not installed here; type: {install}"]
+    told = f"the Python client of Redis is not installed here; type: {install}"
+    return [f"{key}: {told}" for key, store in stores.items() if store is not None]
+
+
+def _short_waits(config: Config) -> list[str]:
+    """A warning if callers are turned away before a model is loaded that took longer before."""
+    from greenroom.runtime.record.learned import known_loads_s
+
+    loads_s = known_loads_s(Path(config.state_dir), config.models)
+    longest = max(loads_s, key=loads_s.__getitem__, default=None)
+    wait_s = config.server.wait_max_s
+    if longest is None or loads_s[longest] <= wait_s:
+        return []
+    return [
+        f"server.wait_max_s: requests that do not stream wait {wait_s:g} s (QUEUE_TIMEOUT_MS sets it too), and "
+        f"{longest} took {loads_s[longest]:.0f} s to load: they get 503 model_loading when it is cold"
+    ]
 
 
 def _no_packages(config: Config) -> list[str]:
     """Warnings for hosted models whose Python lacks packages. Each Python is asked once; nothing is imported."""
-    from greenroom.cli.commands.engines import looked_at
-    from greenroom.engines.registry import engine_for
+    from greenroom.cli.commands.engines import HOSTED, looked_at
 
-    hosted = {name: model for name, model in config.models.items() if engine_for(model).name == "transformers"}
+    hosted = {name: model for name, model in config.models.items() if model.engine in HOSTED}
     rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
     return [f"models.{', '.join(row['models'])}: {text}" for row in rows if row["models"] and (text := _lacks(row))]
 
 
-def _no_engine(config: Config) -> list[str]:
-    """Warnings for models whose engine is missing. The loader has told of programs, and others of transformers."""
+def _no_engine(loaded: LoadedConfig) -> list[str]:
+    """Warnings for models whose engine is missing. The loader has told of programs, and others of hosted models."""
+    from greenroom.cli.commands.engines import HOSTED
     from greenroom.engines.registry import engine_for
 
     found = []
-    for name, model in config.models.items():
-        if model.engine not in ("command", "transformers") and model.program is None:
+    for name, model in loaded.config.models.items():
+        is_told = _is_told(loaded, name, "python")
+        if model.engine not in ("command", *HOSTED) and model.program is None and not is_told:
             found += [f"models.{name}: {why}"] if (why := engine_for(model).missing(model)) else []
     return found
+
+
+def _shared_prompts(config: Config, keys: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Warnings for models whose engine lets tenants share, where there are several and nothing says that they may."""
+    from greenroom.engines.isolation import Isolation, isolation_of
+
+    tenants = {*config.tenants, *(key["tenant"] for key in keys)} - {"default"}
+    if len(tenants) < 2:
+        return []
+    return [
+        f"models.{name}: {model.engine} cannot keep tenants apart: what it computed for one can be reused for another, "
+        "whose answer then comes sooner. Set isolate_tenants to process, or to off if they may share"
+        for name, model in config.models.items()
+        if isolation_of(model) is Isolation.SHARED
+    ]
 
 
 def _lacks(row: Mapping[str, Any]) -> str | None:
@@ -196,6 +277,7 @@ def _lacks(row: Mapping[str, Any]) -> str | None:
 
 def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:
     from greenroom.core.model import ModelId
+    from greenroom.engines.isolation import isolation_of
     from greenroom.engines.registry import engine_for
     from greenroom.runtime.memory.needs import Subject
 
@@ -209,6 +291,7 @@ def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:
         "source": source,
         "pinned": model.pinned,
         "preload": model.preload,
+        "isolation": isolation_of(model).value,
     }
 
 
@@ -220,24 +303,44 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
     screen.say(f"budget: {budget}")
     if result["keys"]:
-        screen.say(f"keys: {', '.join(_key(key) for key in result['keys'])}")
+        screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
+    if result["governance"] is not None:
+        from greenroom.tenancy.governance.report import Report
+
+        for line in Report(**result["governance"]).lines():
+            screen.say(line)
     for warning in result["warnings"]:
         screen.say(f"warning: {warning}")
     screen.say(f"{result['file']} is right" + (", but see above" if result["warnings"] else ""))
     screen.hint(f"serve it: greenroom serve --config {result['file']}")
 
 
-def _key(key: Mapping[str, Any]) -> str:
-    """The name of a key and its rights."""
-    return f"{key['name']} (admin)" if key["admin"] else f"{key['name']} (leases)" if key["leases"] else key["name"]
+def _say_environment(loaded: LoadedConfig, as_json: bool) -> None:
+    from greenroom.config import environment
+
+    rows = list(environment.shown(loaded.config, os.environ, loaded.places.__contains__))
+    if as_json:
+        screen.say_json([dataclasses.asdict(row) for row in rows])
+        return
+    screen.say_table(ENV_TITLES, [(row.name, row.key or "-", row.origin, _value(row.value)) for row in rows])
 
 
-def _origin(model: Mapping[str, Any]) -> str:
-    return "name" if model["source"] == "name" else "file"
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+
+
+def _origin(source: str) -> str:
+    return "name" if source == "name" else "file"
+
+
+_ISOLATION_NOTES = {"process": "a process for each tenant", "off": "tenants share its cache"}
 
 
 def _row(model: Mapping[str, Any]) -> Sequence[str]:
-    notes = [f"estimated from its {_origin(model)}"] if model["estimated"] and model["memory_mib"] else []
+    notes = [f"estimated from its {_origin(model['source'])}"] if model["estimated"] and model["memory_mib"] else []
     notes += [word for word in ("pinned", "preload") if model[word]]
+    notes += [_ISOLATION_NOTES[model["isolation"]]] if model["isolation"] in _ISOLATION_NOTES else []
     memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
     return (model["id"], model["engine"], memory, ", ".join(notes) or "-")

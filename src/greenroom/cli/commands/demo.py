@@ -100,14 +100,15 @@ def _prepared() -> list[DemoModel]:
 def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
     """Both models, and a simulated GPU that holds only the larger one."""
     from greenroom.cli.demo_models import cache_dir
-    from greenroom.config.schema import Config, Gpu
+    from greenroom.config import loader
+    from greenroom.config.schema import Gpu, Library
 
-    config = said.applied(
-        Config(
-            gpus=(Gpu(memory_mib=max(model.memory_mib for model in models), margin_mib=0),),
-            models={model.id: _model(model) for model in models},
-        )
-    )
+    own = {
+        "gpus": (Gpu(memory_mib=max(model.memory_mib for model in models), margin_mib=0),),
+        "models": {model.id: _model(model) for model in models},
+        "library": Library(),
+    }
+    config = said.applied(loader.load(None).config.model_copy(update=own))
     # One directory per port, so that several demos can run beside other gateways.
     state_dir = said.state_dir or str(cache_dir() / f"state-{_port(config)}")
     return config.model_copy(update={"state_dir": state_dir})

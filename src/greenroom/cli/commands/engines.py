@@ -31,7 +31,8 @@ TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
-OURS: Final = ("llamacpp", "transformers", "command")
+OURS: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper", "command")
+SERVERS: Final = ("vllm", "sglang")
 
 Row = dict[str, Any]
 
@@ -85,7 +86,9 @@ def looked_at(config: Config) -> list[Row]:
     """One row for each engine and each place it runs from; the default place if no model uses it."""
     from greenroom.engines.registry import ENGINES
 
-    look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "transformers": _transformers, "command": _command}
+    look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "comfyui": _comfyui, "command": _command}
+    look |= {name: functools.partial(_in_python, name) for name in HOSTED}
+    look |= {name: functools.partial(_server, name) for name in SERVERS}
     look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in OURS}
     places: dict[str, dict[tuple[str | None, ...], list[str]]] = {name: {} for name in ENGINES}
     for name, model in config.models.items():
@@ -115,20 +118,19 @@ def _place(engine: str, model: Model) -> tuple[str | None, ...]:
 
     if engine == "command":
         return (words(model.cmd or ())[0],)
-    if engine == "llamacpp":
+    if engine == "comfyui":
+        return (model.path or words(model.cmd or ())[0],)
+    if engine == "llamacpp" or engine in SERVERS:
         return model.program, model.python
-    return (model.python,) if engine == "transformers" else ()
+    return (model.python,) if engine in HOSTED else ()
 
 
 def _usual(engine: str) -> dict[tuple[str | None, ...], list[str]]:
-    return {{"llamacpp": (None, None), "transformers": (None,), "command": (None,)}.get(engine, ()): []}
+    usual: dict[str, tuple[str | None, ...]] = dict.fromkeys((*HOSTED, "comfyui", "command"), (None,))
+    return {(None, None) if engine == "llamacpp" or engine in SERVERS else usual.get(engine, ()): []}
 
 
 # --- one place ------------------------------------------------------------------------------------------------------
-
-
-def _transformers(python: str | None) -> Row:
-    return _in_python("transformers", python, TRANSFORMERS)
 
 
 def _llamacpp(program: str | None, python: str | None) -> Row:
@@ -139,10 +141,23 @@ def _llamacpp(program: str | None, python: str | None) -> Row:
         return _row("llamacpp", True, binary, {} if version is None else {"llama-server": version})
     if program is not None:
         return _row("llamacpp", False, program, {}, why=f"there is no program {program}; correct `program`")
-    row = _in_python("llamacpp", python, LLAMACPP)
+    row = _in_python("llamacpp", python)
     if not row["installed"] and python is None:
         row["install"] += ", or put llama-server on PATH"
     return row
+
+
+def _server(engine: str, program: str | None, python: str | None) -> Row:
+    """vLLM or SGLang: the program that a model names or that is on PATH, else the package of a Python."""
+    from greenroom.config.schema import Model
+    from greenroom.engines.registry import engine_named
+
+    why = engine_named(engine).missing(Model(engine=engine, path="/", program=program, python=python))
+    where = program or python or shutil.which(engine) or sys.executable
+    found = ask_python(where, [RequiredPackage(engine, "0", "serves")]) if program is None and python else None
+    if found is not None and why is None and not found.versions:
+        why = found.why or f"{engine} is not installed in {python}; type: {python} -m pip install {engine}"
+    return _row(engine, why is None, where, {} if found is None else found.versions, why=why)
 
 
 def _command(program: str | None) -> Row:
@@ -152,6 +167,16 @@ def _command(program: str | None) -> Row:
     found = shutil.which(program)
     why = None if found else f"there is no program {program}; install it or correct `cmd`"
     return _row("command", found is not None, found or program, {}, why=why)
+
+
+def _comfyui(place: str | None) -> Row:
+    """The installation or the program that a model names; without one, what the gateway itself needs for it."""
+    row = _in_python("comfyui", None)
+    if place is None or not row["installed"]:
+        return row
+    is_folder = os.path.isdir(place)
+    there = os.path.isfile(os.path.join(place, "main.py")) if is_folder else shutil.which(place) is not None
+    return {**row, "installed": there, "where": place, "why": None if there else f"there is no ComfyUI at {place}"}
 
 
 def _of_package(name: str) -> Row:
@@ -169,7 +194,8 @@ def _of_package(name: str) -> Row:
     return _row(name, why is None, entry.value, versions, why=why)
 
 
-def _in_python(engine: str, python: str | None, wanted: Sequence[RequiredPackage]) -> Row:
+def _in_python(engine: str, python: str | None) -> Row:
+    wanted = PACKAGES_OF[engine]
     found = ask_python(python or sys.executable, wanted)
     missing = found.lacks(wanted)
     needed = [one for one in missing if not one.optional]
@@ -270,7 +296,28 @@ TRANSFORMERS: Final = (
     RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
     RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
 )
+WHISPER: Final = (
+    RequiredPackage("faster-whisper", "1.2", "transcribes, with CTranslate2"),
+    RequiredPackage("h11", "0.16", "reads HTTP requests"),
+)
+DIFFUSERS: Final = (
+    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
+    RequiredPackage("transformers", "5.17", "knows text encoders and their tokenizers"),
+    RequiredPackage("diffusers", "0.42", "knows the pipelines"),
+    RequiredPackage("pillow", "11.0", "reads and writes pictures"),
+    RequiredPackage("h11", "0.16", "reads HTTP requests"),
+)
+COMFYUI: Final = (RequiredPackage("h11", "0.16", "reads and writes HTTP"),)
 LLAMACPP: Final = (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),)
+# Engines whose programs are ours and run under a Python of the model's.
+HOSTED: Final = ("transformers", "diffusers", "whisper")
+PACKAGES_OF: Final[Mapping[str, Sequence[RequiredPackage]]] = {
+    "transformers": TRANSFORMERS,
+    "diffusers": DIFFUSERS,
+    "whisper": WHISPER,
+    "llamacpp": LLAMACPP,
+    "comfyui": COMFYUI,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ WAITING: Final = {
     "kept_for_others": "its memory is kept for requests that have waited too long already",
     "crowd": "requests for many models wait already and are handled in turn",
     "excluded": "scheduler.company does not let it be ready beside models that cannot leave now",
+    "held": "its next version takes its place, and needs its memory",
     "green_room": "the green room has no memory left for it",
     "no_lease": "its memory was leased to another program or is not really free yet; it is asked for again soon",
     "store_down": "the lease store does not answer",
 }
 REFUSED: Final = {
     "queue_full": "the queue is full",
+    "tenant_queue_full": "the tenant's places in the queue are taken",
     "load_failed": "its last load failed or its engine ended again, and it is not tried again yet",
     "excluded": "scheduler.company does not let it be ready beside a pinned model",
     "too_large": "it does not fit on the devices there are",

@@ -39,6 +39,7 @@ def _add_lease_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="the gateway's address, or a redis:// one (default: $GREENROOM_LEASES, …_URL)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    address.add_token_option(parser)
     parser.add_argument("command", nargs="+", help="after `--`: the program and its arguments")
 
 
@@ -59,6 +60,7 @@ def _lease(args: argparse.Namespace) -> int:
             ttl_s=args.ttl_s,
             url=args.url,
             api_key=_api_key(args.api_key_env),
+            op_token=address.token_of(args),
         )
     except BadRequest as wrong:
         raise WrongUsage(wrong.message) from None

@@ -51,6 +51,7 @@ def _add_bring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evict", action="append", default=[], metavar="MODEL", help="unload this model to make room; may be repeated"
     )
+    address.add_token_option(parser)
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
@@ -59,6 +60,7 @@ def _add_leave_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace-s", type=float, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
     )
+    address.add_token_option(parser)
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
@@ -86,13 +88,17 @@ def _bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
 
 
 def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
-    return _carry_out(args, order, {} if args.grace_s is None else {"grace_s": args.grace_s}, doing, hint)
+    grace_s = args.grace_s
+    if grace_s is not None and grace_s.is_integer():
+        # A whole number can be signed, a fraction cannot.
+        grace_s = int(grace_s)
+    return _carry_out(args, order, {} if grace_s is None else {"grace_s": grace_s}, doing, hint)
 
 
 def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> int:
     from greenroom.cli.client import Client
 
-    answer, took_s = move(Client(address.address_of(args)), args.model, order, body, doing)
+    answer, took_s = move(Client(address.address_of(args)), args.model, order, body, doing, address.token_of(args))
     if args.json:
         screen.say_json(answer)
     else:
@@ -102,7 +108,7 @@ def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object],
 
 
 def move(
-    client: Client, model: str, order: str, body: Mapping[str, object], doing: str
+    client: Client, model: str, order: str, body: Mapping[str, object], doing: str, token: str | None = None
 ) -> tuple[Mapping[str, Any], float]:
     """Ask for the move and wait. Returns the gateway's answer and the seconds it took. Raises CommandFailed."""
     from greenroom.cli.client import model_path
@@ -111,7 +117,7 @@ def move(
     path = model_path(model, order)
     with screen.spinner(f"{doing} {model}") as show:
         answer = _in_background(
-            lambda: client.post(path, dict(body), answer_max_s=MOVE_MAX_S),
+            lambda: client.post(path, dict(body), answer_max_s=MOVE_MAX_S, token=token),
             lambda: show(f"{doing} {model}: {outlook(client, model, time.monotonic() - began)}"),
         )
     return answer, time.monotonic() - began

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         screen.say_json(status)
         return ExitStatus.OK
     screen.say_table(TITLES, rows(status))
+    for problem in status.get("key_problems", ()):
+        screen.note(f"warning: {problem}")
     for line in summary(status):
         screen.hint(line)
     return ExitStatus.OK
@@ -116,6 +118,8 @@ def _notes(model: Status) -> list[str]:
         notes.append("pinned")
     if model.get("unload_in_s") is not None:
         notes.append(f"leaves in {screen.seconds(model['unload_in_s'])}")
+    if model.get("no_sleep"):
+        notes.append(model["no_sleep"])
     if model.get("missing"):
         # All of it, since it says what to type; the error of a load would say the same.
         notes.append(f"cannot be loaded: {model['missing']}")

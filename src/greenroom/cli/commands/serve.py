@@ -1,4 +1,4 @@
-"""`greenroom serve`: serve the models of a configuration file, in the foreground.
+"""`greenroom serve`: serve the models of a configuration file or of folders, in the foreground.
 
 Owns the options that override the file (`Overrides`), which `greenroom demo` has too.
 """
@@ -6,6 +6,7 @@ Owns the options that override the file (`Overrides`), which `greenroom demo` ha
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +15,32 @@ from typing import TYPE_CHECKING, Any, Final
 from greenroom.cli import failures, screen
 from greenroom.cli.address import DEFAULT_URL, KEY_NAME, URL_NAME
 from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import CommandFailed
 
 if TYPE_CHECKING:
     from greenroom.app import App
     from greenroom.cli.serving import ServePlan
     from greenroom.config.schema import Config
+    from greenroom.runtime.catalogue import Entry
 
 # More would scroll the address off the screen.
 MODELS_SHOWN_MAX: Final = 12
+NOTHING_TO_SERVE: Final = (
+    "nothing to serve: there is no greenroom.yaml here. Name a configuration with --config or GREENROOM_CONFIG, or a "
+    "folder of models with --models or MODEL_BASE_PATH."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--config", metavar="FILE", help="the configuration (default: $GREENROOM_CONFIG or ./greenroom.yaml)"
+    )
+    parser.add_argument(
+        "--models",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder of models, which can be asked for by path or hub id; no configuration is needed",
     )
     add_override_options(parser)
 
@@ -40,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))
 
 
-COMMAND = Subcommand("serve", "Serve the models of a configuration file until Ctrl-C or SIGTERM.", add_options, run)
+COMMAND = Subcommand(
+    "serve", "Serve the models of a configuration file or of folders until Ctrl-C or SIGTERM.", add_options, run
+)
 
 
 def _plan(args: argparse.Namespace) -> ServePlan:
@@ -49,15 +65,20 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     from greenroom.config.problems import open_door, problems
 
     said = Overrides.of(args)
-    loaded = loader.load(loader.find(args.config), to_serve=True)
+    file = loader.find_any(args.config)
+    loaded = loader.load(file, to_serve=True)
     config = said.applied(loaded.config)
+    if file is None and not config.roots:
+        raise CommandFailed(NOTHING_TO_SERVE)
+    if missing := next((root for root in said.roots if not os.path.isdir(root)), None):
+        raise CommandFailed(f"there is no folder {missing}; --models names a folder of models")
     # Warnings are about the configuration that will run, with the overrides applied.
     # An address open to others without keys is no warning here: the start refuses it, in the same words.
     warnings = [text for text in problems(config) if text != open_door(config.server)]
     return ServePlan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
 
 
-def _reread(path: Path, said: Overrides) -> Config:
+def _reread(path: Path | None, said: Overrides) -> Config:
     from greenroom.config import loader
 
     return said.applied(loader.load(path, to_serve=True).config)
@@ -68,6 +89,9 @@ def _greet(app: App, took_s: float) -> None:
 
     url, models = shown_url(app), list(app.config.models)
     count = f"{len(models)} model{'s' if len(models) != 1 else ''}"
+    roots = app.config.roots
+    if roots:
+        count = f"{count} and what is below {', '.join(roots)}" if models else f"what is below {', '.join(roots)}"
     screen.say(f"greenroom serves {count} at {url} (started in {screen.seconds(took_s)})")
     if models:
         more = f", and {len(models) - MODELS_SHOWN_MAX} more" if len(models) > MODELS_SHOWN_MAX else ""
@@ -79,12 +103,20 @@ def _greet(app: App, took_s: float) -> None:
 def _next(app: App, url: str) -> list[str]:
     """What to type next, in another terminal."""
     lines = [f"export {URL_NAME}={url}"] if url != DEFAULT_URL else []
-    if app.config.server.api_keys:
+    if app.config.server.has_keys:
         lines.append(f"export {KEY_NAME}=…")
-    model = next((name for name, model in app.config.models.items() if not model.embedding), None)
+    model = next((entry.id for entry in app.catalog if _can_chat(entry)), None)
     program = screen.program()
-    lines.append(f"{program} ps" if model is None else f"{program} chat {model}")
+    first = f"{program} models" if app.config.roots else f"{program} ps"
+    lines.append(first if model is None else f"{program} chat {model}")
     return ["next, in another terminal:", *(f"  {line}" for line in lines)]
+
+
+def _can_chat(entry: Entry) -> bool:
+    """True if it can, or if only its engine can tell."""
+    from greenroom.config.model_section import Ability
+
+    return entry.facts.abilities is None or Ability.CHAT in entry.facts.abilities
 
 
 # --- what the command line overrides --------------------------------------------------------------------------------
@@ -102,12 +134,15 @@ class Overrides:
     insecure: bool = False
     state_dir: str | None = None
     log_level: str | None = None
+    roots: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Overrides:
-        return cls(args.host, args.port, args.insecure, args.state_dir, args.log_level)
+        roots = tuple(os.path.abspath(os.path.expanduser(folder)) for folder in getattr(args, "models", ()))
+        return cls(args.host, args.port, args.insecure, args.state_dir, args.log_level, roots)
 
     def applied(self, config: Config) -> Config:
+        from greenroom.config import environment
         from greenroom.config.schema import LogLevel
 
         server: dict[str, Any] = {"host": self.host, "port": self.port, "insecure": self.insecure or None}
@@ -116,8 +151,11 @@ class Overrides:
             "server": config.server.model_copy(update=_said(server)),
             "log": config.log.model_copy(update=log),
             "state_dir": self.state_dir,
+            "library": config.library.model_copy(update={"roots": (*self.roots, *config.library.roots)}),
         }
-        return config.model_copy(update=_said(top))
+        config = config.model_copy(update=_said(top))
+        # Beside a folder of models the hub's cache is one too, whatever names that folder.
+        return environment.with_folders(config, os.environ) if self.roots else config
 
 
 def add_override_options(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +167,7 @@ def add_override_options(parser: argparse.ArgumentParser) -> None:
         "--insecure", action="store_true", help="allow an address that others can reach, without any API key"
     )
     parser.add_argument("--state-dir", metavar="DIR", help="the gateway's state; one gateway per directory")
-    parser.add_argument("--log-level", choices=LEVELS, help="how much is logged (LOG_LEVEL wins)")
+    parser.add_argument("--log-level", choices=LEVELS, help="how much is logged")
 
 
 def _said(values: dict[str, Any]) -> dict[str, Any]:

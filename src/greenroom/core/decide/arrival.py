@@ -10,7 +10,7 @@ from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Wait, Wait
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import RequestArrived
-from greenroom.core.model import ModelId, MoveKind, Slot, Tier
+from greenroom.core.model import ModelId, MoveKind, Slot, TenantId, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import State
 
@@ -51,11 +51,26 @@ def plan_for(state: State, event: RequestArrived, waiter: Waiter, places: Places
         model = state.slots[plan.slot].model
         is_known = event.now - state.models[model].tried_at < TRY_AGAIN_S
         return (too_late(state, event, waiter, model) if is_known else None) or plan
-    if state.waitlist.depth >= state.limits.queue_depth_max:
-        return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
+    if (full := _full(state, event.tenant)) is not None:
+        return Refuse(full, max(1.0, state.avg_wait_s or 0.0))
     # A request for a model that is neither ready nor loading stays queued even if it will be late: it causes the load.
     is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
     return (too_late(state, event, waiter, plan.model) if is_begun else None) or plan
+
+
+def _full(state: State, tenant: TenantId) -> RejectCode | None:
+    """Why one more request of this tenant may not wait; None if it may."""
+    limits, waitlist = state.limits, state.waitlist
+    if waitlist.depth >= limits.queue_depth_max:
+        return RejectCode.QUEUE_FULL
+    if (depth_max := limits.tenant_depths.get(tenant)) is not None:
+        return RejectCode.TENANT_QUEUE_FULL if waitlist.depth_of(tenant) >= depth_max else None
+    if limits.tenant_depth_max is None:
+        return None
+    depth = waitlist.depth_of(tenant)
+    if limits.others_share_depth:
+        depth = waitlist.depth - sum(waitlist.depth_of(named) for named in limits.tenant_depths)
+    return RejectCode.TENANT_QUEUE_FULL if depth >= limits.tenant_depth_max else None
 
 
 def _first_plan(state: State, waiter: Waiter, now: float, places: Places) -> Plan:

@@ -6,7 +6,7 @@ The answer is a Plan, which `apply.py` carries out. Nothing here changes anythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class WaitReason(Enum):
     GREEN_ROOM = "green_room"  # no host memory for one more sleeper
     NO_ROOM = "no_room"
     EXCLUDED = "excluded"  # by the coresidency rules, beside models that cannot leave now
+    HELD = "held"  # its next version takes its place
     MANY_MODELS = "crowd"  # many models are waited for, and a round asks for only some of them
 
 
@@ -128,6 +129,8 @@ def _decide_for(
     record: Claimant | None = state.leases.get(LeaseId(waiter.id)) if is_lease else state.models.get(model)
     if record is None:
         return Refuse(RejectCode.UNKNOWN_MODEL)
+    if record.spec.held:
+        return Wait(WaitReason.HELD, model)
     slots = [slot for slot in state.slots_of(model) if slot.spec.revision == record.spec.revision and not slot.lost]
     # 1. Ready: serve, unless it is full.
     if slots and (serving := [slot for slot in slots if slot.is_serving]):
@@ -175,7 +178,7 @@ def _decide_pause(state: State, waiter: Waiter, record: Claimant, now: float) ->
 def _decide_swap(
     state: State, waiter: Waiter, record: Claimant, asleep: Slot | None, residents: Residents, now: float
 ) -> Plan:
-    spec, most = record.spec, residents.most_mib if asleep is None else state.most_mib(asleep)
+    spec, most = record.spec, _most_mib(state, record.spec, asleep, residents)
     kind = _kind(waiter, spec, asleep)
     ways = _ways(state, record, kind, asleep, residents, most)
     if not ways and asleep is not None:
@@ -198,13 +201,14 @@ def _decide_swap(
     will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
-    target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, will_be_ready)
+    wants = tuple(way.wants for way in open_ways)
+    target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec))
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
         is_request = urgency.kind is WaiterKind.REQUEST
         keeps = _keeps(state, urgency, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
-        if state.limits.company is None:
+        if state.limits.company is None and not target.apart:
             return Wait(WaitReason.NO_ROOM, spec.id, until, on, keeps=keeps)
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
@@ -215,6 +219,13 @@ def _decide_swap(
         )
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
+
+
+def _most_mib(state: State, spec: ModelSpec, asleep: Slot | None, residents: Residents) -> dict[DeviceId, int]:
+    """What could ever be free for it: beside a coming version, its model stays like one that is pinned."""
+    if asleep is None and spec.version_of is None:
+        return residents.most_mib
+    return state.most_mib(asleep, stays=spec.version_of)
 
 
 def refusal(
@@ -250,6 +261,8 @@ def _ways(
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
         return [way_to(asleep.claim, _less(during, held))] if _fits(during, most) else []
+    if kind is MoveKind.LOAD and record.spec.version_of is not None:
+        return residents.ways_within(record, most)
     ways = residents.ways(record)
     if kind is MoveKind.LOAD:
         return ways
@@ -322,7 +335,7 @@ def _keeps(
                 room_mib[device] += mib
     for way in ways:
         if _fits(way.wants, room_mib):
-            only = Target(target.model, (way.wants,), target.priority, target.will_be_ready)
+            only = replace(target, options=(way.wants,))
             # Coresidency, or another swapper, may still object.
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)
             return frozenset() if found is None else way.on
@@ -340,7 +353,8 @@ def _stays(state: State, urgency: Urgency, queue: Queue, resident: Resident, soo
 
 def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:
     """Models beside which the coresidency rules exclude the model that this waiter waits for; none if they do not."""
-    plan = decide(state, waiter, now, places) if state.limits.company is not None else None
+    has_rules = state.limits.company is not None or bool(state.claimants[waiter.model].spec.exclusive)
+    plan = decide(state, waiter, now, places) if has_rules else None
     return plan.beside if isinstance(plan, Wait) else ()
 
 
@@ -381,12 +395,13 @@ def _askable(
     """
     until, takes_at, found = inf, state.policy.takes_at, there
     by_policy = urgency.kind is WaiterKind.REQUEST
+    stays = state.claimants[queue.model].spec.version_of
     for place, resident in enumerate(there):
         if resident.cannot_leave:
             continue
         at = asked.get(resident)
         if at is None:
-            if by_policy and resident.counts_as_ready:
+            if by_policy and resident.counts_as_ready and resident.model != stays:
                 at = takes_at(queue, resident, now)
             else:
                 at = _askable_at(state, urgency, queue, resident, now)
@@ -402,6 +417,9 @@ def _askable(
 
 def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident, now: float) -> float:
     slot = state.slots[resident.slot]
+    if slot.model == state.claimants[queue.model].spec.version_of:
+        # It serves on while its next version comes.
+        return inf
     if slot.lease is not None:
         # A lease is recalled only for something more urgent.
         return now if slot.last_priority > urgency.priority else inf

@@ -1,7 +1,7 @@
 """Which devices could hold a need, as claims. The swapper chooses best fit and evictions among these options.
 
-Owns the rule that a machine without GPUs uses host memory, the split over several GPUs, the same need on each of
-several GPUs, and where a slot sleeps.
+Owns the rule that a machine without GPUs uses host memory, the split over several GPUs in proportion, in equal shares
+or in whole parts (`packing.py`), the same need on each of several GPUs, and where a slot sleeps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelSpec, Need
+from greenroom.core.packing import pack
 
 Mib = Mapping[DeviceId, int]
-Shape = tuple[tuple[DeviceId, ...], int, bool, int, int]
+Shape = tuple[tuple[DeviceId, ...], int, bool, tuple[int, ...], tuple[int, ...], int, int, int]
 
 # How many sets of GPUs are tried for a lease on several: all of them with 8 GPUs; with more, the freest.
 SETS_MAX = 100
@@ -57,7 +58,8 @@ class Places:
 
 def shape(spec: ModelSpec, need: Need) -> Shape:
     """All that `options` reads of a model: models of the same shape have the same options."""
-    return (spec.devices, spec.gpus, spec.can_split, need.gpu_mib, need.host_mib)
+    split = (spec.can_split, spec.split_counts, spec.parts, spec.beside_mib)
+    return (spec.devices, spec.gpus, *split, need.gpu_mib, need.host_mib)
 
 
 def options(
@@ -80,12 +82,18 @@ def options(
         return [] if elsewhere else _holding([_claim({}, host, need.gpu_mib + need.host_mib)], most_mib)
     if spec.gpus > 1:
         # 2. On each of several, all or nothing.
-        return _on_several(spec, need, gpus, host, free_mib, most_mib)
+        return _on_each(spec.gpus, need, gpus, host, free_mib, most_mib)
     # 3. On one GPU, if one can hold it and the operator did not name several.
     fitting = _holding([_claim({gpu.id: need.gpu_mib}, host, need.host_mib) for gpu in gpus], most_mib)
     if not spec.can_split or (fitting and len(spec.devices) <= 1):
         return fitting
-    # 4. Split over all that may be used, by what is free if that is enough, else by what could become free: by what is
+    if spec.split_counts:
+        # 4. In equal shares.
+        return _in_equal_shares(spec, need, gpus, host, free_mib, most_mib) or fitting
+    if spec.parts:
+        # 5. In whole parts, by the first of these figures that is enough.
+        return _in_whole_parts(spec, need, gpus, host, (free_mib, likely_mib or most_mib, most_mib)) or fitting
+    # 6. Split over all that may be used, by what is free if that is enough, else by what could become free: by what is
     #    likely to, or by what could at the very most.
     if (split := _split(need, gpus, host, free_mib)) is not None:
         return _holding([split], most_mib)
@@ -93,14 +101,60 @@ def options(
     return _holding([split for split in splits if split is not None], most_mib)
 
 
-def _on_several(
-    spec: ModelSpec, need: Need, gpus: Sequence[Device], host: Device | None, free_mib: Mib, most_mib: Mib
+def _on_each(
+    count: int, need: Need, gpus: Sequence[Device], host: Device | None, free_mib: Mib, most_mib: Mib
 ) -> list[Claim]:
+    """This need on each GPU of every set of so many that could hold it, the freest sets first."""
     able = [gpu for gpu in gpus if need.gpu_mib <= most_mib.get(gpu.id, 0)]
     able.sort(key=lambda gpu: (-free_mib.get(gpu.id, 0), gpu.id))
-    sets = islice(combinations(able, spec.gpus), SETS_MAX)
+    sets = islice(combinations(able, count), SETS_MAX)
     claims = [_claim({gpu.id: need.gpu_mib for gpu in chosen}, host, need.host_mib) for chosen in sets]
     return _holding(claims, most_mib)
+
+
+def _in_equal_shares(
+    spec: ModelSpec, need: Need, gpus: Sequence[Device], host: Device | None, free_mib: Mib, most_mib: Mib
+) -> list[Claim]:
+    """On as few GPUs as can hold it; on as many as may be used if the operator named several."""
+    for count in sorted(spec.split_counts, reverse=len(spec.devices) > 1):
+        share = Need(-(-need.gpu_mib // count), need.host_mib)
+        if claims := _on_each(count, share, gpus, host, free_mib, most_mib):
+            return claims
+    return []
+
+
+def _in_whole_parts(
+    spec: ModelSpec, need: Need, gpus: Sequence[Device], host: Device | None, figures: Sequence[Mib]
+) -> list[Claim]:
+    """On as few GPUs as can hold the parts; on as many as may be used if the operator named several.
+
+    `figures` are what is free on each GPU, best first; the last is what could become free at the very most.
+    """
+    each_mib, most_mib = spec.rest_mib(need), figures[-1]
+    # The same on each of them: which of these GPUs is freest decides which sets are tried first.
+    freest = sorted(gpus, key=lambda gpu: (-figures[0].get(gpu.id, 0), gpu.id))
+    counts = range(2, min(len(gpus), len(spec.parts)) + 1)
+    for count in sorted(counts, reverse=len(spec.devices) > 1):
+        found: list[Claim] = []
+        for chosen in islice(combinations(freest, count), SETS_MAX):
+            on_gpus = _packed(spec.parts, each_mib, chosen, figures)
+            if on_gpus is not None:
+                found.append(_claim(on_gpus, host, need.host_mib))
+        if claims := _holding(found, most_mib):
+            return claims
+    return []
+
+
+def _packed(
+    parts: Sequence[int], each_mib: int, gpus: Sequence[Device], figures: Sequence[Mib]
+) -> dict[DeviceId, int] | None:
+    """MiB on each of these GPUs; None if they cannot hold the parts."""
+    for mib in figures:
+        places = pack(parts, [mib.get(gpu.id, 0) - each_mib for gpu in gpus])
+        if places is not None:
+            held = [sum(part for part, at in zip(parts, places, strict=True) if at == one) for one in range(len(gpus))]
+            return {gpu.id: size + each_mib for gpu, size in zip(gpus, held, strict=True) if size}
+    return None
 
 
 def _split(need: Need, gpus: Sequence[Device], host: Device | None, mib: Mib) -> Claim | None:
@@ -129,18 +183,39 @@ def shortfall(spec: ModelSpec, need: Need, devices: Sequence[Device], mib: Mib) 
         nowhere = bool(spec.devices) or spec.gpus > 1
         on_host = (0, 0) if nowhere else (_on_host(host, mib), _on_host(host, all_mib))
         return (need.gpu_mib + need.host_mib, *on_host)
-    on_gpus = _on_gpus(spec, gpus, mib)
-    if need.gpu_mib > on_gpus or need.host_mib <= _on_host(host, mib):
-        return need.gpu_mib, on_gpus, _on_gpus(spec, gpus, all_mib)
+    needed_mib, on_gpus, of_mib = need.gpu_mib, _on_gpus(spec, gpus, mib), _on_gpus(spec, gpus, all_mib)
+    if spec.can_split and spec.parts and len(gpus) > 1:
+        needed_mib, count = _spread_mib(spec, need, gpus, mib)
+        on_gpus, of_mib = (sum(_largest(gpus, figures)[:count]) for figures in (mib, all_mib))
+    if needed_mib > on_gpus or need.host_mib <= _on_host(host, mib):
+        return needed_mib, on_gpus, of_mib
     return need.host_mib, _on_host(host, mib), _on_host(host, all_mib)
 
 
 def _on_gpus(spec: ModelSpec, gpus: Sequence[Device], mib: Mib) -> int:
-    """MiB on all GPUs together if the need can be split, else on the best, or on the last of as many as are needed."""
-    each = sorted((max(0, mib.get(gpu.id, 0)) for gpu in gpus), reverse=True)
+    """MiB on all GPUs together if the need can be split, else on the best, or on the last of as many as are needed.
+
+    In equal shares, the smallest of those GPUs counts for each of them.
+    """
+    each = _largest(gpus, mib)
+    if spec.can_split and spec.split_counts:
+        return max((count * each[count - 1] for count in (1, *spec.split_counts) if count <= len(each)), default=0)
     if spec.can_split:
         return sum(each)
     return each[spec.gpus - 1] if spec.gpus <= len(each) else 0
+
+
+def _largest(gpus: Sequence[Device], mib: Mib) -> list[int]:
+    return sorted((max(0, mib.get(gpu.id, 0)) for gpu in gpus), reverse=True)
+
+
+def _spread_mib(spec: ModelSpec, need: Need, gpus: Sequence[Device], mib: Mib) -> tuple[int, int]:
+    """MiB that parts need, and on how many GPUs: the largest on one if none can hold it, else all with their rests."""
+    each_mib = spec.rest_mib(need)
+    if (largest_mib := max(spec.parts) + each_mib) > _largest(gpus, mib)[0]:
+        return largest_mib, 1
+    count = min(len(gpus), len(spec.parts))
+    return sum(spec.parts) + count * each_mib, count
 
 
 def _on_host(host: Device | None, mib: Mib) -> int:
@@ -148,8 +223,10 @@ def _on_host(host: Device | None, mib: Mib) -> int:
 
 
 def bounded(spec: ModelSpec, need: Need, devices: Sequence[Device], most_mib: Mib) -> Need:
-    """This need, limited to what could ever be free."""
+    """This need, limited to what could ever be free. None on GPUs for parts that they could not hold then."""
     gpus, host_mib = _gpus(spec, devices), _on_host(_host(devices), most_mib)
+    if spec.parts and gpus and not options(spec, Need(need.gpu_mib), devices, most_mib, most_mib):
+        return Need(0, min(need.host_mib, host_mib))
     on_host = min(need.host_mib, host_mib)
     gpu_mib = _on_gpus(spec, gpus, most_mib) if gpus else host_mib - on_host
     return Need(min(need.gpu_mib, gpu_mib), on_host)

@@ -6,11 +6,12 @@ everything in it may change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import log
 
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Way, way_to
-from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
+from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Slot, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.state import Claimant, State
 
@@ -68,7 +69,11 @@ class Residents:
         return known
 
     def _ways_now(self, record: Claimant) -> list[Way]:
-        state, most = self._state, self.most_mib
+        return self.ways_within(record, self.most_mib)
+
+    def ways_within(self, record: Claimant, most: Mapping[DeviceId, int]) -> list[Way]:
+        """Every placement that could hold a cold model if this much were free."""
+        state = self._state
         likely = state.likely_mib(most) if record.spec.can_split else most
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
         return [way_to(claim, claim) for claim in claims]
@@ -84,6 +89,13 @@ class Residents:
         if may_sleep and self._state.limits.green_room_mib is not None:
             return [self._beside(resident, but) for resident in others]
         return others
+
+    def apart(self, spec: ModelSpec) -> frozenset[ModelId]:
+        """Other models with a slot that are never ready together with this one."""
+        if not spec.exclusive:
+            return frozenset()
+        others = (slot.spec for slot in self._state.slots.values())
+        return frozenset(other.id for other in others if other.exclusive == spec.exclusive and other.id != spec.id)
 
     def _beside(self, resident: Resident, wakes: Slot) -> Resident:
         """This resident when `wakes` frees its place in the green room: one that had no place may have one then."""

@@ -27,6 +27,7 @@ class Target:
     options: tuple[Claim, ...]
     priority: int
     will_be_ready: bool = True  # False for leases and models that come to sleep: coresidency rules do not apply
+    apart: frozenset[ModelId] = frozenset()  # residents that are other configurations of the same thing
 
 
 @dataclass(slots=True, eq=False)
@@ -134,14 +135,17 @@ class ByMemory:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def _must_leave(self, target: Target, residents: Sequence[Resident]) -> tuple[Resident, ...] | None:
-        """Residents that the coresidency rules evict; None if one of them cannot leave."""
-        if self._coresidency is None or not target.will_be_ready:
+        """Residents that `target.apart` and the coresidency rules evict; None if one of them cannot leave."""
+        apart, rules = target.apart, self._coresidency
+        if (rules is None and not apart) or not target.will_be_ready:
             return ()
         ready = [resident for resident in residents if resident.counts_as_ready]
         present = sorted({resident.model for resident in ready} - {target.model})
         staying = frozenset(resident.model for resident in ready if resident.is_fixed)
-        leavers = self._coresidency.leavers(target.model, present, staying)
-        return None if leavers is None else tuple(one for one in ready if one.model in leavers)
+        leavers = frozenset[ModelId]() if rules is None else rules.leavers(target.model, present, staying)
+        if leavers is None or apart & staying:
+            return None
+        return tuple(one for one in ready if one.model in leavers or one.model in apart)
 
 
 def _level(resident: Resident, target: Target) -> tuple[bool, int]:

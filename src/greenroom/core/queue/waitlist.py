@@ -249,6 +249,7 @@ class Waitlist:
         self.with_choice: dict[str, Waiter] = {}
         # Requests only: operators, preloads and leases do not count as queue depth and have no position.
         self._callers: list[tuple[int, int]] = []
+        self._depth_of: dict[TenantId, int] = {}
 
     @property
     def has_many_models(self) -> bool:
@@ -274,6 +275,10 @@ class Waitlist:
     def depth(self) -> int:
         return len(self._callers)
 
+    def depth_of(self, tenant: TenantId) -> int:
+        """Number of waiting requests of this tenant."""
+        return self._depth_of.get(tenant, 0)
+
     def __getitem__(self, waiter_id: str) -> Waiter:
         return self._waiters[waiter_id]
 
@@ -293,6 +298,7 @@ class Waitlist:
             self.with_choice[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
             insort(self._callers, _place(waiter))
+            self._depth_of[waiter.tenant] = self.depth_of(waiter.tenant) + 1
 
     def remove(self, waiter_id: str, accounts: Accounts, served_at: float | None = None) -> Waiter | None:
         """Remove this waiter, which is served or leaves; None if it does not wait."""
@@ -306,6 +312,9 @@ class Waitlist:
         self.with_choice.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
             del self._callers[bisect_left(self._callers, _place(waiter))]
+            self._depth_of[waiter.tenant] -= 1
+            if not self._depth_of[waiter.tenant]:
+                del self._depth_of[waiter.tenant]
         return waiter
 
     def reclassify(self, class_of: Callable[[int], PriorityClass]) -> None:
@@ -313,6 +322,7 @@ class Waitlist:
         self.class_of = class_of
         waiters, self._waiters = self._waiters, {}
         self._index, self.with_choice, self._callers = TurnIndex(MODELS_FEW), {}, []
+        self._depth_of = {}
         self.queues = self._index.items
         for waiter in waiters.values():
             self.add(waiter)

@@ -29,6 +29,14 @@ class EstimatePart:
     gpu_mib: int
     host_mib: int
 
+    @property
+    def is_weights(self) -> bool:
+        return "weights" in self.what
+
+    @property
+    def is_kv(self) -> bool:
+        return "KV" in self.what
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -36,6 +44,8 @@ class Estimate:
 
     parts: tuple[EstimatePart, ...]
     source: str
+    # How many tokens its KV cache was estimated for; 0 if that is not known.
+    kv_tokens: int = 0
 
     @property
     def need(self) -> Need:

@@ -62,7 +62,9 @@ def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Esti
     """
     path = Path(options.model or "")
     try:
-        return Estimate(_parts(options, _Model.of(path), 0 if options.no_gpu else gpus, logits_all), GGUF)
+        model = _Model.of(path)
+        parts = _parts(options, model, 0 if options.no_gpu else gpus, logits_all)
+        return Estimate(parts, GGUF, _cells(options, model.header).context)
     except BadModelFile:
         return _by_size(path, options, gpus)
 
@@ -84,6 +86,11 @@ def header_of(path: str | Path) -> GgufHeader | None:
         return _header(*_stamp(Path(path)))
     except (BadModelFile, OSError, ValueError):
         return None
+
+
+def weights_of(path: str | Path) -> WeightBytes:
+    """The weights of all files that it is split over, by place. Raises BadModelFile. Cached as the header is."""
+    return _Model.of(Path(path)).weights
 
 
 def check_gguf(options: LlamaOptions) -> None:
@@ -280,3 +287,8 @@ def split_names(path: Path) -> list[Path]:
     return [
         path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, min(count, SPLIT_MAX) + 1)
     ]
+
+
+def split_stem(name: str) -> str:
+    """The name of a GGUF file without its ending and without the number of its part."""
+    return _SPLIT.sub("", name).removesuffix(".gguf")

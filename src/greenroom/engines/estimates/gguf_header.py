@@ -7,17 +7,16 @@ the bytes of the file. Never reads weights, never maps the file, never allocates
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from greenroom.config.plain_file import open_plain, why
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, WeightsSum, tensor_bytes
 from greenroom.errors import LoadFailed
 
@@ -52,6 +51,7 @@ _STRING, _ARRAY = 8, 9
 # Architectures that only produce embeddings. Others do if their file names a pooling.
 ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
 _POOLING_NONE, _POOLING_RANK = 0, 4
+_PROJECTORS: Final = ("clip", "mmproj")
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 Value = int | float | str | tuple[int, ...]
@@ -80,6 +80,8 @@ class GgufHeader:
     numbers: Mapping[str, int | tuple[int, ...]]
     # Its chat template says what to do with tools.
     has_tools: bool = False
+    # False for what is no model by itself: an adapter, a projector, a table of importance.
+    is_model: bool = True
 
     def number(self, key: str, default: int = 0) -> int:
         """A non-negative integer; the largest of several."""
@@ -101,7 +103,7 @@ def knows_tools(template: str) -> bool:
 def has_tools(file: Path) -> bool:
     """The same for a file that is a template or holds one. Never raises."""
     try:
-        with _regular_file(file) as opened:
+        with open_plain(file) as opened:
             return knows_tools(opened.read(TEMPLATE_MAX_BYTES).decode("utf-8", "replace"))
     except (OSError, ValueError):
         return False
@@ -110,7 +112,7 @@ def has_tools(file: Path) -> bool:
 def is_gguf(path: str | Path) -> bool:
     """True if this is a file that begins like a GGUF. Never raises."""
     try:
-        with _regular_file(Path(path)) as file:
+        with open_plain(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError):
         return False
@@ -124,10 +126,10 @@ def read_header(path: str | Path) -> GgufHeader:
     """
     path = Path(path)
     try:
-        with _regular_file(path) as file:
+        with open_plain(path) as file:
             return _facts(Cursor(file.fileno(), path), os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as reason:
-        raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+        raise BadModelFile(f"{path} cannot be read: {why(reason)}.") from reason
 
 
 def read_weights(paths: Iterable[Path]) -> WeightBytes:
@@ -135,11 +137,11 @@ def read_weights(paths: Iterable[Path]) -> WeightBytes:
     total = WeightsSum()
     for path in paths:
         try:
-            with _regular_file(path) as file:
+            with open_plain(path) as file:
                 cursor = Cursor(file.fileno(), path)
                 _walk(cursor, os.fstat(file.fileno()).st_size, total)
         except (OSError, ValueError) as reason:
-            raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+            raise BadModelFile(f"{path} cannot be read: {why(reason)}.") from reason
     return total.take()
 
 
@@ -326,6 +328,7 @@ def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: Weig
         and (pooling not in (None, _POOLING_NONE) or ENCODERS.search(architecture) is not None),
         is_reranking=pooling == _POOLING_RANK,
         has_tools=knows_tools(str(values.get(TEMPLATE, ""))),
+        is_model=values.get("general.type", "model") == "model" and architecture not in _PROJECTORS,
         weights=weights,
         numbers=dict(_numbers(values, architecture)),
     )
@@ -348,12 +351,3 @@ def _number(values: Mapping[str, int | tuple[int, ...]] | Mapping[str, Value], k
 
 def _bounded(number: int) -> int:
     return number if 0 < number <= NUMBER_MAX else 0
-
-
-def _regular_file(path: Path) -> io.FileIO:
-    """Open without blocking: a FIFO or a device in place of a model must not hang the gateway."""
-    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise ValueError("it is not a file")

@@ -6,6 +6,7 @@ Owns the sizes of tensor types and the sorting by name. Keeps sums only: a hosti
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ class WeightBytes:
     embedding_bytes: int = 0
     has_head: bool = False
     vocabulary: int = 0
+    # Numbers in all tensors of known types.
+    elements: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -62,8 +65,11 @@ class WeightsSum:
     embedding_bytes: int = 0
     has_head: bool = False
     vocabulary: int = 0
+    elements: int = 0
 
     def add(self, name: str, shape: Sequence[int], size_bytes: int) -> None:
+        # A tensor of an unknown type has no size that could bound its shape.
+        self.elements += math.prod(shape) if size_bytes else 0
         if match := _LAYER.match(name):
             into = self.experts if _EXPERTS.search(name) else self.dense
             layer = min(int(match[1]), LAYERS_MAX - 1)
@@ -88,6 +94,7 @@ class WeightsSum:
             self.embedding_bytes,
             self.has_head,
             self.vocabulary,
+            self.elements,
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
+from greenroom.config.plain_file import open_plain, read_plain, why
 from greenroom.engines.estimates.estimate import FILE_SIZE, MIB, SAFETENSORS, Estimate, EstimatePart, known, part
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
@@ -44,6 +44,8 @@ TOKENS_AT_ONCE: Final = 2_048
 
 # Weights as they lie in the files, plus cache and activations, where a header cannot be read.
 FILE_SIZE_FACTOR: Final = 1.3
+# Files of weights that are programs at the same time.
+PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 CONFIG_MAX_BYTES: Final = 4 * 2**20
 CONTEXT_DEFAULT: Final = 4_096
 NUMBER_MAX: Final = 2**31
@@ -126,18 +128,39 @@ def weight_files(path: Path) -> list[Path]:
 
 def folder_config(path: Path) -> dict[str, Any]:
     """Its config.json; empty if there is none. Raises BadModelFile if it cannot be read."""
-    found = path / "config.json"
     try:
-        # Opening a FIFO would block.
-        if found.exists() and not found.is_file():
-            raise BadModelFile(f"{found} is not a plain file.")
-        with found.open("rb") as file:
-            said = msgspec.json.decode(file.read(CONFIG_MAX_BYTES))
+        said = msgspec.json.decode(read_plain(path / "config.json", CONFIG_MAX_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as reason:
         raise BadModelFile(f"{path}/config.json cannot be read: {reason}.") from reason
     return said if isinstance(said, dict) else {}
+
+
+def folder_fault(path: Path, *, takes_pickles: bool) -> str | None:
+    """Why its weights cannot be loaded; None if nothing speaks against it. Never raises."""
+    try:
+        if not os.path.lexists(path / "config.json"):
+            return f"there is no config.json in {path}"
+        folder_config(path)
+        return weights_fault(path, weight_files(path), takes_pickles=takes_pickles)
+    except BadModelFile as error:
+        return error.message.rstrip(".")
+
+
+def weights_fault(path: Path, files: Sequence[Path], *, takes_pickles: bool) -> str | None:
+    """The same for these safetensors of a folder. Raises BadModelFile if one of them is bad."""
+    if files:
+        read_all(files)
+        return None
+    try:
+        has_pickles = any(one.suffix in PICKLES for one in path.iterdir())
+    except OSError:
+        has_pickles = False
+    if has_pickles and takes_pickles:
+        return None
+    said = "only pickles, which can run any code; convert them to safetensors, or set allow_pickle: true"
+    return f"{path} has {said}" if has_pickles else f"{path} has no weights; is it complete?"
 
 
 def _by_size(files: Sequence[Path], gpus: int) -> Estimate | None:
@@ -277,7 +300,7 @@ def read_safetensors(path: str | Path) -> SafetensorsHeader:
         seen = os.stat(path)
         return _read(str(path), seen.st_size, seen.st_mtime_ns)
     except (OSError, ValueError) as reason:
-        raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+        raise BadModelFile(f"{path} cannot be read: {why(reason)}.") from reason
 
 
 def read_all(paths: Iterable[Path]) -> SafetensorsHeader:
@@ -291,10 +314,7 @@ def read_all(paths: Iterable[Path]) -> SafetensorsHeader:
 
 @functools.lru_cache(maxsize=HEADERS_MAX)
 def _read(path: str, file_bytes: int, changed_ns: int) -> SafetensorsHeader:
-    # Open without blocking: a FIFO in place of a model must not hang the gateway.
-    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a file")
+    with open_plain(path) as file:
         start = file.read(_LENGTH.size)
         if len(start) < _LENGTH.size:
             raise _bad(path, "it ends inside its header")

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from greenroom.config.kinds import words
 from greenroom.config.schema import Model
 from greenroom.core.model import Claim, DeviceId, ModelId, Need
-from greenroom.engines.base import Engine
+from greenroom.engines.base import Engine, EngineFacts, equal_counts
 from greenroom.engines.estimates.estimate import NAME, Estimate, EstimatePart, mib
 from greenroom.engines.identity import arguments_identity
 from greenroom.runtime.detached import run_detached
@@ -69,6 +69,10 @@ class FileLook:
     key: BookKey
     estimate: Estimate | None
     asleep: Need | None = None  # None: its engine cannot sleep.
+    fills_claim: bool = False
+    loads_later: bool = False
+    # On how many GPUs it is planned.
+    gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Needs:
     def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
         self.book = book if book is not None else NeedBook(None, replace_file, warn)
         self.gpus: Mapping[DeviceId, str] = gpus or {}
+        # MiB on each GPU that a model may use; empty if that is not known.
+        self.usable_mib: Mapping[DeviceId, int] = {}
         self._looked_at: dict[ModelId, FileLook] = {}
         # Never cancelled: two threads must not write the same file.
         self._writing: asyncio.Task[None] | None = None
@@ -113,15 +119,19 @@ class Needs:
 
     def account_of(self, entry: Described) -> Account:
         """All that is known now. Reads nothing after `need_of` for this entry."""
-        model, look = entry.config, self._look_of(entry)
+        look = self._look_of(entry)
+        model = self._declared(entry.config, look.gpus)
         known = self._known(look)
-        need, source = _chosen(model, known, look.estimate)
+        need, source = _chosen(model, None if look.fills_claim else known, look.estimate)
+        if look.loads_later and source == MEASURED and look.estimate is not None:
+            need = need.or_more(look.estimate.need)
         if look.asleep is not None and entry.engine.hosted:
             # A measurement does not include what the worker needs to compute, so the estimate can only raise it.
             guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
             need = self._hosted(need.or_more(guess), look.asleep)
-        if known is not None and not _covers(need, known.raised):
-            need, source = _larger(need, known.raised), RAISED
+        raised = self._raised(look) if look.fills_claim else known.raised if known is not None else Need()
+        if not _covers(need, raised):
+            need, source = need.or_more(raised), RAISED
         if model.gpu_memory_budget_mib is not None and need.gpu_mib > model.gpu_memory_budget_mib:
             need, source = Need(model.gpu_memory_budget_mib, need.host_mib), BUDGET
         return Account(need, source, look.estimate, known)
@@ -147,6 +157,11 @@ class Needs:
         self._write_soon()
         return self.account_of(entry).need != before
 
+    def renamed(self, old: Described, new: Described) -> None:
+        """The same process has another id from now on."""
+        if (look := self._looked_at.pop(old.id, None)) is not None:
+            self._looked_at[new.id] = replace(look, config=new.config)
+
     def no_memory(self, entry: Described, least: Need, claim: Claim) -> None:
         """A load with this claim ran out of memory; next time plan with at least `least`, also after a restart."""
         self.book.note_no_memory(self._key(entry, claim), least)
@@ -168,11 +183,43 @@ class Needs:
         model, engine = entry.config, entry.engine
         file, program = engine.identity(model)
         key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
-        estimate = self.estimate_of(entry, min(1, len(self.gpus)))
-        if not engine.facts(model).can_sleep:
-            return FileLook(model, key, estimate)
-        asleep = engine.estimate_asleep(model)
-        return FileLook(model, key, estimate, Need() if asleep is None else asleep.need)
+        facts = engine.facts(model)
+        gpus = self._gpu_count(entry, facts)
+        estimate = self.estimate_of(entry, gpus)
+        look = FileLook(model, key, estimate, None, facts.fills_claim, facts.loads_later, max(1, gpus))
+        if not facts.can_sleep:
+            return look
+        asleep = engine.estimate_asleep(model, max(1, gpus))
+        return replace(look, asleep=Need() if asleep is None else asleep.need)
+
+    def _gpu_count(self, entry: Described, facts: EngineFacts) -> int:
+        """On how many GPUs it will run, as far as its shares must be equal: each then has a context of its own."""
+        model, counts = entry.config, (1, *equal_counts(facts))
+        named = len(set(model.devices) - {"host"})
+        if named > 1 and not model.is_host_only:
+            return max((count for count in counts if count <= min(named, len(self.gpus))), default=0)
+        largest = max(self.usable_mib.values(), default=0)
+        if len(counts) > 1 and largest:
+            for count in (count for count in counts if count <= len(self.gpus)):
+                if self._planned_mib(entry, count) <= count * largest:
+                    return count
+        return min(1, len(self.gpus))
+
+    def _planned_mib(self, entry: Described, gpus: int) -> int:
+        estimate, model = self.estimate_of(entry, gpus), entry.config
+        share = model.gpu_memory_utilization
+        if estimate is not None and share is not None and model.memory_mib is None:
+            # So many GPUs that what it needs fits into its share of each.
+            return int(estimate.need.gpu_mib / share)
+        size_mib = model.memory_mib or (0 if estimate is None else estimate.need.gpu_mib)
+        return min(size_mib, model.gpu_memory_budget_mib or size_mib)
+
+    def _declared(self, model: Model, gpus: int) -> Model:
+        """The same with memory_mib, where the operator declared a share of each GPU instead."""
+        share, largest = model.gpu_memory_utilization, max(self.usable_mib.values(), default=0)
+        if share is None or model.memory_mib is not None or model.is_host_only or not largest:
+            return model
+        return model.model_copy(update={"memory_mib": max(1, int(share * largest * gpus))})
 
     def _hosted(self, need: Need, asleep: Need) -> Need:
         """The need of a hosted model: its host copy stays while it is ready."""
@@ -188,6 +235,12 @@ class Needs:
             if seen := [one for one in found if one is not None]:
                 return max(seen, key=lambda one: (one.gpu_mib, one.raised.gpu_mib))
         return None
+
+    def _raised(self, look: FileLook) -> Need:
+        """The most that loads ran out of memory with, wherever: what fills its claim cannot be measured."""
+        keys = (replace(look.key, gpu=kind) for kinds in self._kinds(look.config) for kind in kinds)
+        found = [known.raised for key in keys if (known := self.book.recall(key)) is not None]
+        return Need(max((one.gpu_mib for one in found), default=0), max((one.host_mib for one in found), default=0))
 
     # --- keys -----------------------------------------------------------------------------------------------------
 
@@ -256,10 +309,6 @@ def _with_host(model: Model, need: Need) -> Need:
 
 def _covers(need: Need, least: Need) -> bool:
     return need.gpu_mib >= least.gpu_mib and need.host_mib >= least.host_mib
-
-
-def _larger(one: Need, other: Need) -> Need:
-    return Need(max(one.gpu_mib, other.gpu_mib), max(one.host_mib, other.host_mib))
 
 
 # Longer texts are no names; this also bounds the work of the patterns.

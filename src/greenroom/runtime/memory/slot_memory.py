@@ -74,6 +74,12 @@ class SlotMemory:
         """The GPUs that this engine may see; None if there are none to plan with."""
         return visible_gpus(entry, claim, self._state.ledger.devices.values())
 
+    def sizes_of(self, gpus: tuple[DeviceId, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """MiB of each of these GPUs, and what of it was really free at the last look, just before a start."""
+        total = tuple(self._state.ledger.devices[gpu].capacity_mib for gpu in gpus)
+        used = {gpu.uuid: gpu.used_mib for gpu in self._watch.last.reading.gpus}
+        return total, tuple(max(0, mib - used.get(gpu, 0)) for gpu, mib in zip(gpus, total, strict=True))
+
     async def lacks(self, claim: Claim) -> Claim:
         """MiB of this claim that are not really free on GPUs, after waiting for them up to `room_s`."""
         gpus = {device: mib for device, mib in claim.items() if mib > 0 and device != HOST}
@@ -141,6 +147,20 @@ class SlotMemory:
         if missing:
             said = " ".join(f"{device}={mib}" for device, mib in missing.items())
             _log.warning("memory has not come back", slot=slot, after_s=back_s, missing_mib=said)
+        if held.unseen:
+            await self._settled(held.unseen)
+
+    async def slept(self, slot: SlotId, held: Held) -> None:
+        """The same for a slot that fell asleep, which may keep more than planned: until use fell and falls no more."""
+        deadline, whole_mib = self._clock() + self._timeouts.back_s, sum(held.seen.values())
+        left_mib = whole_mib
+        while left_mib and self._watch.failure is None:
+            before_mib = left_mib
+            left_mib = sum((await self._watch.back(held.at, held.seen, self._timeouts.settled_s)).values())
+            if self._clock() >= deadline or whole_mib > left_mib >= before_mib:
+                break
+        if left_mib:
+            _log.info("keeps more asleep than planned", slot=slot, beyond_mib=left_mib)
         if held.unseen:
             await self._settled(held.unseen)
 
@@ -257,13 +277,20 @@ class HostedMemory:
         self._clock = clock
 
     def gpus_for(self, entry: Entry, slot: SlotId) -> tuple[DeviceId, ...] | None:
-        """The GPU on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with.
+        """The GPUs on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with.
 
-        A slot that is being prepared has a place on a GPU, but no memory there yet.
+        A slot that is being prepared has a place on GPUs, but no memory there yet.
         """
+        claim, devices = self.claim_of(slot), self._state.ledger.devices
+        gpus = visible_gpus(entry, claim, devices.values())
+        is_spread = gpus is not None and all(gpu in claim for gpu in gpus)
+        # One whose need is not known is not spread.
+        return gpus if gpus is None or is_spread else gpus[:1]
+
+    def claim_of(self, slot: SlotId) -> Claim:
+        """What this slot was given for when it is ready."""
         there = self._state.slots.get(slot)
-        gpus = visible_gpus(entry, NO_CLAIM if there is None else there.claim, self._state.ledger.devices.values())
-        return gpus if gpus is None else gpus[:1]
+        return NO_CLAIM if there is None else there.claim
 
     @property
     def host_max_bytes(self) -> int | None:
@@ -280,9 +307,9 @@ class HostedMemory:
         """Whether the scheduler still has this slot."""
         return slot in self._state.slots
 
-    async def glance(self, gpu: DeviceId | None) -> GpuReading | None:
+    async def glance(self, gpu: DeviceId) -> GpuReading | None:
         """The current use of this GPU; None if it cannot be seen."""
-        return None if gpu is None else await self._watch.glance(gpu)
+        return await self._watch.glance(gpu)
 
     async def missing(self, claim: Claim) -> Claim:
         """MiB of this claim that are not really free on GPUs now."""
@@ -303,10 +330,10 @@ class HostedMemory:
                 return missing
             await asyncio.sleep(AGAIN_S)
 
-    async def back(self, slot: SlotId, gpu: DeviceId | None, before: GpuReading | None, released_mib: int) -> None:
+    async def back(self, slot: SlotId, gpu: DeviceId, before: GpuReading | None, released_mib: int) -> None:
         """Wait until what a slot held `before` is free again. Returns early if other slots move meanwhile."""
         # Use that was never seen cannot be seen to end: a GPU that is only a budget shows none.
-        if gpu is None or before is None or not 0 < released_mib <= before.used_mib:
+        if before is None or not 0 < released_mib <= before.used_mib:
             return
         stirs, deadline = dict(self._table.stirs), self._clock() + self._timeouts.slept_s
         while (now := await self.glance(gpu)) is not None and (away_mib := away(before, now, released_mib)):

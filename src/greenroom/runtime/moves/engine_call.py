@@ -10,17 +10,22 @@ import asyncio
 import contextlib
 from typing import Final
 
-from greenroom.engines.base import CallEngine
 from greenroom.http.upstream import EngineAddress
 
 # Of an answer. Those of control calls have some bytes.
 ANSWER_MAX_BYTES: Final = 1024 * 1024
 
 
-def calls_to(address: EngineAddress) -> CallEngine:
-    """Calls to this address: method, target and JSON body → status and body. Raises OSError or ValueError."""
+class EngineCall:
+    """Calls to one address. Raises OSError or ValueError."""
 
-    async def call(method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
+    def __init__(self, address: EngineAddress) -> None:
+        self._address = address
+        self.notes: dict[str, float] = {}
+
+    async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Method, target and JSON body → status and body."""
+        address = self._address
         if address.path:
             reader, writer = await asyncio.open_unix_connection(address.path)
         else:
@@ -33,8 +38,6 @@ def calls_to(address: EngineAddress) -> CallEngine:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-
-    return call
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from greenroom.core.model import Claim, DeviceId, Move, SlotId, Tier
-from greenroom.engines.base import HostedEngine
+from greenroom.engines.base import CacheFigures, HostedEngine
 from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
@@ -29,6 +29,8 @@ from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.workers.worker import Worker
 
 FLUSH_MAX_S: Final = 10.0
+# No slot has more devices than this.
+DEVICES_MAX: Final = 16
 
 _Result = TypeVar("_Result")
 
@@ -126,7 +128,7 @@ class HostedMoves:
             self._slots.live.pop(slot, None)
             stray = self._table.there[slot]
             stray.is_moving = True
-            self._cleanup.start(self._forget(stray), stray.on_gpu, f"forget {slot}")
+            self._cleanup.start(self._forget(stray), stray.on_gpus, f"forget {slot}")
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Forget cached prefixes; a sleeping slot has none. Returns entries removed and bytes freed.
@@ -147,6 +149,22 @@ class HostedMoves:
             ) from error
         return count(answer, "entries"), count(answer, "bytes")
 
+    async def figures(self, slot: SlotId) -> CacheFigures | None:
+        """What its worker tells of its KV cache; None if it has none or does not answer. Bounded by the caller."""
+        there = self._table.there.get(slot)
+        if there is None or there.worker is None or not there.is_ready:
+            return None
+        try:
+            answer = await there.worker.ask("look")
+        except (WorkerLost, OpFailed):
+            return None
+        slots = answer.get("slots")
+        about = slots.get(slot) if isinstance(slots, dict) else None
+        used, size = (about.get("kv_used"), about.get("kv_bytes")) if isinstance(about, dict) else (None, None)
+        if not isinstance(used, int | float) or not 0 <= used <= 1:
+            return None
+        return CacheFigures(float(used), kv_bytes=size if isinstance(size, int) and size >= 0 else None)
+
     # --- what must hold around a move -------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -163,11 +181,12 @@ class HostedMoves:
 
     @asynccontextmanager
     async def _giving_back(self, slot: HostedSlot) -> AsyncIterator[None]:
-        """Wait, after the block, until what the slot held on a GPU is really free."""
-        gpu, held_mib = slot.gpu, sum(slot.on_gpu.values())
-        before = await self._memory.glance(gpu) if held_mib else None
+        """Wait, after the block, until what the slot held on its GPUs is really free."""
+        held = slot.on_gpus
+        before = {gpu: await self._memory.glance(gpu) for gpu in held}
         yield
-        await self._memory.back(slot.id, gpu, before, held_mib)
+        for gpu, held_mib in held.items():
+            await self._memory.back(slot.id, gpu, before[gpu], held_mib)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -212,7 +231,7 @@ class HostedMoves:
         return answer
 
     async def _wake_in(self, move: Move, slot: HostedSlot, worker: Worker) -> Answer:
-        with self._table.stirring(slot.gpu):
+        with self._table.stirring(*slot.gpus):
             try:
                 async with asyncio.timeout(worker.timeouts.wake_s):
                     answer = await worker.ask("wake", slot=slot.id)
@@ -224,7 +243,7 @@ class HostedMoves:
                     said = f"{slot.entry.id} did not wake within {worker.timeouts.wake_s:g} s."
                     raise LoadFailed(said, public=said) from error
                 raise
-            slot.device_bytes, slot.is_ready = count(answer, "device_bytes"), True
+            slot.device_bytes, slot.is_ready = _device_bytes(answer), True
         return answer
 
     async def _asleep_again(self, slot: HostedSlot, worker: Worker) -> None:
@@ -244,7 +263,7 @@ class HostedMoves:
             # The worker ended a moment ago, and so did its use of the GPU.
             return
         try:
-            with self._table.stirring(slot.gpu):
+            with self._table.stirring(*slot.gpus):
                 await self._sleep_in(slot, worker)
                 slot.is_ready = False
         except WorkerLost:
@@ -254,7 +273,7 @@ class HostedMoves:
             raise LoadFailed(f"{slot.entry.id} could not be put to sleep: {error or 'it did not answer'}") from error
 
     async def _forget(self, slot: HostedSlot) -> None:
-        with self._table.stirring(slot.gpu if slot.is_ready else None):
+        with self._table.stirring(*(slot.gpus if slot.is_ready else ())):
             await self._opener.shut(slot)
             slot.is_ready = False
         slot.arena.close()
@@ -270,7 +289,7 @@ class HostedMoves:
             self._slots.live.pop(slot.id, None)
             slot.is_ready = False
             self._lost.report(slot.entry, slot.id, exit)
-        gpus = frozenset(slot.gpu for slot in there if slot.gpu is not None)
+        gpus = frozenset(gpu for slot in there for gpu in slot.gpus)
         work = self._clean_up(worker, gpus, [slot.id for slot in were_ready])
         self._cleanup.start(work, gpus, f"remains {worker.id}")
         lost = [slot for slot in were_ready if not slot.is_moving]
@@ -289,6 +308,13 @@ class HostedMoves:
         await self._memory.gone(worker.pid, gpus)
         for slot in were_ready:
             await self._grants.leave(slot)
+
+
+def _device_bytes(answer: Answer) -> list[int]:
+    """What a worker says that a slot holds on each of its devices."""
+    each = answer.get("each_device_bytes")
+    said = each if isinstance(each, list) and each else [answer.get("device_bytes")]
+    return [count({"bytes": one}, "bytes") for one in said[:DEVICES_MAX]]
 
 
 @contextmanager

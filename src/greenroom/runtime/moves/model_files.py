@@ -197,6 +197,6 @@ def check_roots(entry: Entry, roots: Sequence[str]) -> None:
         whole = os.path.realpath(file)
         if not any(os.path.commonpath((whole, root)) == root for root in allowed):
             raise OutsideRoots(
-                f"{entry.id}: {file} lies outside of model_roots ({', '.join(roots)}) once links are resolved. Move it "
+                f"{entry.id}: {file} lies outside of the roots ({', '.join(roots)}) once links are resolved. Move it "
                 "there, or add its folder to model_roots in the configuration."
             )

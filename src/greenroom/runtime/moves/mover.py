@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from greenroom.config.problems import is_empty_folder
 from greenroom.core.events import Event, MoveDone
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome
 from greenroom.engines.base import HostedEngine
-from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown
+from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
@@ -137,6 +138,8 @@ class Mover:
             self.failures.pop(move.model, None)
             return MoveResult(seen)
         engine = entry.engine
+        if entry.config.path is not None and is_empty_folder(entry.config.path):
+            raise UnusableModel(f"{entry.id} could not be loaded: the folder {entry.config.path} is empty.")
         if (why := engine.missing(entry.config)) is not None:
             public = f"{entry.id} could not be loaded: its engine is not installed here."
             raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)

@@ -15,6 +15,7 @@ from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.load_errors import HostedErrors
@@ -35,7 +36,7 @@ class SlotOpener:
         observer: Observer,
         memory: HostedMemory,
         errors: HostedErrors,
-        roots: Callable[[], tuple[str, ...]],
+        roots: Callable[[Entry], tuple[str, ...]],
     ) -> None:
         self._slots = slots
         self._state_dir = state_dir
@@ -67,7 +68,7 @@ class SlotOpener:
             raise
 
     async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
-        entry, roots = slot.entry, self._roots()
+        entry, roots = slot.entry, self._roots(slot.entry)
         if roots:
             await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         options = self._options(slot)
@@ -90,7 +91,7 @@ class SlotOpener:
             fd=slot.arena.fd,
             on_progress=lambda share: setattr(slot, "progress", share),
             slot=slot.id,
-            model=entry.id,
+            model=entry.public_id,
             path=entry.config.path,
             socket=slot.socket,
             filled=slot.arena.is_filled,
@@ -101,7 +102,7 @@ class SlotOpener:
 
     def _options(self, slot: HostedSlot) -> Mapping[str, object]:
         try:
-            said = slot.engine.options(slot.entry.config, slot.key.gpus)
+            said = slot.engine.options(slot.entry.config, slot.key.gpus, self._memory.claim_of(slot.id))
         except LoadFailed as error:
             raise type(error)(f"{slot.entry.id} could not be loaded: {error.message}", details=error.details) from error
         memory = self._memory

@@ -24,7 +24,7 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission
-from greenroom.runtime.moves.engine_call import calls_to
+from greenroom.runtime.moves.engine_call import EngineCall
 from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
 from greenroom.runtime.moves.model_files import check_roots
 from greenroom.runtime.moves.opening import uninterrupted
@@ -44,7 +44,7 @@ class PortTaken(LoadFailed):
 
 
 class ProcessMoves:
-    """`roots` are the folders below which files of models must lie, if there are any."""
+    """`roots` are the folders below which files of a model must lie, if there are any."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ProcessMoves:
         memory: SlotMemory,
         admission: Admission,
         lost: LostSlots,
-        roots: Callable[[], tuple[str, ...]] = tuple,
+        roots: Callable[[Entry], tuple[str, ...]] = lambda _: (),
     ) -> None:
         self._catalog = catalog
         self._slots = slots
@@ -78,7 +78,7 @@ class ProcessMoves:
 
         Raises LoadFailed, NoGrant or StoreDown, and leaves nothing behind.
         """
-        if roots := self._roots():
+        if roots := self._roots(entry):
             await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self._admission.cleanup.finished(move.claim)
@@ -98,13 +98,14 @@ class ProcessMoves:
     async def _load_once(self, move: Move, entry: Entry, engine: ProcessEngine, attempt: int) -> Claim | None:
         place = self._place(move, entry, engine)
         try:
-            launch = engine.launch(move.model, entry.config, place)
+            launch = engine.launch(entry.public_id, entry.config, place)
             child, seen = await self._ready_child(move, entry, launch, place, attempt)
         except BaseException:
             self._give_back(move.slot, place.socket)
             raise
         pool = Pool(_address(place), name=f"The engine of {entry.id}")
-        live = LiveSlot(move.slot, entry, child, pool, place.socket, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        live = LiveSlot(move.slot, entry, child, pool, place.socket, now, EngineCall(pool.address))
         self._slots.live[move.slot] = live
         child.on_exit(lambda exit: self._on_exit(live, exit))
         return seen
@@ -139,10 +140,11 @@ class ProcessMoves:
         gpus = self._memory.gpus_for(entry, move.claim)
         if engine.listens is Listens.SOCKET:
             # Slot ids are never used again, so no leftover socket can be in the way.
-            return LaunchPlace(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
+            socket = str(self._state_dir.run_dir / f"{move.slot}.sock")
+            return LaunchPlace(move.claim, None, socket, gpus, *self._memory.sizes_of(gpus or ()))
         port = self._ports.pick(set(self._ports_in_use.values()))
         self._ports_in_use[move.slot] = port
-        return LaunchPlace(move.claim, port=port, gpus=gpus)
+        return LaunchPlace(move.claim, port, None, gpus, *self._memory.sizes_of(gpus or ()))
 
     async def _until_ready(self, child: Child, launch: Launch, place: LaunchPlace, entry: Entry) -> None:
         """Wait until the engine answers. Its process is watched too: a dying engine may still answer.
@@ -202,7 +204,7 @@ class ProcessMoves:
             return None
         held = self._memory.held_by(live.id)
         await self._told(live, "be put to sleep", SLEEP_MAX_S, lambda engine: engine.sleep)
-        await self._memory.back(live.id, held.less(_stays(live.entry, held)))
+        await self._memory.slept(live.id, held.less(_stays(live.entry, held)))
         await self._admission.grants.leave(live.id)
         return await self._memory.look(live.id)
 
@@ -233,10 +235,10 @@ class ProcessMoves:
         self, live: LiveSlot, what: str, max_s: float, order: Callable[[ProcessEngine], Callable[..., Awaitable[None]]]
     ) -> None:
         engine = live.entry.engine
-        assert engine.hosted is False, "slots of workers are moved by hosted_moves"
+        assert engine.hosted is False and live.call is not None, "slots of workers are moved by hosted_moves"
         try:
             async with asyncio.timeout(max_s):
-                await order(engine)(live.entry.config, calls_to(live.pool.address))
+                await order(engine)(live.entry.config, live.call)
         except (LoadFailed, OSError, ValueError) as error:
             why = error.message.rstrip(".") if isinstance(error, LoadFailed) else str(error)
             said = f"it took more than {max_s:g} s" if isinstance(error, TimeoutError) else why

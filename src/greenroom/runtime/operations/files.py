@@ -50,6 +50,15 @@ class OperationStatus(StrEnum):
 
 class OperationKind(StrEnum):
     JOB = "job"
+    DOWNLOAD = "download"
+    LOAD = "load"
+    UNLOAD = "unload"
+    UPDATE = "update"
+
+    @property
+    def is_move(self) -> bool:
+        """It changes what is in memory, which does not survive the gateway."""
+        return self in (OperationKind.LOAD, OperationKind.UNLOAD, OperationKind.UPDATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class Operation:
     request_bytes: int = 0
     result_bytes: int = 0
     error: OperationError | None = None
+    # The request that ran it last.
+    request_id: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -111,7 +122,7 @@ class OperationFiles:
         path = self._path(id, REQUEST)
         try:
             with _created(path) as file:
-                file.write(msgspec.json.encode(about) + b"\n")
+                file.write(first_line(about))
                 file.writelines(body)
                 _sync_file(file)
                 return file.tell()
@@ -131,12 +142,14 @@ class OperationFiles:
     def create_result(self, id: str) -> BinaryIO:
         return _created(self._path(id, PART))
 
-    def complete_result(self, id: str, file: BinaryIO) -> None:
-        """Closes the file, and gives it its name. Raises OSError."""
+    def complete_result(self, id: str, file: BinaryIO, *, survives: bool = True) -> None:
+        """Closes the file, and gives it its name. Raises OSError. It `survives` a power cut unless said otherwise."""
         with file:
-            _sync_file(file)
+            if survives:
+                _sync_file(file)
         self._path(id, PART).replace(self._path(id, RESULT))
-        self._sync()
+        if survives:
+            self._sync()
 
     def result_bytes(self, id: str) -> int | None:
         """None if there is no complete result."""
@@ -180,6 +193,17 @@ def chunks(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_BUFFER_BYTES):
             yield piece
+
+
+def first_line(about: object) -> bytes:
+    """What stands before the body of a request or a result."""
+    return msgspec.json.encode(about) + b"\n"
+
+
+def close_unwritten(file: BinaryIO) -> None:
+    """Close a file whose last bytes may not fit and are not wanted."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _created(path: Path) -> BinaryIO:

@@ -70,9 +70,10 @@ class OperatorMoves:
             case OpOutcome.UNKNOWN_MODEL:
                 return ModelNotFound.named(model)
             case OpOutcome.REFUSED:
+                what = "prepare it" if kind is MoveKind.PREPARE else "put it to sleep"
+                engine = self._engine_of(model)
                 return Unsupported(
-                    f"{model} runs on {self._engine_of(model)}, which keeps no model asleep in host memory. `load` and "
-                    "`unload` work for it; models of the engine transformers can sleep and be prepared.",
+                    f"{model} runs on {engine}, which cannot {what} here. `load` and `unload` work for it.",
                     param="model",
                 )
             case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:

@@ -1,22 +1,23 @@
 """The table of operations: long work that outlives the request which started it, and the gateway's own restarts.
 
 Owns every row, the only way from one status to the next, and how much is kept. A status is seen only once it is on
-disk, so that no crash takes it back. Never runs anything: jobs are run by `server/inference/jobs.py`.
+disk, so that no crash takes it back. Never runs anything: jobs are run by `server/inference/jobs.py`, downloads by
+`downloads.py`, loads and unloads by `loads.py`. Jobs and all other kinds are counted apart, so that neither pushes out
+the other.
 
     queued → running → done | failed | cancelled          queued → failed | cancelled
-    running → queued, at a restart, if the operation may run again
+    running → queued, at a restart, if the operation may run again; a load or unload fails then
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -30,13 +31,16 @@ from greenroom.runtime.operations.files import (
     OperationKind,
     OperationStatus,
 )
+from greenroom.runtime.operations.result_part import RETRY_AFTER_S, ResultPart, disk_failed
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")
 
 # An operation that ran this often when the gateway died does not run again: it may be the cause.
 RUNS_MAX: Final = 3
-RETRY_AFTER_S: Final = 10.0
+# Of operations that are no jobs: how many rows there are at most, and how long ended ones stay.
+OTHERS_MAX: Final = 10_000
+OTHERS_KEEP_S: Final = 3_600.0
 # What a row is counted as when it is decided which tenant keeps most.
 ROW_BYTES: Final = 4096
 RESTARTED: Final = OperationError(
@@ -50,7 +54,7 @@ Changed = TypeVar("Changed")
 
 @dataclass(frozen=True, slots=True)
 class KeepLimits:
-    """How much is kept: operations that have ended make room for new ones."""
+    """How much is kept: operations that have ended make room for new ones. Times and counts are those of jobs."""
 
     keep_s: float
     count_max: int
@@ -73,7 +77,7 @@ class OperationTable:
         self._rows: dict[str, Operation] = {}
         # Bytes of results that are being written.
         self._parts: dict[str, int] = {}
-        # Of all rows and parts together.
+        # Of all jobs and their parts together.
         self._used_bytes = 0
         # One write at a time: the row on disk is always the newest.
         self._writing = asyncio.Lock()
@@ -91,18 +95,19 @@ class OperationTable:
                 self._files.remove(row.id, files.REQUEST)
             self._rows[row.id] = settled
         self._rows = dict(sorted(self._rows.items(), key=lambda item: item[1].created))
-        self._used_bytes = sum(row.bytes for row in self._rows.values())
+        self._used_bytes = sum(map(_weight, self._rows.values()))
 
     def _after_restart(self, row: Operation) -> Operation:
         size = self._files.result_bytes(row.id)
         if row.status.is_over:
             return row if row.result_bytes == (size or 0) else replace(row, result_bytes=size or 0)
-        if row.status is OperationStatus.QUEUED:
+        if row.status is OperationStatus.QUEUED and not row.kind.is_move:
             return row
         if size is not None:
             now = self._wall()
             return replace(row, status=OperationStatus.DONE, ended=now, request_bytes=0, result_bytes=size)
-        if row.retry and row.runs < RUNS_MAX:
+        if row.retry and (row.runs < RUNS_MAX or row.kind is OperationKind.DOWNLOAD):
+            # A download runs in a process of its own, which does not end the gateway.
             return replace(row, status=OperationStatus.QUEUED, started=None)
         why = RESTARTED_OFTEN if row.retry else RESTARTED
         return replace(row, status=OperationStatus.FAILED, ended=self._wall(), request_bytes=0, error=why)
@@ -157,34 +162,35 @@ class OperationTable:
             f"{kind.value}-{secrets.token_hex(16)}", kind, tenant, key, model, route, priority, retry, self._wall()
         )
         async with self._writing:
-            self._expect_room(size, tenant)
+            self._expect_room(size, tenant, kind)
             try:
                 written = await run_detached(lambda: self._files.write_request(row.id, about, body), "write request")
                 row = replace(row, request_bytes=written)
                 await run_detached(lambda: self._files.write_row(row), "write operation")
             except OSError as error:
                 self._files.remove(row.id, files.ROW, files.REQUEST)
-                raise _disk_failed(error) from error
+                raise disk_failed(error) from error
             self._take(row)
         return row
 
-    async def start(self, id: str) -> None:
-        """It runs from now on. Raises OperationStoreFull if the disk does not take that: then it must not run.
+    async def start(self, id: str, request_id: str | None = None) -> None:
+        """It runs from now on, as this request.
 
-        Raises NotFound for one that has ended meanwhile.
+        Raises OperationStoreFull if the disk does not take that: then it must not run; NotFound for one that has ended.
         """
-        await self._whole(self._start(id))
+        await self._whole(self._start(id, request_id))
 
-    async def _start(self, id: str) -> None:
+    async def _start(self, id: str, request_id: str | None) -> None:
         async with self._writing:
             row = self._rows.get(id)
             if row is None or row.status.is_over:
                 raise NotFound(f"The operation {id} has ended.")
             row = replace(row, status=OperationStatus.RUNNING, started=self._wall(), runs=row.runs + 1)
+            row = replace(row, request_id=request_id)
             try:
                 await run_detached(lambda: self._files.write_row(row), "write operation")
             except OSError as error:
-                raise _disk_failed(error) from error
+                raise disk_failed(error) from error
             self._take(row)
 
     async def end(
@@ -193,15 +199,21 @@ class OperationTable:
         status: OperationStatus,
         error: OperationError | None = None,
         result: ResultPart | None = None,
+        request_id: str | None = None,
     ) -> Operation:
         """The first end counts; a later one changes nothing. A result that the disk does not take is a failure.
 
         Raises NotFound for one that has ended and is no longer kept.
         """
-        return await self._whole(self._end(id, status, error, result))
+        return await self._whole(self._end(id, status, error, result, request_id))
 
     async def _end(
-        self, id: str, status: OperationStatus, error: OperationError | None, result: ResultPart | None
+        self,
+        id: str,
+        status: OperationStatus,
+        error: OperationError | None,
+        result: ResultPart | None,
+        request_id: str | None,
     ) -> Operation:
         async with self._writing:
             row = self._rows.get(id)
@@ -213,6 +225,7 @@ class OperationTable:
                 return row
             size = 0 if result is None else result.size
             row = replace(row, status=status, ended=self._wall(), error=error, request_bytes=0, result_bytes=size)
+            row = replace(row, request_id=request_id or row.request_id)
             if status is OperationStatus.DONE:
                 # The result first: if the gateway dies now, the next one finds it and knows that this is done.
                 row = await self._completed(row, result)
@@ -244,7 +257,10 @@ class OperationTable:
             await run_detached(result.complete, "write result")
         except OSError as failure:
             result.discard()
-            failed = _disk_failed(failure)
+            if row.kind is not OperationKind.JOB:
+                # What is known of it is lost, not what was done.
+                return replace(row, result_bytes=0)
+            failed = disk_failed(failure)
             error = row.error or OperationError(failed.code, failed.public)
             return replace(row, status=OperationStatus.FAILED, error=error, result_bytes=0)
         self.shrink(row.id)
@@ -255,7 +271,7 @@ class OperationTable:
         try:
             file = self._files.create_result(id)
         except OSError as error:
-            raise _disk_failed(error) from error
+            raise disk_failed(error) from error
         self._parts[id] = 0
         return ResultPart(self, self._files, id, file)
 
@@ -264,11 +280,11 @@ class OperationTable:
         async with self._writing:
             for id in list(self._unsaved):
                 await self._save_ended(self._rows[id])
-            oldest = self._wall() - self._limits().keep_s
             for row in self:
-                if row.ended is not None and row.ended < oldest and row.id not in self._unsaved:
+                if self._is_old(row) and row.id not in self._unsaved:
                     self._drop(row)
-            self._make_room(0, 0)
+            for kind in OperationKind:
+                self._make_room(0, 0, kind=kind)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -278,6 +294,9 @@ class OperationTable:
         if grown > limit:
             raise ResultTooLarge(f"The result is larger than all results may be together ({limit:,} bytes).")
         row = self._rows.get(id)
+        if row is not None and row.kind is not OperationKind.JOB:
+            # Their results are small, and of bounded number.
+            return
         if not self._make_room(size, 0, None if row is None else row.tenant):
             raise OperationStoreFull("There is no room for this result.", retry_after_s=RETRY_AFTER_S)
         self._parts[id] = grown
@@ -287,36 +306,52 @@ class OperationTable:
         """The part of a result is no longer counted as such. May be called again."""
         self._used_bytes -= self._parts.pop(id, 0)
 
-    def _expect_room(self, size: int, tenant: str) -> None:
+    def _is_old(self, row: Operation) -> bool:
+        keep_s = self._limits().keep_s if row.kind is OperationKind.JOB else OTHERS_KEEP_S
+        return row.ended is not None and row.ended < self._wall() - keep_s
+
+    def _expect_room(self, size: int, tenant: str, kind: OperationKind) -> None:
         """For one more operation of this tenant. Raises OperationsFull or OperationStoreFull."""
-        if self._make_room(size, 1, tenant):
+        if self._make_room(size, 1, tenant, kind):
             return
-        if len(self._rows) >= self._limits().count_max:
-            said = f"{len(self._rows):,} jobs have not ended yet or are results of others; try again later."
+        if self._is_crowded(kind, 1):
+            what = "jobs" if kind is OperationKind.JOB else "operations"
+            said = f"{self._alike(kind):,} {what} have not ended yet or are results of others; try again later."
             raise OperationsFull(said, retry_after_s=RETRY_AFTER_S)
         raise OperationStoreFull("There is no room to keep this request.", retry_after_s=RETRY_AFTER_S)
 
-    def _make_room(self, size: int, count: int, tenant: str | None = None) -> bool:
+    def _make_room(
+        self, size: int, count: int, tenant: str | None = None, kind: OperationKind = OperationKind.JOB
+    ) -> bool:
         """Drop ended operations until this much more fits, for this tenant. False if it does not."""
-        limits = self._limits()
-        while len(self._rows) + count > limits.count_max or self._used_bytes + size > limits.bytes_max:
-            victim = self._victim(tenant)
+        size = size if kind is OperationKind.JOB else 0
+        while (is_crowded := self._is_crowded(kind, count)) or self._used_bytes + size > self._limits().bytes_max:
+            victim = self._victim(tenant, kind if is_crowded else OperationKind.JOB)
             if victim is None:
                 return False
             self._drop(victim)
         return True
 
-    def _victim(self, tenant: str | None) -> Operation | None:
+    def _is_crowded(self, kind: OperationKind, count: int) -> bool:
+        """True if so many more would be too many."""
+        limit = self._limits().count_max if kind is OperationKind.JOB else OTHERS_MAX
+        return self._alike(kind) + count > limit
+
+    def _alike(self, kind: OperationKind) -> int:
+        return sum(_is_alike(row.kind, kind) for row in self._rows.values())
+
+    def _victim(self, tenant: str | None, kind: OperationKind) -> Operation | None:
         """The oldest that has ended, of the tenant that holds most: none pushes out the results of one that holds less.
 
         What has not ended is held too, but never dropped. Without a tenant all may be dropped.
         """
         held: Counter[str] = Counter()
-        for row in self._rows.values():
+        alike = [row for row in self._rows.values() if _is_alike(row.kind, kind)]
+        for row in alike:
             held[row.tenant] += row.bytes + self._parts.get(row.id, 0) + ROW_BYTES
         ended = [
             row
-            for row in self._rows.values()
+            for row in alike
             if row.status.is_over
             and row.id not in self._unsaved
             and (tenant in (None, row.tenant) or held[row.tenant] >= held[tenant or ""])
@@ -325,13 +360,13 @@ class OperationTable:
 
     def _take(self, row: Operation) -> None:
         before = self._rows.get(row.id)
-        self._used_bytes += row.bytes - (0 if before is None else before.bytes)
+        self._used_bytes += _weight(row) - (0 if before is None else _weight(before))
         self._rows[row.id] = row
         self._publish(row)
 
     def _drop(self, row: Operation) -> None:
         del self._rows[row.id]
-        self._used_bytes -= row.bytes
+        self._used_bytes -= _weight(row)
         self._files.remove(row.id, files.ROW, files.REQUEST, files.RESULT)
 
     # --- disk ---------------------------------------------------------------------------------------------------------
@@ -347,43 +382,11 @@ class OperationTable:
             self._unsaved.add(row.id)
 
 
-class ResultPart:
-    """A result that is being written. `OperationTable.end` completes it."""
-
-    def __init__(self, table: OperationTable, stored: OperationFiles, id: str, file: BinaryIO) -> None:
-        self._table = table
-        self._files = stored
-        self._id = id
-        self._file = file
-        self.size = 0
-
-    def write(self, data: bytes) -> None:
-        """Ends in the page cache. Raises ResultTooLarge or OperationStoreFull."""
-        self._table.grow(self._id, len(data))
-        self.size += len(data)
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise _disk_failed(error) from error
-
-    def write_head(self, about: object) -> None:
-        """The first line, which `read_result` reads. Raises as `write` does."""
-        self.write(msgspec.json.encode(about) + b"\n")
-
-    def complete(self) -> None:
-        """Blocks. Raises OSError."""
-        self._files.complete_result(self._id, self._file)
-
-    def discard(self) -> None:
-        """May be called again."""
-        self._table.shrink(self._id)
-        # Its last bytes may not fit, and are not wanted.
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._files.remove(self._id, files.PART)
+def _weight(row: Operation) -> int:
+    """Its bytes, as far as they count towards what jobs may use."""
+    return row.bytes if row.kind is OperationKind.JOB else 0
 
 
-def _disk_failed(error: OSError) -> OperationStoreFull:
-    return OperationStoreFull(
-        f"The disk of the state directory does not take it: {error.strerror}.", retry_after_s=RETRY_AFTER_S
-    )
+def _is_alike(one: OperationKind, other: OperationKind) -> bool:
+    """True for kinds that are counted together."""
+    return (one is OperationKind.JOB) == (other is OperationKind.JOB)

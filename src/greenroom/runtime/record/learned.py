@@ -118,6 +118,8 @@ class LearnedTimes:
 
     def _take(self) -> None:
         learned = self._learned()
+        there = {entry.id for entry in self._entries}
+        self._identities = {model: known for model, known in self._identities.items() if model in there}
         for entry in self._entries:
             if (times := learned.get(entry.id)) is not None:
                 # Moved to the end: the newest are last.
@@ -137,6 +139,18 @@ class LearnedTimes:
         if not self._failed:
             self._failed = True
             _log.warning("learned times cannot be written", file=str(self._path), error=error.strerror or str(error))
+
+
+def known_loads_s(folder: Path, models: Mapping[str, Model]) -> dict[str, float]:
+    """How long these models took to load, as far as an earlier run has learned it. Changes nothing."""
+    known = _read(folder / FILE_NAME)
+    return {
+        name: known[ModelId(name)].learned.moves_s[MoveKind.LOAD]
+        for name, model in models.items()
+        if ModelId(name) in known
+        and known[ModelId(name)].identity == identity_of(model)
+        and MoveKind.LOAD in known[ModelId(name)].learned.moves_s
+    }
 
 
 # --- the file -------------------------------------------------------------------------------------------------------

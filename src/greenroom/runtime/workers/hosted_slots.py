@@ -44,27 +44,29 @@ class HostedSlot:
         # The share of its arena that is filled, while it is being filled.
         self.progress: float | None = None
         self.arena_bytes = 0
-        # Used beyond the arena while it is ready.
-        self.device_bytes = 0
+        # Used beyond the arena while it is ready, on each of its devices.
+        self.device_bytes: list[int] = []
         # Its worker computes on the host; also where GPUs are only a budget.
         self.is_on_host = False
 
     @property
-    def gpu(self) -> DeviceId | None:
-        return None if self.is_on_host or not self.key.gpus else self.key.gpus[0]
+    def gpus(self) -> tuple[DeviceId, ...]:
+        """The GPUs it computes on."""
+        return () if self.is_on_host else self.key.gpus or ()
 
     @property
-    def on_gpu(self) -> Claim:
-        """What its worker says that it holds on a GPU."""
-        gpu = self.gpu
-        return {gpu: _mib(self.device_bytes)} if gpu is not None and self.is_ready and self.device_bytes else NO_CLAIM
+    def on_gpus(self) -> Claim:
+        """What its worker says that it holds on GPUs."""
+        if not self.is_ready:
+            return NO_CLAIM
+        return {gpu: _mib(size) for gpu, size in zip(self.gpus, self.device_bytes, strict=False) if size}
 
     @property
     def told(self) -> Claim:
         """What its worker says that it holds on all devices."""
-        beside_bytes = self.device_bytes if self.gpu is None and self.is_ready else 0
+        beside_bytes = sum(self.device_bytes) if not self.gpus and self.is_ready else 0
         host_mib = _mib(self.arena_bytes + beside_bytes)
-        return {**self.on_gpu, **({HOST: host_mib} if host_mib else NO_CLAIM)}
+        return {**self.on_gpus, **({HOST: host_mib} if host_mib else NO_CLAIM)}
 
     def socket_name(self) -> str:
         self.opened_count += 1
@@ -80,18 +82,15 @@ class HostedSlots:
         self._stirring: Counter[DeviceId] = Counter()
 
     @contextmanager
-    def stirring(self, gpu: DeviceId | None) -> Iterator[None]:
-        """Marks a worker that maps or unmaps memory of this GPU: a look meanwhile cannot attribute it."""
-        if gpu is None:
-            yield
-            return
-        self.stirs[gpu] += 1
-        self._stirring[gpu] += 1
+    def stirring(self, *gpus: DeviceId) -> Iterator[None]:
+        """Marks a worker that maps or unmaps memory of these GPUs: a look meanwhile cannot attribute it."""
+        self.stirs.update(gpus)
+        self._stirring.update(gpus)
         try:
             yield
         finally:
-            self.stirs[gpu] += 1
-            self._stirring[gpu] -= 1
+            self.stirs.update(gpus)
+            self._stirring.subtract(gpus)
 
     def stirred_since(self, stirs: Mapping[DeviceId, int]) -> frozenset[DeviceId]:
         """GPUs on which workers mapped or unmapped memory since these counts were taken, or do so now."""
@@ -100,6 +99,12 @@ class HostedSlots:
     def progress_of(self, model: ModelId) -> float | None:
         """The share of this model's arena that is filled, while it is being filled."""
         return next((slot.progress for slot in self.there.values() if slot.entry.id == model), None)
+
+    def promoted(self, entry: Entry, version: ModelId) -> None:
+        """The slots of this version are the model's from now on."""
+        for slot in self.there.values():
+            if slot.entry.id == version:
+                slot.entry = entry
 
     def told(self) -> dict[str, Claim]:
         """What workers say that each slot holds."""

@@ -15,7 +15,6 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.explain import Explanation, Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import RequestId, TenantId
-from greenroom.errors import ModelNotFound
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, Tier, View
@@ -95,9 +94,7 @@ class Explaining:
 
     async def explain(self, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
-        entry = self._gateway.catalog.find(ask.model)
-        if entry is None:
-            raise ModelNotFound.named(ask.model)
+        entry = await self._gateway.resolver.named(ask.model)
         settings = Settings.of(self._gateway.config)
         event = arrival(
             settings,

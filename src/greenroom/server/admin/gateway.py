@@ -18,14 +18,24 @@ from greenroom.errors import GreenroomError
 from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
+from greenroom.library.library import Library
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.loads import Loads
+from greenroom.runtime.operations.pictures import PictureStore
+from greenroom.runtime.operations.updates import Updates
+from greenroom.runtime.record.usage_store import UsageStore
+from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
 from greenroom.server.inference.jobs import Jobs
+from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
+from greenroom.tenancy.governance.gate import Governance
+from greenroom.tenancy.key_ring import KeyRing
 
 
 class Scheduling(Protocol):
@@ -160,12 +170,20 @@ class Gateway(Protocol):
     def is_draining(self) -> bool: ...
 
     @property
+    def is_starting(self) -> bool:
+        """Until models can be asked for."""
+        ...
+
+    @property
     def clock(self) -> Callable[[], float]:
         """The scheduler's clock."""
         ...
 
     @property
     def catalog(self) -> Catalog: ...
+
+    @property
+    def resolver(self) -> Resolver: ...
 
     @property
     def slots(self) -> LiveSlots: ...
@@ -189,6 +207,26 @@ class Gateway(Protocol):
     def jobs(self) -> Jobs: ...
 
     @property
+    def downloads(self) -> Downloads: ...
+
+    @property
+    def loads(self) -> Loads: ...
+
+    @property
+    def updates(self) -> Updates: ...
+
+    @property
+    def pictures(self) -> PictureStore: ...
+
+    @property
+    def usage(self) -> UsageStore | None:
+        """None where none is kept."""
+        ...
+
+    @property
+    def library(self) -> Library: ...
+
+    @property
     def mover(self) -> LoadFailures: ...
 
     @property
@@ -206,7 +244,22 @@ class Gateway(Protocol):
     def memory_watch(self) -> WatchedMemory: ...
 
     @property
+    def governance(self) -> Governance: ...
+
+    @property
+    def keys(self) -> KeyRing: ...
+
+    def must_fetch(self, model: str) -> bool:
+        """True if a load of this model would begin with a download."""
+        ...
+
+    @property
     def edge(self) -> Listening: ...
+
+    @property
+    def salts(self) -> CacheSalts:
+        """By which engines keep prefixes apart that take a salt."""
+        ...
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Empty this slot's prefix cache, or a tenant's or tag's part. Returns entries removed and bytes freed.

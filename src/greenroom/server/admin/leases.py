@@ -24,7 +24,7 @@ from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.views import Order, Priority, View
+from greenroom.server.admin.views import GovernedOrder, Order, Priority, View
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import cap, parse_priority
 
@@ -51,7 +51,7 @@ class HolderView(View):
     """The inode of /proc/PID/ns/pid: process ids differ inside a container."""
 
 
-class LeaseOrder(Order):
+class LeaseOrder(GovernedOrder):
     """Memory on GPUs for a program that is not a model."""
 
     mib: Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]

@@ -11,11 +11,14 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import Scope
 
+from greenroom.core.model import Tier
 from greenroom.errors import ModelNotFound
+from greenroom.library.records import Record
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.resolver import Resolver
 from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.admin.views import ModelCard, ModelList, ModelStatusList, ModelView
-from greenroom.server.asgi import asked_by_admin
+from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
+from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.server.inference.routes import split_model
 
 MODELS = "/v1/models"
@@ -23,8 +26,9 @@ ModelPath = Annotated[str, Path(description="A model's id or alias. Slashes may 
 
 
 class Listing:
-    def __init__(self, catalog: Catalog, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, catalog: Catalog, resolver: Resolver, look: Callable[[], Snapshot]) -> None:
         self._catalog = catalog
+        self._resolver = resolver
         self._look = look
 
     def add_to(self, app: FastAPI) -> None:
@@ -33,25 +37,52 @@ class Listing:
         app.get(MODELS + "/{model_id:path}")(self.show_model)
 
     async def list_models(self, request: Request) -> ModelList:
-        """Every model that is not `unlisted`, with its state."""
-        look, is_admin = self._look(), asked_by_admin(request)
-        listed = (entry for entry in self._catalog if not entry.config.unlisted)
-        return ModelList(data=[look.card(entry, to_operator=is_admin) for entry in listed])
+        """Every model that is not `unlisted`, with its state; then those on disk that can be asked for as well."""
+        look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
+        listed = (entry for entry in self._catalog if not entry.config.unlisted and sees(entry.base_id))
+        cards = [look.card(entry, to_operator=is_admin) for entry in listed]
+        return ModelList(data=[*cards, *(card_of(one) for one in self._resolver.unasked if sees(one.id))])
 
     async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard:
         """One model, by id or alias; unlisted ones too."""
-        entry = addressed(self._catalog, request, MODELS, model_id)
+        try:
+            entry = addressed(self._catalog, request, MODELS, model_id)
+        except ModelNotFound:
+            record = self._resolver.on_disk(model_id)
+            if record is None or not caller_of(request).sees(record.id):
+                raise
+            return card_of(record)
         return self._look().card(entry, to_operator=asked_by_admin(request))
 
 
+def card_of(record: Record) -> ModelCard:
+    """A model on disk that was not asked for yet."""
+    return ModelCard(
+        id=record.id,
+        created=int(record.added),
+        name=None,
+        description=None,
+        aliases=[],
+        capabilities=None,
+        status=ModelStatus(value=StatusWord.UNLOADED, eta_s=None, retry_in_s=None, last_error=None),
+        meta={"tier": Tier.COLD.value, "memory_mib": record.memory_mib, "kind": record.kind.value},
+    )
+
+
 def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, order: str = "") -> Entry:
-    """The model named in the path between `prefix` and `order`. Raises ModelNotFound.
+    """The model named in the path between `prefix` and `order`, if the caller may see it. Raises ModelNotFound.
 
     Read from the raw path, because the framework's `model_id` does not say which slashes were encoded; it is only used
     in the error.
     """
-    raw, start = request.scope["raw_path"], prefix.encode() + b"/"
-    found = split_model(raw[len(start) :], catalog.is_known) if raw.startswith(start) else None
+    raw, start, caller = request.scope["raw_path"], prefix.encode() + b"/", caller_of(request)
+
+    def is_known(name: str) -> bool:
+        entry = catalog.find(name)
+        is_for_operators = entry is not None and entry.instance_of is not None
+        return entry is not None and caller.sees(entry.base_id) and (caller.admin or not is_for_operators)
+
+    found = split_model(raw[len(start) :], is_known) if raw.startswith(start) else None
     entry = catalog.find(found[0]) if found is not None and found[1] == order.encode() else None
     if entry is None:
         raise ModelNotFound.named(model_id)
@@ -60,7 +91,10 @@ def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, or
 
 PATH = "/api/v1/models"
 # Orders for a model follow its id and have routes of their own.
-_BELOW = (b"/load", b"/unload", b"/sleep", b"/prepare", b"/logs", b"/logs/stream", b"/")
+_BELOW = (
+    *(b"/load", b"/unload", b"/sleep", b"/prepare", b"/logs", b"/logs/stream", b"/"),
+    *(b"/update", b"/rollback", b"/versions"),
+)
 
 
 class OneModel(APIRoute):
@@ -81,7 +115,8 @@ class ModelStatuses:
 
     async def model_statuses(self, request: Request) -> ModelStatusList:
         """Every model. Unlisted ones, process ids and engine messages are for admin keys only."""
-        return ModelStatusList(models=self._look().models(to_operator=asked_by_admin(request)))
+        look, sees = self._look(), caller_of(request).sees
+        return ModelStatusList(models=look.models(to_operator=asked_by_admin(request), sees=sees))
 
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""

@@ -23,17 +23,27 @@ import greenroom
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
 from greenroom.server import render
+from greenroom.server.admin.capabilities import CapabilityRoutes
+from greenroom.server.admin.downloads import DownloadRoutes
 from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.governed import GovernedRoutes
+from greenroom.server.admin.governed_models import GovernedModels
 from greenroom.server.admin.leases import LeaseRoutes
+from greenroom.server.admin.library import LibraryRoutes
 from greenroom.server.admin.listing import Listing, ModelStatuses
+from greenroom.server.admin.loads import LoadRoutes
 from greenroom.server.admin.memory import Gpus
+from greenroom.server.admin.model_openapi import with_model_routes
 from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.usage import UsageRoutes
+from greenroom.server.admin.versions import VersionRoutes
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.admin.watching import Streams, Watching
 from greenroom.server.asgi import Message, scope_of
 from greenroom.server.inference.job_routes import JobRoutes
+from greenroom.server.inference.pictures import PictureRoutes
 from greenroom.tenancy.keys import Permission
 
 # This many mistakes of one request are named.
@@ -104,12 +114,18 @@ def _param(mistake: Mapping[str, Any]) -> str:
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 DOCS_PATH = "/api/v1/docs"
-# Routes for keys without `admin`, and the permission each requires. All other routes require an admin's key.
+# The permission that each route requires. Routes that are not named here require an admin's key.
 _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/health"): Permission.ASK,
+    ("GET", "/healthz"): Permission.ASK,
+    ("GET", "/readyz"): Permission.ASK,
     ("GET", "/metrics"): Permission.ASK,
+    ("GET", "/v1/capabilities"): Permission.ASK,
     ("GET", "/v1/models"): Permission.ASK,
     ("GET", "/models"): Permission.ASK,
+    ("GET", "/v1/models/inventory"): Permission.ASK,
+    ("GET", "/v1/models/loaded"): Permission.ASK,
+    ("GET", "/v1/models/stats"): Permission.ASK,
     ("GET", "/v1/models/{model_id:path}"): Permission.ASK,
     ("POST", "/v1/cache/flush"): Permission.ASK,
     ("GET", "/v1/jobs"): Permission.ASK,
@@ -117,16 +133,51 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/v1/jobs/{job_id}"): Permission.ASK,
     ("DELETE", "/v1/jobs/{job_id}"): Permission.ASK,
     ("GET", "/v1/jobs/{job_id}/result"): Permission.ASK,
+    ("GET", "/v1/images/img-{picture}"): Permission.ASK,
     ("GET", "/api/v1/models"): Permission.ASK,
     ("GET", "/api/v1/models/{model_id:path}"): Permission.ASK,
     ("GET", "/api/v1/requests/{request_id}"): Permission.ASK,
+    ("GET", "/api/v1/usage"): Permission.ASK,
+    ("GET", "/status"): Permission.ASK,
+    ("GET", "/api/v1/models/{model_id:path}/versions"): Permission.ASK,
+    ("GET", "/update-model/{task_id}"): Permission.READ,
+    ("GET", "/api/v1/status"): Permission.READ,
+    ("GET", "/api/v1/events"): Permission.READ,
+    ("GET", "/api/v1/requests"): Permission.READ,
+    ("GET", "/api/v1/decisions"): Permission.READ,
+    ("GET", "/api/v1/gpus"): Permission.READ,
+    ("GET", "/api/v1/operations"): Permission.READ,
+    ("POST", "/api/v1/explain"): Permission.READ,
+    ("GET", "/api/v1/models/{model_id:path}/logs"): Permission.READ,
+    ("GET", "/api/v1/models/{model_id:path}/logs/stream"): Permission.READ,
+    ("GET", OPENAPI_PATH): Permission.READ,
+    ("GET", DOCS_PATH): Permission.READ,
+    ("POST", "/v1/models/load"): Permission.LOAD,
+    ("GET", "/v1/models/load/{task_id}"): Permission.LOAD,
+    ("POST", "/v1/models/unload"): Permission.LOAD,
+    ("POST", "/api/v1/models/{model_id:path}/load"): Permission.LOAD,
+    ("POST", "/api/v1/models/{model_id:path}/unload"): Permission.LOAD,
+    ("POST", "/api/v1/models/{model_id:path}/sleep"): Permission.LOAD,
+    ("POST", "/api/v1/models/{model_id:path}/prepare"): Permission.LOAD,
+    ("POST", "/v1/models/download"): Permission.DOWNLOAD,
+    ("GET", "/v1/models/download"): Permission.DOWNLOAD,
+    ("GET", "/v1/models/download/{job_id}"): Permission.DOWNLOAD,
+    ("DELETE", "/v1/models/download/{job_id}"): Permission.DOWNLOAD,
+    ("DELETE", "/v1/models/inventory/{model_id:path}"): Permission.DELETE,
+    ("POST", "/api/v1/reload"): Permission.RELOAD,
     ("GET", "/api/v1/leases"): Permission.LEASE,
     ("POST", "/api/v1/leases"): Permission.LEASE,
     ("GET", "/api/v1/leases/{lease_id}"): Permission.LEASE,
     ("DELETE", "/api/v1/leases/{lease_id}"): Permission.LEASE,
     ("POST", "/api/v1/leases/{lease_id}/renew"): Permission.LEASE,
 }
-_DESCRIPTION = "Which models there are, what they are doing, and how to order them about."
+_DESCRIPTION = "Ask models; see which there are and what they are doing; order them about."
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Describes the routes to models too, which this application does not serve."""
+        return with_model_routes(super().openapi())
 
 
 def make_management(gateway: Gateway, streams: Streams | None = None) -> Management:
@@ -142,21 +193,31 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
         return Snapshot(gateway, uptime_s())
 
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
-    Listing(gateway.catalog, look).add_to(app)
+    # Their paths come before those that take any id.
+    DownloadRoutes(lambda: gateway.downloads).add_to(app)
+    LoadRoutes(gateway).add_to(app)
+    library = LibraryRoutes(gateway, look)
+    library.add_to(app)
+    Listing(gateway.catalog, gateway.resolver, look).add_to(app)
+    CapabilityRoutes(gateway, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)
+    VersionRoutes(gateway).add_to(app)
     ModelStatuses(gateway.catalog, look).add_to(app)
     Explaining(gateway).add_to(app)
+    UsageRoutes(gateway).add_to(app)
     Gpus(gateway).add_to(app)
     LeaseRoutes(gateway).add_to(app)
     Caches(gateway).add_to(app)
     JobRoutes(lambda: gateway.jobs, lambda: gateway.edge.bodies).add_to(app)
+    PictureRoutes(lambda: gateway.pictures, gateway.clock).add_to(app)
     _add_docs(app, gateway)
-    return Management(app)
+    models = GovernedModels(gateway, library.users_of)
+    return Management(app, GovernedRoutes(app.routes, lambda: gateway.governance, models))
 
 
 def _empty_app() -> FastAPI:
-    app = FastAPI(
+    app = _App(
         title="Greenroom",
         version=greenroom.__version__,
         description=_DESCRIPTION,
@@ -187,10 +248,11 @@ def _add_docs(app: FastAPI, gateway: Gateway) -> None:
 
 
 class Management:
-    """The application, and the permissions that its routes require."""
+    """The application, and what its routes require: permissions, and tokens where operations are signed."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, governed: GovernedRoutes) -> None:
         self._app = app
+        self._governed = governed
 
     async def __call__(
         self,
@@ -201,8 +263,13 @@ class Management:
         # No route and no id has such characters, and route patterns ignore a line break at the end.
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
-        else:
+        elif not self._governed.is_on:
             await self._app(_as_get(scope), receive, send)
+        else:
+            try:
+                await self._governed(self._app, _as_get(scope), receive, send)
+            except GreenroomError as refusal:
+                await error_answer(scope, refusal)(scope, receive, send)
 
     @property
     def routes(self) -> Iterator[tuple[str, str]]:
@@ -264,7 +331,8 @@ def _parameters(operation: Mapping[str, Any]) -> Iterator[str]:
 
 def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[str]:
     """The fields of the request body, if it has a named shape."""
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    contents = list(operation.get("requestBody", {}).get("content", {}).values())
+    content: Mapping[str, Any] = contents[0].get("schema", {}) if contents else {}
     for option in (content, *content.get("anyOf", ())):
         name = option.get("$ref", "").rpartition("/")[2]
         shape = schema.get("components", {}).get("schemas", {}).get(name, {})

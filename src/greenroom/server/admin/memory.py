@@ -5,10 +5,15 @@ Owns the route, its published shapes, and how they are filled from the last look
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from fastapi import FastAPI
 
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
+from greenroom.engines.estimates.estimate import mib as mib_of
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.readings import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -74,16 +79,17 @@ class Gpus:
         gateway = self._gateway
         if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
             await gateway.memory_watch.look_now()
-        return GpuPicture(gateway.memory_watch, gateway.loop.scheduler.view, gateway.clock()).whole()
+        return GpuPicture(gateway, gateway.clock()).whole()
 
 
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, watched: WatchedMemory, state: SchedulerView, now: float) -> None:
-        self._watched = watched
-        self._look: MemoryLook = watched.last
-        self._state = state
+    def __init__(self, gateway: Gateway, now: float) -> None:
+        self._watched: WatchedMemory = gateway.memory_watch
+        self._look: MemoryLook = self._watched.last
+        self._state = state = gateway.loop.scheduler.view
+        self._split = memory_split(gateway)
         self._now = now
         self._free = state.ledger.free_mib(frozenset())
 
@@ -119,7 +125,7 @@ class GpuPicture:
         )
 
     def _figures(self, gpu: GpuReading) -> dict[str, object]:
-        device = DeviceId(gpu.uuid)
+        device, split = DeviceId(gpu.uuid), self._split[DeviceId(gpu.uuid)]
         return {
             "id": gpu.uuid,
             "index": gpu.index,
@@ -128,6 +134,9 @@ class GpuPicture:
             "used_mib": gpu.used_mib,
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
+            "weights_mib": split.weights_mib,
+            "kv_mib": split.kv_mib,
+            "other_mib": split.other_mib,
             "utilisation": gpu.utilisation,
             "temperature_c": gpu.temperature_c,
         }
@@ -188,3 +197,76 @@ def _free_mib(state: SchedulerView, size_mib: int | None, used_mib: int) -> int 
         return None
     on_hosts = max(0, sum(free[host] for host in hosts))
     return on_hosts if size_mib is None else min(on_hosts, max(0, size_mib - used_mib))
+
+
+# --- what the memory of GPUs is used for ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class GpuSplit:
+    """MiB of one GPU: weights and KV caches as far as engines let them be known, and all other use."""
+
+    weights_mib: int = 0
+    kv_mib: int = 0
+    other_mib: int = 0
+
+
+def memory_split(gateway: Gateway) -> dict[DeviceId, GpuSplit]:
+    """By GPU. Figures of models are planned ones; `other` is what remains of what the driver reports."""
+    gpus = gateway.memory_watch.last.reading.gpus
+    found = {DeviceId(gpu.uuid): GpuSplit() for gpu in gpus}
+    for slot in gateway.loop.scheduler.view.slots.values():
+        if slot.lease is None and slot.tier is Tier.READY:
+            for device, weights_mib, kv in _parts_of(gateway, slot, found):
+                found[device].weights_mib += weights_mib
+                found[device].kv_mib += kv
+    for gpu in gpus:
+        split = found[DeviceId(gpu.uuid)]
+        split.other_mib = max(0, gpu.used_mib - split.weights_mib - split.kv_mib)
+    return found
+
+
+def kv_mib(gateway: Gateway, entry: Entry) -> int | None:
+    """MiB of its KV cache, on GPUs or the host, of all slots that are ready; None if it is not known."""
+    slots = [slot for slot in gateway.loop.scheduler.view.slots_of(entry.id) if slot.tier is Tier.READY]
+    sizes = [_kv_of(gateway, entry, slot) for slot in slots]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None
+
+
+def _parts_of(gateway: Gateway, slot: SlotFacts, gpus: dict[DeviceId, GpuSplit]) -> Iterator[tuple[DeviceId, int, int]]:
+    """Weights and KV cache of a slot on each of its GPUs, shared out as its memory is."""
+    entry = gateway.catalog.find(slot.model)
+    held = {
+        device: mib for device, mib in gateway.loop.scheduler.view.ledger.held_by(slot.id).items() if device in gpus
+    }
+    estimate = (
+        None if entry is None or not gateway.catalog.fits_memory else gateway.catalog.needs.account_of(entry).estimate
+    )
+    if entry is None or estimate is None or not sum(held.values()):
+        return
+    weights_mib = sum(part.gpu_mib for part in estimate.parts if part.is_weights)
+    kv = _kv_of(gateway, entry, slot) or 0
+    for device, mib in held.items():
+        share = mib / sum(held.values())
+        yield device, min(mib, int(weights_mib * share)), min(mib, int(kv * share))
+
+
+def _kv_of(gateway: Gateway, entry: Entry, slot: SlotFacts) -> int | None:
+    """MiB of a slot's KV cache: as its engine tells, by bytes or by tokens, else as planned; None if unknown."""
+    live = gateway.slots.live.get(slot.id)
+    told = None if live is None else live.figures
+    if told is not None and told.kv_bytes is not None:
+        return mib_of(told.kv_bytes)
+    estimate = gateway.catalog.needs.account_of(entry).estimate if gateway.catalog.fits_memory else None
+    if estimate is None or not any(part.is_kv for part in estimate.parts):
+        return None
+    planned_mib = sum(part.gpu_mib + part.host_mib for part in estimate.parts if part.is_kv)
+    if told is not None and told.kv_tokens is not None and estimate.kv_tokens:
+        return round(planned_mib * told.kv_tokens / estimate.kv_tokens)
+    on_gpus = [device.id for device in gateway.loop.scheduler.view.devices if device.kind is DeviceKind.GPU]
+    held_mib = sum(slot.claim.get(device, 0) for device in on_gpus)
+    if entry.facts.fills_claim and held_mib:
+        # Its cache takes what the rest leaves of its claim.
+        return max(0, held_mib - sum(part.gpu_mib for part in estimate.parts if not part.is_kv))
+    return planned_mib

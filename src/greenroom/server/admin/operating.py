@@ -9,7 +9,7 @@ cache for each tenant have entries; models that are asleep or cold have none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Query
@@ -21,13 +21,16 @@ from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
 from greenroom.process.logs import LINES_MAX
+from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import ModelPath, addressed
+from greenroom.server.admin.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.snapshot import Snapshot, tier_of
-from greenroom.server.admin.views import Order, View
+from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.admin.watching import (
     PLAIN,
     SSE,
@@ -38,9 +41,11 @@ from greenroom.server.admin.watching import (
     refuse_head,
     shown_line,
 )
-from greenroom.server.inference.ask import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.server.asgi import caller_of
+from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import Caller, Permission
 
 MODELS = "/api/v1/models"
 _ONE = MODELS + "/{model_id:path}"
@@ -54,17 +59,17 @@ Lines = Annotated[int, Query(ge=0, le=LINES_MAX, description="The last so many l
 NoHistory = Annotated[str | None, Query(alias="no-history", description="Only lines from now on.")]
 
 
-class LoadOrder(Order):
+class LoadOrder(GovernedOrder):
     evict: Annotated[tuple[Annotated[str, Field(max_length=ID_CHARS_MAX)], ...], Field(max_length=EVICT_MAX)] = ()
     """Models that must leave first."""
 
 
-class UnloadOrder(Order):
+class UnloadOrder(GovernedOrder):
     grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
 
 
-class SleepOrder(Order):
+class SleepOrder(GovernedOrder):
     grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
 
@@ -96,7 +101,7 @@ class Operating:
         self._look = look
 
     def add_to(self, app: FastAPI) -> None:
-        app.post(f"{_ONE}/load")(self.load)
+        app.post(f"{_ONE}/load", responses={202: {"model": LoadTaken, "description": "With `wait=false`."}})(self.load)
         app.post(f"{_ONE}/unload")(self.unload)
         app.post(f"{_ONE}/sleep")(self.sleep)
         app.post(f"{_ONE}/prepare")(self.prepare)
@@ -104,16 +109,31 @@ class Operating:
         app.get(f"{_ONE}/logs/stream", response_class=Response, responses=_STREAM_KINDS)(self.stream_logs)
         app.post("/api/v1/reload")(self.reload)
 
-    async def load(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
-        """Make a model ready. A failure carries the engine's last lines in `details`."""
-        entry = self._entry(request, model_id, "/load")
-        evict = tuple(self._named(name) for name in order.evict) if order is not None else ()
-        return await self._move(MoveKind.LOAD, entry, evict, None)
+    async def load(
+        self,
+        request: Request,
+        response: Response,
+        model_id: ModelPath,
+        order: LoadOrder | None = None,
+        wait: bool = True,
+    ) -> Moved | LoadTaken:
+        """Make a model ready. A failure carries the engine's last lines in `details`.
+
+        With `wait=false` it is answered at once, with 202: `GET /v1/models/load/{taskId}` tells how far it is.
+        """
+        entry = await self._entry(request, model_id, "/load")
+        if not wait:
+            self._refuse_while_draining()
+            response.status_code = 202
+            return await begin(self._gateway, request, entry.id, NO_OPTIONS, () if order is None else order.evict)
+        evict, owner = self._named(order, caller_of(request)), owner_of(request)
+        return await self._moved(entry, lambda: self._gateway.loads.load(entry.id, evict, **owner))
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        entry = self._entry(request, model_id, "/unload")
-        return await self._move(MoveKind.UNLOAD, entry, (), order.grace_s if order is not None else None)
+        entry = await self._entry(request, model_id, "/unload")
+        grace_s, owner = None if order is None else order.grace_s, owner_of(request)
+        return await self._moved(entry, lambda: self._gateway.loads.unload(entry.id, grace_s, **owner))
 
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
@@ -121,7 +141,7 @@ class Operating:
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
         stays where it is. 422 if its engine cannot sleep.
         """
-        entry = self._entry(request, model_id, "/sleep")
+        entry = await self._entry(request, model_id, "/sleep")
         return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
 
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
@@ -129,19 +149,19 @@ class Operating:
 
         422 if its engine cannot sleep.
         """
-        entry = self._entry(request, model_id, "/prepare")
+        entry = await self._entry(request, model_id, "/prepare")
         if entry.facts.can_sleep and not entry.engine.hosted:
             raise Unsupported(
                 f"{entry.id} runs on {entry.engine.name}, which loads a model on a GPU before it can sleep. Load it, "
                 "then let it sleep.",
                 param="model",
             )
-        evict = tuple(self._named(name) for name in order.evict) if order is not None else ()
+        evict = self._named(order, caller_of(request))
         return await self._move(MoveKind.PREPARE, entry, evict, None)
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
-        entry = self._entry(request, model_id, "/logs")
+        entry = await self._entry(request, model_id, "/logs")
         tail = self._gateway.slots.log(entry.id).tail(lines)
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
 
@@ -150,7 +170,7 @@ class Operating:
     ) -> Response:
         """The engine's output as it is printed: server-sent events of one line each, or plain text by `Accept`."""
         refuse_head(request)
-        entry = self._entry(request, model_id, "/logs/stream")
+        entry = await self._entry(request, model_id, "/logs/stream")
         history = lines if no_history in (None, "false", "0") else 0
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
@@ -173,9 +193,13 @@ class Operating:
         )
 
     async def _move(self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None) -> Moved:
+        moves = self._gateway.operations
+        return await self._moved(entry, lambda: moves.move(kind, entry.id, evict=evict, grace_s=grace_s))
+
+    async def _moved(self, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
         self._refuse_while_draining()
         began = self._gateway.clock()
-        await self._gateway.operations.move(kind, entry.id, evict=evict, grace_s=grace_s)
+        await move()
         return Moved(
             model=entry.id,
             tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
@@ -187,14 +211,22 @@ class Operating:
         if self._gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
 
-    def _entry(self, request: Request, model_id: str, order: str) -> Entry:
-        return addressed(self._gateway.catalog, request, MODELS, model_id, order)
+    async def _entry(self, request: Request, model_id: str, order: str) -> Entry:
+        try:
+            return addressed(self._gateway.catalog, request, MODELS, model_id, order)
+        except ModelNotFound:
+            # It may be on disk.
+            name = name_before(request.scope["raw_path"][len(MODELS) + 1 :], order.encode())
+            if name is None:
+                raise
+            return await self._gateway.resolver.named(name, asker=caller_of(request))
 
-    def _named(self, name: str) -> ModelId:
-        entry = self._gateway.catalog.find(name)
-        if entry is None:
-            raise ModelNotFound.named(name, "evict")
-        return entry.id
+    def _named(self, order: LoadOrder | None, caller: Caller) -> tuple[ModelId, ...]:
+        """The models that an order names to be evicted. One that is not known yet need not be."""
+        known = [] if order is None else [(name, self._gateway.catalog.find(name)) for name in order.evict]
+        if unknown := next((name for name, entry in known if entry is None or not caller.sees(entry.base_id)), None):
+            raise ModelNotFound.named(unknown, "evict")
+        return tuple(entry.id for _, entry in known if entry is not None)
 
 
 PATH: Final = "/v1/cache/flush"
@@ -204,7 +236,7 @@ MIB: Final = 1024 * 1024
 _log = get_logger("server")
 
 
-class FlushOrder(Order):
+class FlushOrder(GovernedOrder):
     """What to flush. `tenantId` and `modelId` also narrow the other scopes."""
 
     scope: Literal["all", "model", "tenant", "tag"]
@@ -213,15 +245,17 @@ class FlushOrder(Order):
     modelId: Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)] | None = None  # noqa: N815
     tag: Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)] | None = None
     """What callers sent as `X-Cache-Tag`."""
-    verifiedOpToken: Any = None  # noqa: N815
-    """Accepted because clients send it. It is ignored: the API key decides."""
 
 
 class Flushed(View):
-    flushed: Literal[True] = True
-    entriesRemoved: int  # noqa: N815
-    memoryFreedMB: float  # noqa: N815
-    """In MiB, as everywhere here."""
+    flushed: bool
+    """False if the cache of one of the models that were meant cannot be flushed."""
+    entriesRemoved: int | None  # noqa: N815
+    """Blocks of hosted models, tokens of llama.cpp; null where an engine does not count them."""
+    memoryFreedMB: float | None  # noqa: N815
+    """In MiB, as everywhere here; null where an engine does not tell."""
+    reason: str | None = None
+    """Why not all of it was flushed."""
 
 
 class Caches:
@@ -229,49 +263,60 @@ class Caches:
         self._gateway = gateway
 
     def add_to(self, app: FastAPI) -> None:
-        app.post(PATH)(self.flush_cache)
+        app.post(PATH, response_model_exclude_unset=True)(self.flush_cache)
 
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
-        model = self._model(order)
+        caller = caller_of(request)
+        model = self._model(order, caller)
         tenant = _tenant(order, request.scope.get("state", {}))
         tag = _tag(order)
-        removed = await asyncio.gather(*(self._flush(live, tenant, tag) for live in self._keepers(model)))
-        entries, size_bytes = (sum(counts) for counts in zip((0, 0), *removed, strict=True))
+        # Requests that are served from now on get other salts, also of models that are asleep or cold.
+        self._gateway.salts.flush(model, tenant, tag)
+        ready = self._ready(model, tenant)
+        can = {live.id: _can_flush(live.entry, tenant) for live in ready}
+        removed = await asyncio.gather(*(self._flush(live, tenant, tag) for live in ready if can[live.id]))
+        entries, size_bytes = (_sum(counts) for counts in zip((0, 0), *removed, strict=True))
+        left = {live.entry.id: caller.sees(live.entry.base_id) for live in ready if not can[live.id]}
         _log.info("cache flushed", scope=order.scope, model=model, tenant=tenant, entries=entries, bytes=size_bytes)
-        return Flushed(entriesRemoved=entries, memoryFreedMB=round(size_bytes / MIB, 3))
+        freed_mib = None if size_bytes is None else round(size_bytes / MIB, 3)
+        if not left:
+            return Flushed(flushed=True, entriesRemoved=entries, memoryFreedMB=freed_mib)
+        named = ", ".join(sorted(model for model, is_seen in left.items() if is_seen)) or "some models"
+        why = f"The engines of {named} have no way to flush only that, or anything. Flush the model, or unload it."
+        return Flushed(flushed=False, entriesRemoved=entries, memoryFreedMB=freed_mib, reason=why)
 
-    def _model(self, order: FlushOrder) -> ModelId | None:
+    def _model(self, order: FlushOrder, caller: Caller) -> ModelId | None:
         if order.modelId is None:
             if order.scope == "model":
                 raise BadRequest("modelId says which model's cache to flush.", param="modelId")
             return None
         entry = self._gateway.catalog.find(order.modelId)
-        if entry is None:
+        if entry is None or not caller.sees(entry.base_id):
             raise ModelNotFound.named(order.modelId, "modelId")
-        if not _can_flush(entry):
-            raise Unsupported(
-                f"{entry.id} runs on {entry.engine.name}, whose cache cannot be flushed from here. Unload it instead: "
-                f"POST /api/v1/models/{entry.id}/unload.",
-                param="modelId",
-            )
         return entry.id
 
-    def _keepers(self, model: ModelId | None) -> Sequence[LiveSlot]:
-        """Slots that have a cache now. A slot that is asleep or about to be has none."""
+    def _ready(self, model: ModelId | None, tenant: str | None) -> Sequence[LiveSlot]:
+        """Slots that may have a cache now. A slot that is asleep or about to be has none."""
         slots = self._gateway.loop.scheduler.view.slots
         return [
             live
             for live in self._gateway.slots.live.values()
-            if _can_flush(live.entry)
-            and model in (None, live.entry.id)
+            if live.entry.facts.keeps_prefixes is not False
+            and model in (None, live.entry.public_id)
+            and (tenant is None or live.entry.tenant in (None, tenant))
             and live.id in slots
             and slots[live.id].tier is Tier.READY
         ]
 
-    async def _flush(self, live: LiveSlot, tenant: str | None, tag: str | None) -> tuple[int, int]:
+    async def _flush(self, live: LiveSlot, tenant: str | None, tag: str | None) -> tuple[int | None, int | None]:
+        if live.prompts is not None:
+            return await _erased(live, live.prompts, tenant, tag), None
+        if not live.entry.engine.hosted:
+            return None, None
         try:
-            entries, size_bytes = await self._gateway.flush(live.id, tenant, tag)
+            word = None if tenant is None else tenant_word(tenant)
+            entries, size_bytes = await self._gateway.flush(live.id, word, tag)
         except GreenroomError:
             if live.id not in self._gateway.slots.live:
                 # Its worker is gone, and its cache with it.
@@ -281,19 +326,35 @@ class Caches:
         return entries, size_bytes
 
 
-def _can_flush(entry: Entry) -> bool:
-    """Workers are told to flush through their control socket."""
-    return entry.engine.hosted and entry.facts.keeps_prefixes
+def _can_flush(entry: Entry, tenant: str | None) -> bool:
+    """Workers are told to, slots of llama.cpp are erased, salts change. Where tenants share, none has a part."""
+    engine, facts = entry.engine, entry.facts
+    if entry.config.isolate_tenants == "off" and tenant is not None:
+        return False
+    has_a_way = engine.hosted or facts.prompt_slots > 0 or engine.salt_field is not None
+    return facts.keeps_prefixes is True and has_a_way
+
+
+async def _erased(live: LiveSlot, prompts: PromptSlots, tenant: str | None, tag: str | None) -> int | None:
+    """Let no request reuse these prompts, and erase them. Returns the tokens erased; None where it does not tell."""
+    # What it keeps all the same is reused by no request.
+    return await live.erase(prompts.forget(lambda whose, marked: tenant in (None, whose) and tag in (None, marked)))
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:
     """The tenant whose entries to flush, by its name in the engine; None for all tenants. Raises NotAllowed."""
     asked = order.tenantId
-    if not state.get("is_admin"):
-        asked = _own_tenant(order, state.get("caller"))
+    caller = state.get("caller")
+    if not (isinstance(caller, Caller) and caller.may(Permission.FLUSH)):
+        asked = _own_tenant(order, caller)
     if asked is None and order.scope == "tenant":
         raise BadRequest("tenantId says whose cache to flush.", param="tenantId")
-    return None if asked is None else tenant_word(asked)
+    return asked
 
 
 def _own_tenant(order: FlushOrder, caller: Caller | None) -> str:

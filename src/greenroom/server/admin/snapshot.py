@@ -6,21 +6,27 @@ Owns how tables become answers. Never changes anything and never waits, so that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import Final, Literal
 
 import greenroom
 from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, SlotId, Tier
 from greenroom.core.view import ModelFacts, SchedulerView, SlotFacts, WaitingCaller
+from greenroom.errors import LoadOutOfMemory
+from greenroom.http import edge
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Account
+from greenroom.runtime.slots import LiveSlots
 from greenroom.server import render
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.memory import GpuPicture, green_room_view
 from greenroom.server.admin.views import StatusWord
 
+# Whether the hot path is Python or machine code.
+BUILD: Final[Literal["pure", "compiled"]] = "pure" if edge.__file__.endswith(".py") else "compiled"
 # A page of status stays readable, and small, however long the queue is.
 WAITING_SHOWN_MAX = 100
 
@@ -70,10 +76,15 @@ class Snapshot:
         return views.Health(
             status=self._health_word(),
             leaseStore=None if self._gateway.sharing is None else "up" if self._is_store_up else "down",
+            keyFile=self._key_file(),
             uptime=int(self._uptime_s),
             modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.catalog),
             queueDepth=state.waitlist.depth,
         )
+
+    def _key_file(self) -> Literal["ok", "stale"] | None:
+        keys = self._gateway.keys
+        return None if keys.path is None else "stale" if keys.problems else "ok"
 
     def _health_word(self) -> views.HealthWord:
         state, catalog = self._state, self._gateway.catalog
@@ -86,7 +97,26 @@ class Snapshot:
         # Only during the back-off: later, requests must come through to find out whether models load again.
         if len(catalog) and all(self.word(entry) is StatusWord.FAILED for entry in catalog):
             return "failed"
+        if any(self._is_out_of_memory(entry) for entry in catalog):
+            return "out_of_memory"
         return "healthy"
+
+    def _is_out_of_memory(self, entry: Entry) -> bool:
+        failure = self._gateway.mover.failures.get(entry.id)
+        return isinstance(failure, LoadOutOfMemory) and self.word(entry) is StatusWord.FAILED
+
+    def ready(self) -> views.Probe:
+        """Whether requests are accepted."""
+        state = self._state
+        if self._gateway.is_draining:
+            return views.Probe(status="draining")
+        if self._gateway.is_starting:
+            return views.Probe(status="starting")
+        models, catalog = self._gateway.config.models, self._gateway.catalog
+        if any(model.versions is not None and not catalog.is_known(name) for name, model in models.items()):
+            return views.Probe(status="no_version")
+        is_full = state.waitlist.depth >= state.limits.queue_depth_max
+        return views.Probe(status="saturated" if is_full else "ok")
 
     @property
     def _is_store_up(self) -> bool:
@@ -102,15 +132,17 @@ class Snapshot:
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
         known = {entry.id for entry in gateway.catalog}
-        picture = GpuPicture(gateway.memory_watch, state, self._now)
+        picture = GpuPicture(gateway, self._now)
         return views.StatusView(
             version=greenroom.__version__,
+            build=BUILD,
             started=datetime.fromtimestamp(gateway.started_at, UTC).isoformat(timespec="seconds"),
             uptime_s=round(self._uptime_s, 3),
             draining=gateway.is_draining,
             addresses=list(gateway.edge.addresses),
             queue=self._queue(),
             lease_store=self._lease_store(),
+            key_problems=list(self._gateway.keys.problems),
             devices=[self._device(device, free) for device in state.ledger.devices.values()],
             green_room=green_room_view(state),
             probe=picture.probe(),
@@ -124,10 +156,11 @@ class Snapshot:
             connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
-    def models(self, *, to_operator: bool) -> list[views.ModelView]:
-        """All models for operators; for others without those that are `unlisted`."""
+    def models(self, *, to_operator: bool, sees: Callable[[str], bool] = lambda _: True) -> list[views.ModelView]:
+        """All models for operators; for others those that they may see, without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        shown = (entry for entry in self._gateway.catalog if to_operator or not entry.config.unlisted)
+        seen = (entry for entry in self._gateway.catalog if sees(entry.base_id))
+        shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
     def model(self, entry: Entry, *, to_operator: bool) -> views.ModelView:
@@ -193,6 +226,8 @@ class Snapshot:
             retry_in_s=self._retry_in_s(record),
             last_error=self._last_error(entry.id, to_operator),
             missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
+            cache=cache_view(self._gateway.slots, slots),
+            no_sleep=_no_sleep(entry),
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
 
@@ -207,6 +242,7 @@ class Snapshot:
             in_flight=len(slot.in_flight),
             concurrency=slot.concurrency,
             last_used_s_ago=round(max(0.0, self._now - slot.last_used), 3) if slot.last_used else None,
+            last_priority=slot.last_priority if slot.last_used else None,
             memory={str(device): mib for device, mib in self._state.ledger.held_by(slot.id).items()},
             unload_in_s=self._unload_in_s(slot),
             pid=self._pid(slot.id) if to_operator else None,
@@ -321,6 +357,30 @@ def need_view(need: Need, account: Account | None) -> views.NeedView:
         estimated_host_mib=None if estimate is None else estimate.host_mib,
         estimate_error=None if error is None else round(error, 4),
     )
+
+
+def cache_view(live: LiveSlots, slots: Sequence[SlotFacts]) -> views.CacheView | None:
+    """The figures of all slots of a model together; None if none has any."""
+    found = [live.live[slot.id].figures for slot in slots if slot.id in live.live]
+    told = [figures for figures in found if figures is not None]
+    if not told:
+        return None
+    return views.CacheView(
+        kv_used=max(one.kv_used for one in told),
+        prefix_queries=_sum_of(one.prefix_queries for one in told),
+        prefix_hits=_sum_of(one.prefix_hits for one in told),
+        kv_tokens=_sum_of(one.kv_tokens for one in told),
+    )
+
+
+def _sum_of(figures: Iterable[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None
+
+
+def _no_sleep(entry: Entry) -> str | None:
+    is_kept_from_it = entry.facts.sleeps_off_gpu_only and not entry.facts.can_sleep
+    return "runs on the host, where sleep frees nothing: stopped instead" if is_kept_from_it else None
 
 
 def _capabilities(entry: Entry) -> list[str] | None:

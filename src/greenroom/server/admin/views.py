@@ -74,17 +74,27 @@ class ModelList(View):
 # --- /health --------------------------------------------------------------------------------------------------------
 
 
-HealthWord = Literal["healthy", "draining", "failed", "saturated"]
+HealthWord = Literal["healthy", "draining", "failed", "saturated", "out_of_memory"]
 
 
 class Health(View):
     status: HealthWord
-    """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full."""
+    """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full; out_of_memory:
+    the last load of a model ran out of GPU memory, until it may be tried again."""
     leaseStore: Literal["up", "down"] | None  # noqa: N815
     """Where GPUs are shared with other gateways: while their store is down, only models that are loaded are served."""
+    keyFile: Literal["ok", "stale"] | None  # noqa: N815
+    """Where keys are read from a file. stale: it cannot be used, and the keys that were read before count; the status
+    says why."""
     uptime: int
     modelsLoaded: int  # noqa: N815
     queueDepth: int  # noqa: N815
+
+
+class Probe(View):
+    """The answer of /healthz and /readyz."""
+
+    status: Literal["ok", "starting", "draining", "no_version", "saturated"]
 
 
 # --- /api/v1/status -------------------------------------------------------------------------------------------------
@@ -129,6 +139,8 @@ class SlotView(View):
     in_flight: int
     concurrency: int
     last_used_s_ago: float | None
+    last_priority: int | None
+    """The priority of its last request, lower goes first; null before the first."""
     memory: dict[str, int]
     """MiB by device."""
     unload_in_s: float | None
@@ -152,6 +164,19 @@ class NeedView(View):
     estimated_host_mib: int | None
     estimate_error: float | None
     """How far the estimate was from what was measured: 0.05 is 5 % too much."""
+
+
+class CacheView(View):
+    """What its engine tells of its KV cache, if it tells anything."""
+
+    kv_used: float
+    """The share in use, from 0 to 1; of several slots the fullest."""
+    prefix_queries: int | None
+    """Prompt tokens looked up in it since its slots started; null where its engine does not count them."""
+    prefix_hits: int | None
+    """Of those, tokens that were there."""
+    kv_tokens: int | None
+    """How many tokens it holds, of all slots together; null where its engine does not tell."""
 
 
 class LastError(View):
@@ -190,6 +215,9 @@ class ModelView(View):
     """Why its last load failed or how its process ended, until a load succeeds."""
     missing: str | None
     """What its engine lacks on this machine and what to type, for admins; null if nothing is known to be missing."""
+    cache: CacheView | None
+    no_sleep: str | None
+    """Why it is unloaded where its engine could sleep; null if it sleeps, or its engine never does."""
     pid: int | None
 
 
@@ -229,6 +257,12 @@ class GpuView(View):
     """Of that, by processes that belong to no model and no lease."""
     free_mib: int
     """What can still be planned with, after claims, promises, foreign processes and the margin."""
+    weights_mib: int
+    """Weights of models that are ready, as far as they are known."""
+    kv_mib: int
+    """Their KV caches, in the same way."""
+    other_mib: int
+    """The rest of `used_mib`: contexts, buffers, other processes, and models of which nothing is known."""
     utilisation: int | None
     """Percent of the time that something ran on it; null where that cannot be seen."""
     temperature_c: int | None
@@ -268,6 +302,8 @@ class GreenRoomView(View):
 
 class StatusView(View):
     version: str
+    build: Literal["pure", "compiled"]
+    """Whether the hot path runs as Python or as machine code."""
     started: str
     """RFC 3339."""
     uptime_s: float
@@ -276,6 +312,8 @@ class StatusView(View):
     queue: QueueView
     lease_store: LeaseStoreView | None
     """null where this gateway keeps leases itself."""
+    key_problems: list[str]
+    """What is wrong with the key file. Its last good keys count until it is mended."""
     devices: list[DeviceView]
     green_room: GreenRoomView
     probe: ProbeView
@@ -307,6 +345,9 @@ class RequestView(View):
     priority: int
     state: Literal["waiting", "serving", "done"]
     slot: str | None
+    model_version: int | None
+    """Which weights answer, of a model under version control; as its header says, unless heartbeats came first."""
+    model_repo_id: str | None
     wait_s: float | None
     first_byte_s: float | None
     total_s: float | None
@@ -321,6 +362,13 @@ class RequestView(View):
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
+    """Prompt tokens that were not computed again; null where the engine does not tell."""
+    gpu_time_ms: int | None
+    """How long its engine computed; null where it does not tell."""
+    audio_s: float | None
+    """Seconds of sound that were heard or made; null where the engine does not tell."""
+    pictures: int | None
+    """Pictures that were made; null where the engine does not tell."""
     estimated: bool
     chunks: int
 
@@ -349,6 +397,14 @@ class LogLines(View):
 
 class Order(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class GovernedOrder(Order):
+    """An order that needs a token where operations are signed."""
+
+    verifiedOpToken: Any = None  # noqa: N815
+    """Proof that the operation was approved: an object or a text. Read where the configuration has `governance`, and
+    ignored elsewhere; the header `X-Verified-Op-Token` may carry it instead."""
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

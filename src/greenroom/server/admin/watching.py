@@ -21,18 +21,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import MethodNotAllowed, NotFound, Overload
 from greenroom.process.logs import LogRing
-from greenroom.runtime.memory.readings import Reading
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.memory import green_room_used_mib
-from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.asgi import asked_by_admin
+from greenroom.server.admin.memory import green_room_used_mib, memory_split
+from greenroom.server.admin.snapshot import Snapshot, cache_view
+from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.telemetry.hub import Event, Hub
 from greenroom.telemetry.logs import lost_lines
 from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
+from greenroom.telemetry.table import CacheCounts
 from greenroom.tenancy.keys import Caller
 
 # Proxies close connections that are silent for a minute or less.
@@ -247,6 +248,8 @@ class Watching:
 
     def add_to(self, app: FastAPI) -> None:
         app.get("/health", responses={503: {"model": views.Health}})(self.health)
+        app.get("/healthz")(self.is_alive)
+        app.get("/readyz", responses={503: {"model": views.Probe}})(self.is_ready)
         app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         app.get(f"{API}/status")(self.status)
         app.get(f"{API}/events", response_class=Response, responses={200: {"content": {SSE: {}}}})(self.events)
@@ -254,8 +257,18 @@ class Watching:
         app.get(f"{API}/requests/{{request_id}}")(self.show_request)
         app.get(f"{API}/decisions")(self.list_decisions)
 
+    async def is_alive(self) -> views.Probe:
+        """200 while the gateway answers at all, whatever becomes of its models: a probe by which it is restarted."""
+        return views.Probe(status="ok")
+
+    async def is_ready(self, response: Response) -> views.Probe:
+        """200 while requests are accepted; 503 while it starts or shuts down, and while its queue is full."""
+        ready = self._look().ready()
+        response.status_code = 200 if ready.status == "ok" else 503
+        return ready
+
     async def health(self, response: Response) -> views.Health:
-        """200 while requests can be served, 503 otherwise."""
+        """200 while requests can be served; 503 if the queue is full, models cannot be loaded, or memory ran out."""
         health = self._look().health()
         response.status_code = 200 if health.status == "healthy" else 503
         return health
@@ -263,9 +276,11 @@ class Watching:
     async def metrics(self, request: Request) -> Response:
         """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only."""
         gateway = self._gateway
-        listed = (
-            None if asked_by_admin(request) else {entry.id for entry in gateway.catalog if not entry.config.unlisted}
-        )
+        if not gateway.config.server.metrics:
+            raise NotFound("Metrics are off (server.metrics).")
+        sees = caller_of(request).sees
+        seen = {entry.id for entry in gateway.catalog if not entry.config.unlisted and sees(entry.base_id)}
+        listed = None if asked_by_admin(request) else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
             body, content_type = await asyncio.to_thread(gateway.metrics.render, now, only_models=listed)
@@ -293,11 +308,15 @@ class Watching:
     async def show_request(self, request: Request, request_id: str) -> views.RequestView:
         """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
         record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
-        caller: Caller | None = request.scope.get("state", {}).get("caller")
+        caller = caller_of(request)
         # A request of another tenant is answered like an unknown one, so that ids cannot be guessed.
-        if record is None or not (is_admin or (caller is not None and record.tenant == caller.tenant)):
+        if record is None or not (is_admin or (record.tenant == caller.tenant and self._sees(caller, record.model))):
             raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
         return views.RequestView(**record.as_dict() | ({} if is_admin else _DISCREET))
+
+    def _sees(self, caller: Caller, model: str) -> bool:
+        entry = self._gateway.catalog.find(model)
+        return caller.sees(model if entry is None else entry.base_id)
 
     async def list_decisions(
         self,
@@ -333,8 +352,9 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
         in_flight=in_flight,
         slots=Counter((str(slot.model), slot.tier.value) for slot in models),
         memory_mib=_memory_mib(state, models),
+        caches=_caches(gateway),
         devices=_devices(state),
-        gpus=_gpus(gateway.memory_watch.last.reading),
+        gpus=_gpus(gateway),
         store=_store(gateway),
         leases=_leases(gateway),
         green_room_size_mib=state.limits.green_room_mib,
@@ -344,6 +364,16 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
         log_lines_lost=lost_lines(),
         uptime_s=uptime_s,
     )
+
+
+def _caches(gateway: Gateway) -> dict[str, CacheCounts]:
+    state = gateway.loop.scheduler.view
+    shown = {entry.id: cache_view(gateway.slots, state.slots_of(entry.id)) for entry in gateway.catalog}
+    return {
+        str(model): (view.kv_used, view.prefix_queries, view.prefix_hits)
+        for model, view in shown.items()
+        if view is not None
+    }
 
 
 def _store(gateway: Gateway) -> StoreFigures | None:
@@ -371,8 +401,14 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
     return total
 
 
-def _gpus(seen: Reading) -> dict[str, GpuFigures]:
-    return {gpu.uuid: GpuFigures(gpu.total_mib, gpu.used_mib, gpu.utilisation, gpu.temperature_c) for gpu in seen.gpus}
+def _gpus(gateway: Gateway) -> dict[str, GpuFigures]:
+    parts, found = memory_split(gateway), {}
+    for gpu in gateway.memory_watch.last.reading.gpus:
+        of = parts[DeviceId(gpu.uuid)]
+        split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
+        figures = (gpu.total_mib, gpu.used_mib, gpu.utilisation, gpu.temperature_c)
+        found[gpu.uuid] = GpuFigures(*figures, gpu.index, split)
+    return found
 
 
 def _devices(state: SchedulerView) -> dict[str, DeviceMemory]:

@@ -20,12 +20,12 @@ from starlette.responses import Response, StreamingResponse
 
 from greenroom.errors import (
     BadRequest,
-    GatewayBug,
     GreenroomError,
     JobCancelled,
     JobFailed,
     JobUnfinished,
     NotFound,
+    ResultGone,
     shown,
 )
 from greenroom.http.body import Body, BodyBudget
@@ -35,7 +35,9 @@ from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
 from greenroom.server.asgi import asked_by_admin
-from greenroom.server.inference.jobs import JobFacts, Jobs, route_of
+from greenroom.server.inference.job_files import route_of
+from greenroom.server.inference.jobs import JobFacts, Jobs
+from greenroom.server.inference.pictures import HARMLESS
 from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller
@@ -72,7 +74,7 @@ class JobView(BaseModel):
     position: int | None = None
     """Its place in the queue."""
     progress: float | None = None
-    """From 0 to 1; while it runs, by the usual time of this model's answers, if that is known."""
+    """From 0 to 1; while it runs, what the engine reports, else by the usual time of this model's answers."""
     eta_s: float | None = None
     """Seconds until its result, if that can be said."""
     result_bytes: int = 0
@@ -213,7 +215,7 @@ class JobRoutes:
         """Run a request to a model and keep its answer. Returns at once."""
         asked = _read(await request.body())
         route = route_of(asked.route.partition("?")[0].encode("latin-1"))
-        if route.is_multipart:
+        if route.form:
             raise BadRequest(
                 f"{asked.route} takes a form: send that to the route itself, with the header Prefer: respond-async.",
                 param="route",
@@ -240,11 +242,14 @@ class JobRoutes:
             row for row in self._jobs().newest_first() if status in (None, row.status) and self._may_see(request, row)
         )
         to_operator = asked_by_admin(request)
-        rows = self._jobs().facts(islice(mine, limit))
+        shown_rows = list(islice(mine, limit))
+        await self._jobs().look(shown_rows)
+        rows = self._jobs().facts(self._jobs().get(row.id) or row for row in shown_rows)
         return JobList(data=[view(row, facts, to_operator=to_operator) for row, facts in rows])
 
     async def show_job(self, request: Request, job_id: str) -> JobView:
         """One job as it is now."""
+        await self._jobs().look([self._found(request, job_id)])
         return self._view(request, self._found(request, job_id))
 
     async def cancel_job(self, request: Request, job_id: str) -> JobView:
@@ -263,7 +268,10 @@ class JobRoutes:
             raise _without_result(row)
         answer, pieces = found
         sent = StreamingResponse(pieces, answer.status)
-        sent.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+        sent.raw_headers = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers if name not in HARMLESS
+        ]
+        sent.headers.update(HARMLESS)
         return sent
 
     def _view(self, request: Request, row: Operation) -> JobView:
@@ -276,12 +284,17 @@ class JobRoutes:
         return row
 
     def _may_see(self, request: Request, row: Operation) -> bool:
-        return asked_by_admin(request) or _caller(request).tenant == row.tenant
+        """A tenant's other keys see a job if they see its model."""
+        caller = _caller(request)
+        if caller.admin:
+            return True
+        return caller.tenant == row.tenant and (caller.name == row.key or caller.sees(row.model))
 
 
 def _without_result(row: Operation) -> GreenroomError:
     if row.error is None:
-        return GatewayBug(f"The result of {row.id} is lost.")
+        _log.warning("result is gone", job=row.id)
+        return ResultGone(f"The result of {row.id} is gone: its file was removed. Send the request again.")
     error = {"code": row.error.code, "message": row.error.message}
     return JobFailed(f"The job {row.id} failed: {row.error.message}", beside={"job_error": error})
 

@@ -1,8 +1,8 @@
 """Jobs: requests to models that are answered later. Each is run like every other request, and its answer is kept.
 
 Owns which of the waiting jobs are handed to the scheduler, and what their ends mean. The rows, their files and their
-bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `AnswerFile` takes its bytes. Its
-client leaves when the job is cancelled, which frees the engine at once.
+bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `job_files.py` takes its bytes. Its
+client leaves when the job is cancelled, which frees the engine at once. `job_progress.py` knows how far it is.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId
 from greenroom.errors import (
-    BadRequest,
     BodiesFull,
     EngineLost,
     GatewayBug,
     GreenroomError,
     InvalidKey,
-    OperationStoreFull,
     QueueFull,
+    RateLimited,
     ShuttingDown,
-    shown,
 )
 from greenroom.http.body import Body, BodyBudget
-from greenroom.http.exchange import Exchange, RawReceiver
-from greenroom.http.headers import NEVER_FORWARDED
+from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import OperationTable, ResultPart
+from greenroom.runtime.operations.result_part import ResultPart
+from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
-from greenroom.server.inference.ask import OUR_HEADERS
+from greenroom.server.inference.ask import Ask
+from greenroom.server.inference.job_files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
+from greenroom.server.inference.job_progress import ASK_EVERY_S, JobProgress
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
+from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller
 
@@ -50,28 +51,10 @@ QUEUE_PARTS: Final = 2
 # How soon jobs are offered again after the queue or the memory for bodies was full.
 AGAIN_S: Final = 1.0
 TIDY_EVERY_S: Final = 60.0
-# An estimate never says that a job that still runs is done.
-PROGRESS_MAX: Final = 0.99
+# How many running jobs of a list are asked how far they are; the others are shown as known.
+LOOKED_AT_MAX: Final = 16
 # After so many pieces of a body other requests get their turn.
 _PIECES_A_TURN: Final = 16
-_NOT_STORED: Final = frozenset((b"x-api-key", b"x-heartbeat"))
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRequest:
-    """The head of a job's request, as it is kept."""
-
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAnswer:
-    """The head of a job's answer, as it is kept."""
-
-    status: int
-    headers: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +65,15 @@ class JobFacts:
     progress: float | None = None
     eta_s: float | None = None
     request_id: str | None = None
+
+
+class ProgressEvents(Protocol):
+    """Tells dashboards and the like how far jobs are."""
+
+    @property
+    def listeners(self) -> int: ...
+
+    def publish(self, row: Operation, progress: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,53 +91,9 @@ class JobServices:
     queue_depth_max: Callable[[], int]
     is_draining: Callable[[], bool]
     learned: Callable[[], Mapping[ModelId, Learned]]
+    events: ProgressEvents
     wall: Callable[[], float]
-
-
-class AnswerFile:
-    """The connection of a job's exchange: writes the answer to the job's result.
-
-    The exchange speaks HTTP/1.0, in which a body is not framed: what follows the head is the body itself.
-    """
-
-    def __init__(self, open_result: Callable[[], ResultPart], on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called when the disk does not take the answer."""
-        self._open_result = open_result
-        self._on_failure = on_failure
-        self.write: Callable[[bytes], None] = self._write
-        self.result: ResultPart | None = None
-        self.status = 0
-        self.is_complete = False
-        self.failure: OperationStoreFull | None = None
-
-    def _write(self, data: bytes) -> None:
-        if self.failure is not None:
-            return
-        try:
-            if self.result is None:
-                self.result = self._open_result()
-                answer, data = _split(data)
-                self.status = answer.status
-                self.result.write_head(answer)
-            self.result.write(data)
-        except OperationStoreFull as failure:
-            self.failure = failure
-            # In its own turn: the relay is just writing.
-            asyncio.get_running_loop().call_soon(self._on_failure)
-
-    def exchange_over(self, keep_alive: bool) -> None:
-        self.is_complete = True
-
-    def cut(self, *, hard: bool) -> None:
-        """The answer is incomplete."""
-
-    def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
-        raise GatewayBug("A job's connection cannot leave HTTP.")
-
-    def discard(self) -> None:
-        if self.result is not None:
-            self.result.discard()
-            self.result = None
+    clock: Callable[[], float]
 
 
 class Job:
@@ -160,6 +108,8 @@ class Job:
         self.is_ending = False
         self.answer = AnswerFile(lambda: table.result(row.id), self._leave)
         self.over = asyncio.Event()
+        self.progress = JobProgress(jobs.clock)
+        self.told_progress = 0.0
         self._table = table
         self._jobs = jobs
 
@@ -167,13 +117,18 @@ class Job:
     def may_run_again(self) -> bool:
         return self.retry
 
-    async def starts(self) -> None:
+    async def starts(self, slot: LiveSlot) -> None:
         if not self.is_started:
             # It may have waited for long.
             self._jobs.caller_of(self)
-            await self._table.start(self.id)
+            await self._table.start(self.id, self.request_id)
             self.is_started = True
             self._jobs.pump()
+        self.progress.begin(slot, self.request_id or "")
+        self._jobs.watch()
+
+    def is_put_back(self, error: GreenroomError | None) -> bool:
+        return self._jobs.is_put_back(self, error)
 
     def ended(self, error: GreenroomError | None) -> None:
         self._jobs.ended(self, error)
@@ -188,13 +143,17 @@ class Job:
 
 
 class Jobs:
-    def __init__(self, table: OperationTable, services: JobServices) -> None:
+    def __init__(self, table: OperationTable, services: JobServices, *, tidy_every_s: float = TIDY_EVERY_S) -> None:
         self._table = table
+        self._tidy_every_s = tidy_every_s
         self._services = services
         self._inference = services.inference
         self._live: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
+        self._is_watched = False
+        self._is_closed = False
+        self.clock = services.clock
 
     # --- asked for by callers -----------------------------------------------------------------------------------------
 
@@ -205,9 +164,16 @@ class Jobs:
         """
         if self._services.is_draining():
             raise ShuttingDown("The gateway is shutting down and takes no more jobs.")
-        kept = self._stored(head)
-        reading = Exchange(AnswerFile(_no_answer, _nothing), self._services.edge, _head_of(kept), body)
-        ask = await self._inference.read_job(reading, route, caller)
+        kept = StoredRequest.of(head, self._inference.settings.forward_headers)
+        reading = Exchange(unwritten(), self._services.edge, kept.head, body)
+        ask: Ask | None = None
+        try:
+            ask = await self._inference.read_job(reading, route, caller)
+            if ask.charge is not None:
+                ask.charge.admit_to_model()
+        except GreenroomError as error:
+            self._inference.count_refused(error, kept.head, caller, ask)
+            raise
         row = await self._table.add(
             OperationKind.JOB,
             kept,
@@ -215,7 +181,7 @@ class Jobs:
             len(body),
             tenant=ask.tenant,
             key=caller.name,
-            model=ask.entry.id,
+            model=ask.entry.public_id,
             route=head.path.decode("ascii", "replace"),
             priority=ask.priority,
             retry=retry,
@@ -246,6 +212,12 @@ class Jobs:
         """None if it has none. Blocks."""
         return self._table.read_result(id, StoredAnswer)
 
+    async def look(self, rows: Iterable[Operation]) -> None:
+        """Ask the engines of these jobs how far they are, if that is due. Takes half a second at most."""
+        running = (self._live.get(row.id) for row in rows if row.status is OperationStatus.RUNNING)
+        asked = [job.progress for job in running if job is not None and job.progress.is_reported]
+        await asyncio.gather(*(progress.look() for progress in asked[:LOOKED_AT_MAX]))
+
     def facts(self, rows: Iterable[Operation]) -> list[tuple[Operation, JobFacts]]:
         learned, places, counts = self._services.learned(), dict[str, int](), Counter[str]()
         for row in self._queued():
@@ -256,32 +228,27 @@ class Jobs:
     def _facts(self, row: Operation, learned: Learned | None, place: int | None) -> JobFacts:
         """`place` is that among the jobs of its model; the scheduler knows it better once it has the job."""
         job, usual_s = self._live.get(row.id), None if learned is None else learned.service_s
-        request_id = None if job is None else job.request_id
+        request_id = row.request_id if job is None else job.request_id
         if row.status is OperationStatus.QUEUED:
             position, begins_s = (None, None) if request_id is None else self._inference.outlook(request_id)
             return JobFacts(place if position is None else position, 0.0, _sum(begins_s, usual_s), request_id)
-        if row.status is OperationStatus.RUNNING and row.started is not None and usual_s:
+        if row.status is OperationStatus.RUNNING and row.started is not None and job is not None:
             ran_s = max(0.0, self._services.wall() - row.started)
-            return JobFacts(None, min(ran_s / usual_s, PROGRESS_MAX), max(0.0, usual_s - ran_s), request_id)
+            progress, left_s = job.progress.shown(ran_s, usual_s)
+            return JobFacts(None, progress, left_s, request_id)
         return JobFacts(progress=1.0 if row.status is OperationStatus.DONE else None, request_id=request_id)
-
-    def _stored(self, head: Head) -> StoredRequest:
-        """Only what running it needs: never a key, nor a cookie."""
-        wanted = (OUR_HEADERS | self._inference.settings.forward_headers) - NEVER_FORWARDED - _NOT_STORED
-        headers = tuple(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers if name in wanted
-        )
-        return StoredRequest(head.method.decode("latin-1"), head.target.decode("latin-1"), headers)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Go on with the jobs of earlier runs."""
         self.pump()
-        self._later(TIDY_EVERY_S, self._tidy)
+        self._later(self._tidy_every_s, self._tidy)
 
     async def close(self) -> None:
         """Wait until every end is written. Jobs that did not end are gone on with, or settled, by the next start."""
+        # What runs meanwhile may want to do more, later.
+        self._is_closed = True
         for timer in self._timers:
             timer.cancel()
         while self._tasks:
@@ -328,7 +295,7 @@ class Jobs:
         body = Body(self._services.bodies)
         try:
             kept = await self._read(row.id, body)
-            head = _head_of(kept)
+            head = kept.head
             job.exchange = exchange = Exchange(job.answer, self._services.edge, head, body)
             ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
             ask.job = job
@@ -367,10 +334,11 @@ class Jobs:
 
     async def _finish(self, job: Job, error: GreenroomError | None) -> None:
         answer = job.answer
+        job.progress.close()
         if job.exchange is not None:
             job.exchange.body.close()
         try:
-            if self._is_put_back(job, error):
+            if self.is_put_back(job, error):
                 answer.discard()
                 if not self._services.is_draining():
                     self._later(AGAIN_S, self._pump_soon)
@@ -378,7 +346,7 @@ class Jobs:
             status, told, result = _outcome(job, error)
             if result is None:
                 answer.discard()
-            await self._table.end(job.id, status, told, result)
+            await self._table.end(job.id, status, told, result, job.request_id)
         except Exception as bug:
             _log.bug("the end of a job broke", bug, job=job.id)
         finally:
@@ -386,11 +354,11 @@ class Jobs:
             job.over.set()
         self.pump()
 
-    def _is_put_back(self, job: Job, error: GreenroomError | None) -> bool:
-        """True if it is no end: the queue was full for the moment, or the gateway ends and the next one decides."""
+    def is_put_back(self, job: Job, error: GreenroomError | None) -> bool:
+        """True if it is no end: the queue was full or a limit reached for now, or the gateway ends."""
         if job.is_cancelled:
             return False
-        if isinstance(error, QueueFull | BodiesFull) and not job.is_started:
+        if isinstance(error, QueueFull | BodiesFull | RateLimited) and not job.is_started:
             return True
         return self._services.is_draining() and (error is not None or not job.answer.is_complete)
 
@@ -402,6 +370,10 @@ class Jobs:
         task.add_done_callback(self._tasks.discard)
 
     def _later(self, after_s: float, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Not at all once it is closed."""
+        if self._is_closed:
+            return
+
         def run() -> None:
             self._timers.discard(timer)
             self._own(what())
@@ -409,26 +381,30 @@ class Jobs:
         timer = asyncio.get_running_loop().call_later(after_s, run)
         self._timers.add(timer)
 
+    def watch(self) -> None:
+        """As long as jobs run whose engines report progress, tell it to those that listen to events."""
+        if not self._is_watched and any(job.progress.is_reported for job in self._live.values()):
+            self._is_watched = True
+            self._later(ASK_EVERY_S, self._tell_progress)
+
+    async def _tell_progress(self) -> None:
+        rows = [row for id in self._live if (row := self.get(id)) is not None]
+        if self._services.events.listeners:
+            await self.look(rows)
+            for row in rows:
+                job = self._live.get(row.id)
+                if job is not None and (done := job.progress.reported or 0.0) > job.told_progress:
+                    job.told_progress = done
+                    self._services.events.publish(row, done)
+        self._is_watched = False
+        self.watch()
+
     async def _pump_soon(self) -> None:
         self.pump()
 
     async def _tidy(self) -> None:
-        self._later(TIDY_EVERY_S, self._tidy)
+        self._later(self._tidy_every_s, self._tidy)
         await self._table.tidy()
-
-
-def route_of(path: bytes) -> Route:
-    """Raises BadRequest for a path that leads to no model."""
-    if path.startswith(UPSTREAM_PREFIX):
-        return UPSTREAM
-    route = MODEL_ROUTES.get(path)
-    if route is None:
-        raise BadRequest(
-            f"{shown(path.decode('latin-1'))} is no route to a model. There are "
-            f"{', '.join(known.decode() for known in MODEL_ROUTES)} and {UPSTREAM_PREFIX.decode()}MODEL/….",
-            param="route",
-        )
-    return route
 
 
 def _outcome(
@@ -457,31 +433,3 @@ def _told(job: Job, error: GreenroomError) -> OperationError:
 
 def _sum(begins_s: float | None, usual_s: float | None) -> float | None:
     return None if begins_s is None or usual_s is None else begins_s + usual_s
-
-
-def _head_of(kept: StoredRequest) -> Head:
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept.headers]
-    return Head(kept.method.encode("latin-1"), kept.target.encode("latin-1"), headers, "1.0", "", keep_alive=False)
-
-
-def _split(data: bytes) -> tuple[StoredAnswer, bytes]:
-    """The head that an exchange wrote, and what follows it."""
-    head, _, body = data.partition(b"\r\n\r\n")
-    line, *headers = head.split(b"\r\n")
-    pairs = (header.partition(b": ") for header in headers)
-    kept = tuple(
-        (name.decode("latin-1"), value.decode("latin-1")) for name, _, value in pairs if name not in _OF_THE_MOMENT
-    )
-    return StoredAnswer(int(line.split(b" ")[1]), kept), body
-
-
-# Headers that the answer with the result has of its own.
-_OF_THE_MOMENT: Final = frozenset((b"connection", b"content-length", b"date", b"x-request-id", b"x-accel-buffering"))
-
-
-def _no_answer() -> ResultPart:
-    raise GatewayBug("A request that is only read was answered.")
-
-
-def _nothing() -> None:
-    pass

@@ -11,7 +11,7 @@ here, not the caller's. File contents are only ever byte ranges; a file's name i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,6 +89,13 @@ class MultipartForm:
         name = KEEP_ALIVE_S if self.fields.get(KEEP_ALIVE_S) else KEEP_ALIVE
         said = self.fields.get(name)
         return keep_alive_s(said, param=name) if said else None
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Raises BadRequest unless it has all of these; several files of one name may be sent as `name[]`."""
+        sent = {part.head.name.removesuffix("[]") for part in self.parts}
+        for name in names:
+            if name not in sent:
+                raise BadRequest(f"The form has no field {name}, which this route needs.", param=name)
 
     def rewrite(
         self, model_name: str | None = None, *, drop: frozenset[str] = frozenset(), put: Mapping[str, str] | None = None

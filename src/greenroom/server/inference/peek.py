@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 from msgspec import Raw
 
-from greenroom.config.kinds import ID_CHARS_MAX, SECONDS_MAX
+from greenroom.config.kinds import SECONDS_MAX
 from greenroom.errors import BadRequest
 from greenroom.server.inference.bounded_json import TooManyKeys, decode_counting
 from greenroom.tenancy.tenants import bad_priority
@@ -27,11 +27,17 @@ FIELDS_MAX: Final = 1_000
 _SMALL_BYTES: Final = 64 * 1024
 _UTF8_STEP_BYTES: Final = 256 * 1024
 CLIENT_ID_CHARS_MAX: Final = 128
+# The longest path that Linux takes.
+NAME_CHARS_MAX: Final = 4_096
 # Keys with this prefix are for the gateway. Engines never see them.
 OURS: Final = "x_"
 PRIORITY: Final = "x_priority"
 CLIENT_ID: Final = "x_client_id"
 BUDGET_S: Final = "x_budget_s"
+
+# How long an answer may be at most, by the names of the two OpenAI routes.
+TOKENS_MAX: Final = ("max_completion_tokens", "max_tokens")
+TOKENS_ASKED_MAX: Final = 1_000_000_000
 
 # The two names of the field. The second one wins where both are sent.
 KEEP_ALIVE: Final = "keep_alive"
@@ -73,18 +79,24 @@ _SECONDS: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?", re.ASCII)
 _number: Final = msgspec.json.Decoder(float | None)
 _text_or_null: Final = msgspec.json.Decoder(str | None)
 _time_or_null: Final = msgspec.json.Decoder(float | str | None)
+_whole_or_null: Final = msgspec.json.Decoder(int | None)
 _encoder: Final = msgspec.json.Encoder()
 _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
 
-def peek(body: bytes) -> Peeked:
-    """Read the top level. Raises BadRequest, which names the field or the position that is wrong."""
+def peek(body: bytes, meant: Callable[[], str] | None = None) -> Peeked:
+    """Read the top level. Raises BadRequest, which names the field or the position that is wrong.
+
+    `meant` is the model where the body names none.
+    """
     fields = _read_fields(body)
     # Checks also the strings inside of values, so that engines get valid UTF-8.
     if not body.isascii():
         _expect_utf8(body)
     model = fields.get("model")
+    if model is None and meant is not None:
+        model = fields["model"] = Raw(_encoder.encode(meant()))
     if model is None:
         raise BadRequest("The body has no field model, which says which model to ask.", param="model")
     stream = fields.get("stream")
@@ -125,6 +137,29 @@ def ask_for_usage(fields: Fields) -> tuple[bytes | None, bool]:
     return msgspec.json.encode(options), False
 
 
+def text(fields: Fields, name: str) -> str | None:
+    """A field's text; None if it is missing or something else, which is the engine's to refuse."""
+    raw = fields.get(name)
+    try:
+        return None if raw is None else _text.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def tokens_asked(fields: Fields) -> int:
+    """How many tokens its answers may have together, as it says itself; 0 if it does not, or says it wrongly."""
+    most = max(_count(fields, name) for name in TOKENS_MAX)
+    return most * max(1, _count(fields, "n"))
+
+
+def _count(fields: Fields, name: str) -> int:
+    raw = fields.get(name)
+    try:
+        return 0 if raw is None else max(0, min(TOKENS_ASKED_MAX, _whole_or_null.decode(raw) or 0))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
 # --- values that forms have too -------------------------------------------------------------------------------------
 
 
@@ -132,8 +167,8 @@ def check_model(name: str) -> str:
     """Raises BadRequest for a name that no model can have."""
     if not name:
         raise BadRequest("model is empty; it says which model to ask.", param="model")
-    if len(name) > ID_CHARS_MAX:
-        raise BadRequest(f"model has more than {ID_CHARS_MAX} characters; no model's id does.", param="model")
+    if len(name) > NAME_CHARS_MAX:
+        raise BadRequest(f"model has more than {NAME_CHARS_MAX:,} characters; no id or path does.", param="model")
     return name
 
 

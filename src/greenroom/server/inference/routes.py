@@ -15,7 +15,11 @@ from urllib.parse import unquote_to_bytes
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Ability
+from greenroom.errors import NotAllowed
 from greenroom.http.sse import StreamShape
+from greenroom.tenancy.keys import Caller
+
+PATH_SHOWN_MAX: Final = 100
 
 _BROKEN_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PLAIN_PART: Final = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
@@ -29,30 +33,44 @@ class Route:
     """`name` is its label in metrics; `shape` what an empty piece of its stream looks like.
 
     `is_text`: it sends a text whose beginning a cache may know, and gets one whose tokens are counted.
+    `form`: it takes a form, which must have these fields beside `model`. `makes_pictures`: its answer has pictures.
+    `is_sound`: its answer is counted by the length of the sound that was heard or made.
     """
 
     name: str
     ability: Ability | None = None
     shape: StreamShape = StreamShape.TEXT
-    is_multipart: bool = False
+    form: tuple[str, ...] = ()
     is_text: bool = False
+    makes_pictures: bool = False
+    is_sound: bool = False
 
 
+# A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
+GENERATE: Final = Route("generate", Ability.COMPLETIONS, is_text=True)
+COMPLETIONS_PATH: Final = b"/v1/completions"
 MODEL_ROUTES: Final[dict[bytes, Route]] = {
+    b"/generate": GENERATE,
     b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True),
     b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True),
     b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
     b"/v1/rerank": Route("rerank", Ability.RERANK),
-    b"/v1/images/generations": Route("images", Ability.IMAGES),
-    b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, is_multipart=True),
-    b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, is_multipart=True),
-    b"/v1/audio/transcriptions": Route("transcriptions", Ability.TRANSCRIPTION, is_multipart=True),
-    b"/v1/audio/translations": Route("translations", Ability.TRANSLATION, is_multipart=True),
-    b"/v1/audio/speech": Route("speech", Ability.SPEECH),
+    b"/v1/images/generations": Route("images", Ability.IMAGES, makes_pictures=True),
+    b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, form=("image", "prompt"), makes_pictures=True),
+    b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, form=("image",), makes_pictures=True),
+    b"/v1/audio/transcriptions": Route(
+        "transcriptions", Ability.TRANSCRIPTION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
+    ),
+    b"/v1/audio/translations": Route(
+        "translations", Ability.TRANSLATION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
+    ),
+    b"/v1/audio/speech": Route("speech", Ability.SPEECH, is_sound=True),
 }
 
 UPSTREAM_PREFIX: Final = b"/upstream/"
 UPSTREAM: Final = Route("upstream")
+# The last parts of paths of engines whose answers are texts: OpenAI's, llama.cpp's, Anthropic's, SGLang's.
+_TEXT_PARTS: Final = frozenset((b"completions", b"completion", b"infill", b"messages", b"responses", b"generate"))
 
 
 def split_model(raw_rest: bytes, is_known: Callable[[str], bool]) -> tuple[str, bytes] | None:
@@ -80,6 +98,14 @@ def split_model(raw_rest: bytes, is_known: Callable[[str], bool]) -> tuple[str, 
     return found  # 2.
 
 
+def name_before(raw_rest: bytes, order: bytes) -> str | None:
+    """The name in a raw path that ends in this order, known or not; None if it does not, or cannot be a name."""
+    if not raw_rest.endswith(order) or _RAW_CONTROL.search(raw_rest):
+        return None
+    segments = [_decoded(segment) for segment in raw_rest[: len(raw_rest) - len(order)].split(b"/")]
+    return "/".join(segment for segment in segments if segment is not None) if all(segments) else None
+
+
 def is_open(path: bytes, patterns: Iterable[str]) -> bool:
     """Whether one of a model's `routes` fits this raw path.
 
@@ -89,6 +115,23 @@ def is_open(path: bytes, patterns: Iterable[str]) -> bool:
         return False
     parts = path.decode("ascii").split("/")
     return any(_fits(pattern.split("/"), parts) for pattern in patterns)
+
+
+def expect_route(caller: Caller, path: bytes) -> None:
+    """Raises NotAllowed if the caller's key is for other paths."""
+    if caller.routes is not None and not is_open(path, caller.routes):
+        named = path[:PATH_SHOWN_MAX].decode("ascii", "backslashreplace")
+        raise NotAllowed(f"The key {caller.name} may not call {named}: its `routes` do not name it.")
+
+
+def answers_with_text(target: bytes) -> bool:
+    """Whether an engine answers this target with a text, as far as the path tells."""
+    return target.partition(b"?")[0].rstrip(b"/").rpartition(b"/")[2] in _TEXT_PARTS
+
+
+def has_one_path(upgrade: bytes | None) -> bool:
+    """False for a protocol that has paths of its own: over HTTP/2 (h2c) every path of an engine could be reached."""
+    return upgrade is None or upgrade.lower() == b"websocket"
 
 
 def _fits(wanted: list[str], parts: list[str]) -> bool:

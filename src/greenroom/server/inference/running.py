@@ -16,16 +16,32 @@ from typing import Final
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import RequestId
-from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GatewayBug, GreenroomError
+from greenroom.errors import (
+    BudgetPassed,
+    EngineFault,
+    EngineLost,
+    EngineTimeout,
+    GatewayBug,
+    GreenroomError,
+    ModelLoading,
+)
+from greenroom.http.collected import Collected
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers, build_request
+from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relay import Relay, RelayOutcome
+from greenroom.http.renamed import Renamed
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.http.tunnel import Tunnel
+from greenroom.library.versions import Version
+from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
+from greenroom.server.inference.answer_facts import NOT_CACHED, AnswerFacts
 from greenroom.server.inference.ask import Ask, Settings, arrival
+from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
+from greenroom.server.inference.routes import UPSTREAM, is_open
+from greenroom.server.inference.version_headers import version_headers
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -38,9 +54,10 @@ _SSE: Final[Headers] = [
     (b"x-accel-buffering", b"no"),
 ]
 _NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
-# Headers about the prefix cache, for engines that keep none for tenants. Other engines send their own.
-_NOT_CACHED: Final[Headers] = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
-_DID_NOT_WAIT: Final = (b"x-queue-wait-ms", b"0")
+_WAIT: Final = b"x-queue-wait-ms"
+_DID_NOT_WAIT: Final = (_WAIT, b"0")
+# A timer may end a wait so much too early.
+TIMER_EARLY_S: Final = 0.05
 # An engine's own error text goes into our error up to this length.
 SAID_MAX: Final = 2000
 
@@ -53,6 +70,8 @@ class RequestServices:
     sweep: RequestSweep
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
+    version_of: Callable[[str], Version | None]
+    """The version that a model serves now."""
     spawn: Callable[[Running], asyncio.Task[None]]
     ended: Callable[[Running, GreenroomError | None], None]
 
@@ -64,12 +83,15 @@ class Running:
         "_beat_at",
         "_bytes_seen",
         "_hung",
+        "_is_over",
         "_moved_at",
+        "_pin",
         "_settings",
         "_shared",
         "_task",
         "ask",
         "exchange",
+        "facts",
         "record",
         "relay",
         "request_id",
@@ -85,11 +107,15 @@ class Running:
         self.record = record
         self.ticket: Ticket
         self.relay: Relay | None = None
+        # Of an answer with text that can be read.
+        self.facts: AnswerFacts | None = None
         self._settings = settings
         self._shared = shared
         self._beat_at = self._moved_at = 0.0
         self._bytes_seen = -1
-        self._hung = False
+        self._hung = self._is_over = False
+        # Its place among the prompts of its engine, where that has such places.
+        self._pin: Pin | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- the way of one request -------------------------------------------------------------------------------------
@@ -127,9 +153,11 @@ class Running:
         )
 
     def _send_now(self, slot: LiveSlot) -> bool:
-        if slot.pool.idle_count == 0 or self.ask.job is not None:
+        if slot.pool.idle_count == 0 or self.ask.job is not None or self.ask.remade is not None:
             return False
-        payload = self.ask.payload()
+        if slot.prompts is not None and (self.ask.spreads or not self._pinned(slot.prompts)):
+            return False
+        payload = self.ask.payload(None if self._pin is None else self._pin.fields)
         relay = self._new_relay(self._relayed)
         if not slot.pool.send_now(self._engine_head(len(payload)), payload, relay):
             self.relay = None
@@ -178,18 +206,32 @@ class Running:
         relay = self.relay
         while relay is None or await self._must_try_again(relay):
             await self.ticket.wait(None)
-            if self.ask.job is not None:
-                await self.ask.job.starts()
-            if self.exchange.gone:
-                return
             slot = self.ticket.slot
             assert slot is not None
-            payload = self.ask.payload()
+            if self.ask.job is not None:
+                await self.ask.job.starts(slot)
+            if slot.prompts is not None and not self._pinned(slot.prompts):
+                await self._wait_for_place(slot.prompts)
+            if self._pin is not None and self._pin.erase:
+                await slot.erase(self._pin.erase)
+            if self.exchange.gone:
+                return
+            payload = self.ask.payload(None if self._pin is None else self._pin.fields)
             relay = self._new_relay(None)
             # A request that was cut meanwhile is stopped already.
             if relay.wanted:
                 await slot.pool.send(self._engine_head(len(payload)), payload, relay)
             await relay.wait()
+        if isinstance(relay, Collected) and not self.exchange.gone:
+            await self._answer_anew(relay)
+
+    async def _answer_anew(self, relay: Collected) -> None:
+        assert self.ask.remade is not None
+        self.exchange.on_gone = self._leave
+        # The engine has done its part: the next request need not wait until the pictures are on disk.
+        self._shared.tickets.close(self.ticket)
+        status, headers, body = await self.ask.remade.remade(relay.status, relay.headers, relay.take())
+        self.exchange.respond(status, response_headers(headers, self._extra_headers()), body)
 
     async def _must_try_again(self, relay: Relay) -> bool:
         """True if the engine was lost before its first byte. Raises the error if the relay failed otherwise."""
@@ -202,15 +244,41 @@ class Running:
         if relay.outcome is RelayOutcome.BAD_HEAD:
             raise self._bad_head(relay)
         if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte or not self._may_run_again():
-            raise relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
+            raise relay.error or EngineLost(f"The engine of {self.ask.entry.public_id} was lost.")
         if exchange.gone:
             return False
         exchange.on_gone = self._leave
         assert ticket.slot is not None
+        self._unpin()
         await ticket.slot.settle()
         self.record.state = "waiting"
         self._shared.tickets.lost(ticket)
         return True
+
+    def _pinned(self, prompts: PromptSlots) -> bool:
+        """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
+        if self._pin is None:
+            owner = self.ask.scope.owner
+            if self.ask.route is UPSTREAM:
+                is_post = self.exchange.head.method == b"POST"
+                if not is_post or is_open(self.ask.target.partition(b"?")[0], PROMPTLESS_PATHS):
+                    return True
+                expect_sole(prompts, owner, self.ask.entry.public_id)
+            self._pin = prompts.pin(owner, spreads=self.ask.spreads)
+        return self._pin is not None
+
+    async def _wait_for_place(self, prompts: PromptSlots) -> None:
+        owner = self.ask.scope.owner
+        self._pin = await prompts.place(owner, spreads=self.ask.spreads)
+        if self.ask.route is UPSTREAM and self._pin.index is not None:
+            # Another owner came meanwhile, and this path cannot be pinned.
+            expect_sole(prompts, owner, self.ask.entry.public_id)
+
+    def _unpin(self) -> None:
+        """Give its place back, while it still holds its slot."""
+        slot, pin, self._pin = self.ticket.slot, self._pin, None
+        if pin is not None and slot is not None and slot.prompts is not None:
+            slot.prompts.release(pin)
 
     def _may_run_again(self) -> bool:
         return self.ask.job is None or self.ask.job.may_run_again
@@ -218,17 +286,40 @@ class Running:
     def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
         if self.exchange.head.upgrade is not None:
             relay: Relay = Tunnel(self.exchange, extra_headers=self._extra_headers(), on_done=on_done)
+        elif (remade := self.ask.remade) is not None:
+            relay = Collected(self.exchange, remade.body(), remade.bytes_max, on_done=on_done)
         else:
-            relay = Relay(
-                self.exchange,
-                extra_headers=self._extra_headers(),
-                default_headers=_NOT_CACHED
-                if self.ask.route.is_text and not self.ask.entry.facts.keeps_prefixes
-                else None,
-                committed=self.exchange.started,
-                drop_usage_event=self.ask.drop_usage,
-                on_done=on_done,
+            ask, headers, started = self.ask, self._extra_headers(), self.exchange.started
+            defaults = NOT_CACHED if ask.is_not_cached else None
+            self.facts = facts = (
+                AnswerFacts(ask.entry.engine, ask.stream, self._wait_ms()) if ask.route.is_text else None
             )
+            read_facts = None if facts is None or ask.stream else facts.headers
+            last_words = facts.comment if facts is not None and ask.wants_facts else None
+            if ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
+                relay = Renamed(
+                    self.exchange,
+                    ask.entry.id,
+                    ask.asked_as,
+                    extra_headers=headers,
+                    default_headers=defaults,
+                    committed=started,
+                    drop_usage_event=ask.drop_usage,
+                    read_facts=read_facts,
+                    last_words=last_words,
+                    on_done=on_done,
+                )
+            else:
+                relay = Relay(
+                    self.exchange,
+                    extra_headers=headers,
+                    default_headers=defaults,
+                    committed=started,
+                    drop_usage_event=ask.drop_usage,
+                    read_facts=read_facts,
+                    last_words=last_words,
+                    on_done=on_done,
+                )
         self.relay = relay
         self.record.state = "serving"
         self._bytes_seen, self._moved_at = -1, self.ticket.granted_at
@@ -241,10 +332,24 @@ class Running:
         if ticket.granted_at == ticket.arrived:
             headers.append(_DID_NOT_WAIT)
         else:
-            headers.append((b"x-queue-wait-ms", b"%d" % round((ticket.granted_at - ticket.arrived) * 1000)))
+            headers.append((_WAIT, b"%d" % self._wait_ms()))
         if self.ask.stream:
             headers.append(_NO_BUFFERING)
+        slot = ticket.slot
+        if slot is not None and (version := slot.entry.version) is not None:
+            self.record.model_version, self.record.model_repo_id = version.number, version.repo_id
+            headers += version_headers(version)
         return headers
+
+    def _version(self) -> Version | None:
+        """The version that answers, or that would answer now."""
+        slot = self.ticket.slot
+        return self._shared.version_of(self.ask.entry.id) if slot is None else slot.entry.version
+
+    def _wait_ms(self) -> int:
+        """How long it waited for its slot, or has waited so far."""
+        until = self.ticket.granted_at or self._shared.clock()
+        return max(0, round((until - self.ticket.arrived) * 1000))
 
     def _engine_head(self, length: int) -> bytes:
         head = self.exchange.head
@@ -264,25 +369,38 @@ class Running:
 
     def _end(self, error: GreenroomError | None) -> None:
         """Exactly once: answer an error if there is one, release the slot, record the request."""
-        if not self.ticket.is_open:
+        if self._is_over:
             return
+        self._is_over = True
         self.exchange.on_gone = None
         try:
             if error is not None:
                 self._tell(error)
         finally:
-            self._shared.sweep.remove(self)
-            self._shared.tickets.close(self.ticket)
-            self._shared.ended(self, error)
-            if self.ask.job is not None:
-                self.ask.job.ended(error)
+            try:
+                self._unpin()
+                self._shared.sweep.remove(self)
+                self._shared.tickets.close(self.ticket)
+                self._shared.ended(self, error)
+            finally:
+                if self.ask.job is not None:
+                    self.ask.job.ended(error)
 
     def _told(self, failure: Exception) -> GreenroomError:
         """The error that the caller gets."""
+        if isinstance(failure, ModelLoading) and self._is_over_budget():
+            return BudgetPassed(f"The time given for this answer is over. {failure.public}", beside=failure.beside)
         if isinstance(failure, GreenroomError):
             return failure
         _log.bug("request broke", failure, request=self.request_id)
         return GatewayBug("Something went wrong in the gateway.")
+
+    def _is_over_budget(self) -> bool:
+        """True once its budget has passed, by which its wait ends. A request that is refused at once has not waited."""
+        budget_s = self.ask.budget_s
+        if budget_s is None:
+            return False
+        return self._shared.clock() - self.ticket.arrived >= budget_s - min(TIMER_EARLY_S, budget_s / 2)
 
     def _tell(self, error: GreenroomError) -> None:
         """Send the error: as a status if nothing was sent, as an event in a stream, else by cutting the answer."""
@@ -290,7 +408,10 @@ class Running:
         if exchange.gone or exchange.finished:
             return
         if not exchange.started:
-            exchange.respond(*render.response(error, self.request_id, to_operator=self.ask.to_operator))
+            status, headers, body = render.response(error, self.request_id, to_operator=self.ask.to_operator)
+            headers.append((_WAIT, b"%d" % self._wait_ms()))
+            headers += version_headers(self._version())
+            exchange.respond(status, headers, body)
             return
         event = render.error_event(error, self.request_id, to_operator=self.ask.to_operator)
         if relay is not None:
@@ -302,12 +423,12 @@ class Running:
     def _bad_head(self, relay: Relay) -> GreenroomError:
         """Heartbeats began the stream but the engine does not answer with one: its text goes into the error."""
         said = relay.bad_body[:SAID_MAX].decode("utf-8", "replace")
-        return _EngineSaid(f"{self.ask.entry.id} answered {relay.status}.", details=said, status=relay.status)
+        return _EngineSaid(f"{self.ask.entry.public_id} answered {relay.status}.", details=said, status=relay.status)
 
     def _stopped(self) -> GreenroomError:
         if self._hung:
-            return EngineTimeout(f"{self.ask.entry.id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
-        return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.id} was ended.")
+            return EngineTimeout(f"{self.ask.entry.public_id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
+        return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.public_id} was ended.")
 
     # --- what the sweep looks at -------------------------------------------------------------------------------------
 

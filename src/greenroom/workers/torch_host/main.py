@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from .control.line import ControlLine, bound, listen
 
@@ -31,37 +31,48 @@ SWITCH_INTERVAL_S: Final = 0.001
 # this long, the process ends and its models wake in another. Nothing legitimate takes a tenth of it.
 STUCK_S: Final = 60.0
 BEATS_A_TIMEOUT: Final = 10
-# Nearly every model needs these, so they are imported before the first slot opens.
-FIRST_IMPORTS: Final = (
-    "torch",
-    "transformers",
-    "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama",
-)
+# For each program: the module that prepares its models, and what nearly every model needs, which is imported before the
+# first slot opens.
+PROGRAMS: Final = {
+    "transformers": (
+        ".control.preparing",
+        (
+            "torch",
+            "transformers",
+            "transformers.modeling_utils",
+            "transformers.models.llama.modeling_llama",
+        ),
+    ),
+    "diffusers": (".images.preparing", ("torch", "transformers", "diffusers.pipelines.auto_pipeline", "PIL.Image")),
+}
 
 log = logging.getLogger("torch_host")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="torch_worker", description="Host torch models for a Greenroom gateway.")
+    parser = argparse.ArgumentParser(prog="torch_host", description="Host torch models for a Greenroom gateway.")
     parser.add_argument("--control", required=True, help="path of the Unix socket the gateway speaks to")
+    parser.add_argument("--program", choices=sorted(PROGRAMS), default="transformers", help="what its models are")
     asked = parser.parse_args(arguments)
+    preparing, first_imports = PROGRAMS[asked.program]
     _settle()
     listener = listen(asked.control)
     try:
-        for name in FIRST_IMPORTS:
+        for name in first_imports:
             importlib.import_module(name)
         importlib.import_module(".control.slots", __package__)
+        prepare = importlib.import_module(preparing, __package__).prepare
     except ImportError as reason:
         os.unlink(asked.control)
         if _is_ours(reason.name):
             raise
-        log.error("%s is missing in %s: pip install torch transformers h11", reason.name or reason, sys.executable)
+        packages = " ".join(dict.fromkeys(name.partition(".")[0] for name in (*first_imports, "h11")))
+        log.error("%s is missing in %s: pip install %s", reason.name or reason, sys.executable, packages)
         return NOT_INSTALLED
     # Modules stay for good. Collecting garbage among them again and again would only delay computations.
     gc.collect()
     gc.freeze()
-    asyncio.run(_serve(listener))
+    asyncio.run(_serve(listener, prepare))
     # Threads may be inside the driver. They end with the process, and their memory with them.
     with suppress(OSError):
         os.unlink(asked.control)
@@ -70,15 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(module: str | None) -> bool:
-    """True for a module of this package: if it cannot be imported, that is a bug, which no installation mends."""
-    return f"{module}.".startswith(f"{__package__}.")
+    """True for a module of ours: if it cannot be imported, that is a bug, which no installation mends."""
+    return f"{module}.".startswith(f"{str(__package__).partition('.')[0]}.")
 
 
-async def _serve(listener: socket.socket) -> None:
+async def _serve(listener: socket.socket, prepare: Any) -> None:
     """Run the event loop until the gateway has hung up."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    threading.Thread(target=_control, args=(listener, loop, ended), name="control", daemon=True).start()
+    threading.Thread(target=_control, args=(listener, prepare, loop, ended), name="control", daemon=True).start()
     while not ended.is_set():
         # The timer is a C thread, which needs no interpreter. It prints the stack of every thread to stderr.
         faulthandler.dump_traceback_later(STUCK_S, exit=True)
@@ -88,16 +99,16 @@ async def _serve(listener: socket.socket) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+def _control(listener: socket.socket, prepare: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    from .control.resources import WorkerResources
     from .control.slots import SlotTable
-    from .control.worker_slot import WorkerResources
 
     try:
         connection, _ = listener.accept()
         # There is one gateway. No other connection is accepted.
         listener.close()
         bound(connection)
-        resources = WorkerResources(loop, on_fatal=lambda error, say: slots.lost(error, say))
+        resources = WorkerResources(loop, on_fatal=lambda error, say: slots.lost(error, say), prepare=prepare)
         slots = SlotTable(resources)
         ControlLine(connection, slots).serve()
         resources.run(resources.templates.close())

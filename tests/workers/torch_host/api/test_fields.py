@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from greenroom.workers.torch_host.api.errors import ApiError
-from greenroom.workers.torch_host.api.fields import BARE_BYTES_MAX, ELEMENTS_MAX, parse_body
-from greenroom.workers.torch_host.api.http import BODY_BYTES_MAX
+from greenroom.workers.serving.errors import ApiError
+from greenroom.workers.serving.fields import BARE_BYTES_MAX, ELEMENTS_MAX, parse_body
+from greenroom.workers.serving.http import BODY_BYTES_MAX
 from tests.workers.torch_host.conftest import Opener
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.control import preparing
-from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
+from greenroom.workers.torch_host.control.device_context import DeviceContext
+from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
@@ -37,13 +38,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def prepared(folder: Path, descriptor: int, filled: bool = False) -> PreparedModel:
+def prepared(folder: Path, descriptor: int, filled: bool = False) -> PreparedText:
     order = SlotOptions("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
     around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
     return prepare(order, descriptor, around, lambda share: None, threading.Event())
 
 
-def let_go(made: PreparedModel) -> None:
+def let_go(made: PreparedText) -> None:
     made.engine.close()
     made.weights.close()
     made.text.close()

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.workers.torch_host.api.routes import ModelServer
-from greenroom.workers.torch_host.control.worker_slot import WorkerResources, WorkerSlot
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.serving.http import HttpServer
+from greenroom.workers.torch_host.control.preparing import prepare
+from greenroom.workers.torch_host.control.resources import SlotEngine, WorkerResources
+from greenroom.workers.torch_host.control.worker_slot import WorkerSlot
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
 
@@ -22,7 +23,7 @@ class FakeWeights:
 
     def wake(self) -> WakeResult:
         self.is_awake = True
-        return WakeResult(1, 1, 0.0)
+        return WakeResult(1, [1], 0.0)
 
     def sleep(self) -> float:
         self.is_awake = False
@@ -54,7 +55,7 @@ class FakeServer:
 class Rig:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.weights, self.engine = FakeWeights(), FakeEngine()
-        resources = WorkerResources(loop, on_fatal=lambda error, say: say())
+        resources = WorkerResources(loop, on_fatal=lambda error, say: say(), prepare=prepare)
         parts: tuple[Any, ...] = (self.weights, self.engine, FakeServer())
         weights, engine, served = parts
         self.has_let_go = False
@@ -62,8 +63,8 @@ class Rig:
         cleanup.callback(self._let_go)
         self.hosted = WorkerSlot(
             cast(DeviceWeights, weights),
-            cast(EngineLoop, engine),
-            cast(ModelServer, served),
+            cast(SlotEngine, engine),
+            cast(HttpServer, served),
             resources,
             cleanup,
             host_bytes=0,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
+from greenroom.workers.torch_host.control.device_context import DeviceContext
+from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
@@ -158,7 +159,7 @@ class Counted:
         order = SlotOptions("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
         around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
         self._memory = os.memfd_create("arena")
-        self.made: PreparedModel = prepare(order, self._memory, around, lambda share: None, threading.Event())
+        self.made: PreparedText = prepare(order, self._memory, around, lambda share: None, threading.Event())
         self.forwards = 0
         self.made.weights.module.register_forward_pre_hook(self._count)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox import program, schema_job
 from greenroom.workers.torch_host.sandbox.pool import (
     JobKind,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text

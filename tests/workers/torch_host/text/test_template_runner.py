@@ -39,8 +39,8 @@ NUMBERS = ("{{ 10 ** 100000000 }}", "{{ messages[0].number ** 100000000 }}")
 # A worker with a template that does not end.
 WORKER = f"""
 import asyncio
-from torch_host.sandbox.pool import SandboxPool
-from torch_host.text.templates import TEMPLATES, TemplateRunner
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
+from greenroom.workers.torch_host.text.templates import TEMPLATES, TemplateRunner
 
 order = dict(template={LOOPING!r}, messages=[dict(role="user")], tools=None, names=dict())
 asyncio.run(TemplateRunner(SandboxPool(TEMPLATES)).render(order, 1000, {PATIENCE_S}))
@@ -232,7 +232,7 @@ async def test_a_scribe_inherits_nothing_and_is_bounded(
 
 
 async def test_a_scribe_ends_with_its_worker_however_that_ends() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(worker_rig.PROGRAM.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(worker_rig.PROGRAM.parents[2])}
     worker = subprocess.Popen([sys.executable, "-c", WORKER], env=environment)
     try:
         await until(lambda: running(worker.pid) and busy_s(running(worker.pid)[0]) > 0.3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, TEMPLATES, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, Text
 from tests.workers.torch_host import tokenizer_folders
 

@@ -127,6 +127,26 @@ def test_an_arena_that_torch_cannot_see_gives_its_addresses_back(
     assert (driver.mapped, driver.reserved) == ({}, {})
 
 
+def test_an_arena_of_spans_takes_memory_for_these_only(emptied: list[int]) -> None:
+    driver = FakeDriver(free=5 * GRANULE)
+    spans = [(0, 2 * GRANULE), (8 * GRANULE, 3 * GRANULE)]
+    made: Any = driver
+    arena = CudaArena(made, 0, 10 * GRANULE, spans)
+    assert arena.size == 4 * GRANULE, "it ends with the arena"
+    described: Any = arena.tensor
+    assert described["shape"] == (10 * GRANULE,), "offsets are those of the whole"
+    arena.map()
+    assert sorted(driver.mapped) == [arena.address, arena.address + 8 * GRANULE]
+    arena.unmap()
+    assert (driver.mapped, driver.free) == ({}, 5 * GRANULE)
+    driver.free = 3 * GRANULE
+    with pytest.raises(OutOfMemory):
+        arena.map()
+    assert (driver.mapped, driver.free) == ({}, 3 * GRANULE), "half of it is no use"
+    arena.close()
+    assert not driver.reserved
+
+
 def registration_of(driver: Any, pieces: int) -> Registration:
     return Registration(driver, [(4096 * (1 + number), 100 + number) for number in range(pieces)])
 

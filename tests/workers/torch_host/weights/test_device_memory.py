@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from greenroom.workers.torch_host.control import preparing
-from greenroom.workers.torch_host.control.preparing import numbers_in, processors_near, settle_near
+from greenroom.workers.torch_host.control import device_context
+from greenroom.workers.torch_host.control.device_context import numbers_in, processors_near, settle_near
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
 from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, CopyRate
 from greenroom.workers.torch_host.weights.upload import hooked_modules
@@ -84,7 +84,7 @@ def test_where_all_memory_is_equally_near_cuda_is_not_asked(tmp_path: Path, monk
     """Asking makes the device's context, for which the first read would wait."""
     asked: list[torch.device] = []
     (tmp_path / "node0").mkdir()
-    monkeypatch.setattr(preparing, "NODES", tmp_path)
+    monkeypatch.setattr(device_context, "NODES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked.append)
     assert processors_near(torch.device("cuda", 0)) == set()
     assert asked == []

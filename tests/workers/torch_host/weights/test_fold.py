@@ -35,6 +35,7 @@ from greenroom.workers.torch_host.weights.fold.fold import (
 from greenroom.workers.torch_host.weights.fold.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
 from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
 from greenroom.workers.torch_host.weights.loading import LoadContext
+from greenroom.workers.torch_host.weights.text_model import TextModel
 from tests.waiting import until_now
 from tests.workers.torch_host import tiny
 
@@ -155,7 +156,7 @@ def test_a_model_is_folded_as_it_is_read(
     if by == "transformers":
         tiny.store_oddly(folder)
     with caplog.at_level("INFO"):
-        loaded = loading.load(options, descriptor, False, LoadContext(folds=True, folding=PATIENT))
+        loaded = loading.load(TextModel(options), descriptor, False, LoadContext(folds=True, folding=PATIENT))
     assert ("weights are loaded by Transformers" in caplog.text) == (by == "transformers")
     arena, size = loaded.arena, loaded.arena.layout.bytes
     chunks = arena.chunks
@@ -193,7 +194,7 @@ def test_what_could_not_be_folded_is_read_again(tmp_path: Path, descriptor: int)
     built: list[HostArena] = []
     settings = replace(PATIENT, program=program)
     context = LoadContext(folds=True, folding=settings, on_built=lambda module, arena: built.append(arena))
-    loaded = loading.load(ModelOptions(folder, attention="sdpa"), descriptor, False, context)
+    loaded = loading.load(TextModel(ModelOptions(folder, attention="sdpa")), descriptor, False, context)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -22,6 +22,7 @@ from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModel, load
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from greenroom.workers.torch_host.weights.text_model import TextModel
 from tests.workers.torch_host import tiny
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def options(folder: Path, **changes: Any) -> ModelOptions:
 
 
 def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> LoadedModel:
-    return load(options(folder, **changes), descriptor, filled, LoadContext())
+    return load(TextModel(options(folder, **changes)), descriptor, filled, LoadContext())
 
 
 @pytest.fixture
@@ -351,7 +352,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, descriptor: int) 
 
 def test_a_model_larger_than_its_arena_may_be_is_refused(llama: Path, descriptor: int) -> None:
     with pytest.raises(OutOfMemory, match="100,000 are allowed"):
-        load(options(llama), descriptor, False, LoadContext(arena_max_bytes=100_000))
+        load(TextModel(options(llama)), descriptor, False, LoadContext(arena_max_bytes=100_000))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -359,7 +360,7 @@ def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(Cancelled):
-        load(options(llama), descriptor, False, LoadContext(cancelled=cancelled))
+        load(TextModel(options(llama)), descriptor, False, LoadContext(cancelled=cancelled))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -387,7 +388,7 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     during(building, "load_whole", "after Transformers had it")
     during(loading, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):
-        load(options(folder), descriptor, False, LoadContext(cancelled=cancelled))
+        load(TextModel(options(folder)), descriptor, False, LoadContext(cancelled=cancelled))
     last = {
         "before it is built": "read_config",
         "after it was built": "build",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -87,7 +87,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield device
 
 
-def upload_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[WeightUpload, torch.nn.Module]:
+def upload_of(
+    device: Device, chunks: int, folds: Mapping[int, Fold], wanted: Collection[int] | None = None
+) -> tuple[WeightUpload, torch.nn.Module]:
     size = chunks * CHUNK_BYTES + 512
     memory = os.memfd_create("arena")
     os.ftruncate(memory, size + 4096)
@@ -98,11 +100,12 @@ def upload_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[W
     device.start = weights.data_ptr()
     unfolder = Unfolder(weights, size, device.unfold)
     driver: Any = device
-    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, lambda size, seconds: None, unfolder)
+    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, lambda size, seconds: None, unfolder, wanted)
     device.streams = {stream.cuda_stream: stream for stream in (made._copy_stream, made._unfold_stream)}
     device.unfolds_on = made._unfold_stream
     module = torch.nn.Module()
-    module.register_buffer("weight", weights)
+    first = 0 if wanted is None else min(wanted) * CHUNK_BYTES
+    module.register_buffer("weight", weights if wanted is None else weights[first : first + CHUNK_BYTES])
     return made, module
 
 
@@ -116,16 +119,38 @@ def test_nothing_is_overwritten_or_read_too_early(chunks: int, left_out: int | N
         upload.begin(module)
         upload.wait_for_weights()
         touched = cuda.done
-        for number, (what, start, end, clock, _) in enumerate(touched):
-            for before, other_start, other_end, other, stream in touched[:number]:
-                if other is clock or other_end <= start or end <= other_start or before == what == "read":
-                    continue
-                assert other[stream] <= clock[stream], f"{what} of {start} does not wait for the {before} before it"
+        check_order(touched)
         written = {start for what, start, _, _, _ in touched if what == "write" or start // CHUNK_BYTES not in folds}
         assert {index * CHUNK_BYTES for index in range(chunks + 1)} <= written
         # The last event means that all weights are there.
         assert all(upload._last.after[stream] >= clock[stream] for *_, clock, stream in touched)
         assert upload.bytes == sum(chunk.size for chunk in upload._host.chunks)
+
+
+def check_order(touched: list[tuple[str, int, int, Clock, int]]) -> None:
+    for number, (what, start, end, clock, _) in enumerate(touched):
+        for before, other_start, other_end, other, stream in touched[:number]:
+            if other is clock or other_end <= start or end <= other_start or before == what == "read":
+                continue
+            assert other[stream] <= clock[stream], f"{what} of {start} does not wait for the {before} before it"
+
+
+# Neighbours, chunks that land in the same place, and a device with the last chunks.
+@pytest.mark.parametrize("wanted", [{0, 1}, {0, 2, 4}, {1, 3, 7}, {0, 2, 7, 8}, set(range(10))])
+def test_a_device_gets_the_chunks_of_its_part_in_memory_that_it_has(wanted: set[int], cuda: Device) -> None:
+    folds = {index: Fold(100, 9) for index in range(7) if index != 1}
+    upload, module = upload_of(cuda, 9, folds, wanted)
+    there = upload._host.memory_for(wanted)
+    assert {*there} - wanted <= {7, 8}, "the rest is where folded ones land"
+    for _ in range(2):
+        cuda.done.clear()
+        upload.begin(module)
+        upload.wait_for_weights()
+        check_order(cuda.done)
+        assert {start // CHUNK_BYTES for _, start, *_ in cuda.done} <= {*there}
+        written = {start // CHUNK_BYTES for what, start, *_ in cuda.done if what == "write"}
+        assert written == wanted & folds.keys()
+        assert upload.bytes == sum(chunk.size for chunk in upload._host.chunks if chunk.number in wanted)
 
 
 def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_works(

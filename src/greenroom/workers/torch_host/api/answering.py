@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...serving.errors import ApiError, encoded, too_long, unavailable
+from ...serving.http import Answer
 from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
 from ..text.output_stream import OutputPiece, OutputStream
-from .errors import ApiError, encoded, too_long, unavailable
-from .http import Answer
 
 Usage = Mapping[str, Any]
 
@@ -167,13 +167,18 @@ def usage_of(generation: Generation) -> Usage:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": _reused(generation) or 0},
+        # Beyond OpenAI's: a stream has no other place for it.
+        "gpu_time_ms": _gpu_time_ms(generation),
     }
 
 
 def headers_of(generation: Generation) -> Mapping[str, str]:
     """The headers of a complete answer."""
-    compute_s = sum(output.end.compute_s for output in generation.outputs if output.end is not None)
-    return {**cache_headers_of(generation), "x-gpu-time-ms": str(round(1000 * compute_s))}
+    return {**cache_headers_of(generation), "x-gpu-time-ms": str(_gpu_time_ms(generation))}
+
+
+def _gpu_time_ms(generation: Generation) -> int:
+    return round(1000 * sum(output.end.compute_s for output in generation.outputs if output.end is not None))
 
 
 def cache_headers_of(generation: Generation) -> Mapping[str, str]:

@@ -9,6 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...serving.errors import ApiError, encoded, new_id
+from ...serving.fields import Body, boolean, integer, mapping
+from ...serving.http import Answer
 from ..sandbox.grammar import JsonConstraint
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
 from ..text.output_stream import OutputPiece, ScoredToken
@@ -25,9 +28,6 @@ from ..text.tool_calls import (
     read_tools,
 )
 from .answering import answer_stream, answer_whole
-from .errors import ApiError, encoded, new_id
-from .fields import Body, boolean, integer, mapping
-from .http import Answer
 from .model_context import ModelContext, Origin, OutputFormat
 from .sampling_params import LOGPROBS_MAX, read_sampling_params
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...serving.errors import encoded, new_id, unsupported
+from ...serving.fields import Body, boolean, integer
+from ...serving.http import Answer
 from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.tokens import Speller
 from .answering import answer_stream, answer_whole
 from .chat import finite
-from .errors import encoded, new_id, unsupported
-from .fields import Body, boolean, integer
-from .http import Answer
 from .model_context import ModelContext, Origin, inputs_of, read_inputs
 from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_sampling_params
 

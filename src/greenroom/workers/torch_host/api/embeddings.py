@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ...serving.errors import ApiError, encoded, too_long, unavailable, unsupported
+from ...serving.fields import Body, boolean, integer, refuse
+from ...serving.http import Answer
 from ..engine.requests import PromptTooLong, UnknownToken, Vectors
 from ..failures import Failure
 from ..weights.sentence_config import SentenceConfig
-from .errors import ApiError, encoded, too_long, unavailable, unsupported
-from .fields import Body, boolean, integer, refuse
-from .http import Answer
 from .model_context import ModelContext, inputs_of, read_inputs
 
 INPUTS_MAX = 2_048

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ...serving.errors import ApiError, new_id, too_long
+from ...serving.fields import Body, refuse
 from ..engine.requests import CallbackQueue, GenerationRequest, InferenceEngine
 from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
@@ -21,8 +23,6 @@ from ..text.tokens import Text
 from ..text.tool_calls import Reader
 from ..weights.sentence_config import SentenceConfig
 from .answering import Generation
-from .errors import ApiError, new_id, too_long
-from .fields import Body, refuse
 from .sampling_params import SEQUENCES_MAX, SamplingParams
 
 CACHE_MODES = ("prefix", "none", "auto")

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...serving.errors import ApiError, encoded, unsupported
+from ...serving.fields import parse_body
+from ...serving.http import Answer, HttpServer, Request
 from ..engine.requests import CallbackQueue, InferenceEngine
 from ..sandbox.grammar import Grammars
 from ..sandbox.pool import SandboxPool
@@ -23,9 +26,6 @@ from ..weights.sentence_config import SentenceConfig
 from .chat import chat
 from .completions import complete
 from .embeddings import embed
-from .errors import ApiError, encoded, unsupported
-from .fields import parse_body
-from .http import Answer, HttpServer, Request
 from .model_context import ModelContext, Origin
 
 # Larger bodies are parsed in a thread, so that other streams go on meanwhile.

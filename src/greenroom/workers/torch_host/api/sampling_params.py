@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ...serving.errors import ApiError, too_long
+from ...serving.fields import Body, boolean, integer, mapping, number, refuse
 from ..engine.requests import Sampling
-from .errors import ApiError, too_long
-from .fields import Body, boolean, integer, mapping, number, refuse
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 256

@@ -7,7 +7,6 @@ itself. Read `prepare` first.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,18 +16,22 @@ from typing import Any, Final
 
 import torch
 
+from ...serving.http import HttpServer
+from ..api.routes import serve_text
 from ..engine.engine_loop import EngineLoop, EngineSizes
 from ..engine.model_check import ModelCheck, fingerprint
 from ..engine.model_shape import kv_bytes, text_config
-from ..failures import OnFatal
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import Text
 from ..weights.arena import HostArena
-from ..weights.building import ModelOptions, call_transformers, gguf_in
+from ..weights.building import ModelOptions, call_foreign, gguf_in
 from ..weights.device_memory import driver
-from ..weights.device_weights import CopyRate, DeviceWeights
+from ..weights.device_weights import DeviceWeights
 from ..weights.loading import LoadContext, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
+from ..weights.text_model import TextModel
+from .device_context import DeviceContext, settle_near
+from .resources import WorkerResources
 from .slot_options import CACHE_CONTEXTS, SlotOptions
 
 # The context where neither the configuration nor the model states one.
@@ -38,8 +41,8 @@ THREADS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel:
-    """A model that sleeps, and its text handling. The owner closes engine, weights and text, in this order."""
+class PreparedText:
+    """A model of Transformers that sleeps. Implements `PreparedModel`."""
 
     text: Text
     weights: DeviceWeights
@@ -48,14 +51,21 @@ class PreparedModel:
     host_bytes: int
     read_bytes: int
 
+    async def serve(self, socket: Path, model: str, resources: WorkerResources) -> HttpServer:
+        return await serve_text(
+            socket,
+            self.engine,
+            self.text,
+            model,
+            templates=resources.templates,
+            trials=resources.trials,
+            sentence=self.sentence,
+        )
 
-@dataclass(frozen=True, slots=True)
-class DeviceContext:
-    """The device of a model, its copy rate, and what to call when the device is lost."""
-
-    device: torch.device
-    copy_rate: CopyRate
-    on_fatal: OnFatal
+    def close(self) -> None:
+        self.engine.close()
+        self.weights.close()
+        self.text.close()
 
 
 def prepare(
@@ -64,7 +74,7 @@ def prepare(
     device_context: DeviceContext,
     progress: Callable[[float], None],
     cancelled: threading.Event,
-) -> PreparedModel:
+) -> PreparedText:
     """Fill or adopt the arena behind this memfd and build what a wake needs. Raises what its parts raise."""
     register()
     options = _options(order)
@@ -83,7 +93,7 @@ def prepare(
         )
         try:
             # No reference to the module: its weights view the arena, and a traceback would keep both alive.
-            return background.joined(load(options, descriptor, order.filled, load_context).read_bytes)
+            return background.joined(load(TextModel(options), descriptor, order.filled, load_context).read_bytes)
         except BaseException:
             background.undo()
             raise
@@ -114,14 +124,14 @@ class _Background:
         self._arena = arena
         self._engine = self._threads.submit(self._build_engine, module, arena)
 
-    def joined(self, read_bytes: int) -> PreparedModel:
+    def joined(self, read_bytes: int) -> PreparedText:
         """The prepared model, now that the arena is filled."""
         if self._text is None or self._engine is None or self._arena is None:
             raise RuntimeError("a model was loaded and nobody was told")
         text = self._text.result()
         weights, engine = self._engine.result()
         weights.on_filled()
-        return PreparedModel(text, weights, engine, self._options.sentence, self._arena.held_bytes, read_bytes)
+        return PreparedText(text, weights, engine, self._options.sentence, self._arena.held_bytes, read_bytes)
 
     def undo(self) -> None:
         """Wait for what has started and release it."""
@@ -138,7 +148,7 @@ class _Background:
 
     def _load_text(self) -> Text:
         options = self._options
-        text: Text = call_transformers(
+        text: Text = call_foreign(
             options.folder, lambda: Text.load(options.folder, options.trust_remote_code, options.gguf_file)
         )
         if options.sentence is not None:
@@ -213,35 +223,3 @@ def _context(order: SlotOptions, config: Any) -> int:
 
 def _dtype_name(module: torch.nn.Module) -> str:
     return str(next(tensor.dtype for tensor in module.parameters())).removeprefix("torch.")
-
-
-DEVICES = Path("/sys/bus/pci/devices")
-NODES = Path("/sys/devices/system/node")
-
-
-def settle_near(device: torch.device) -> None:
-    """Run the calling thread, and those it starts, on processors near this device."""
-    near = processors_near(device) & os.sched_getaffinity(0)
-    if near:
-        os.sched_setaffinity(0, near)
-
-
-def processors_near(device: torch.device) -> set[int]:
-    # With one NUMA node there is no need to wait for CUDA to identify the device.
-    if device.type != "cuda" or len(list(NODES.glob("node[0-9]*"))) < 2:
-        return set()
-    seen = torch.cuda.get_device_properties(device)
-    try:
-        address = f"{seen.pci_domain_id:04x}:{seen.pci_bus_id:02x}:{seen.pci_device_id:02x}.0"
-        return numbers_in((DEVICES / address / "local_cpulist").read_text())
-    except (AttributeError, OSError, ValueError):
-        return set()
-
-
-def numbers_in(text: str) -> set[int]:
-    """The numbers in a list of the kernel, such as `0-3,8,10-11`."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found

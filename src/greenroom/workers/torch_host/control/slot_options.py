@@ -7,13 +7,15 @@ ignored, and the error for a wrong one names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..failures import Failure
 
 DEVICES: Final = ("auto", "cuda", "cpu")
+# No pipeline is spread over more GPUs than this.
+GPUS_MAX: Final = 16
 BATCH_MAX: Final = 32
 # Contexts that the cache holds by default, for several answers at once.
 CACHE_CONTEXTS: Final = 4
@@ -41,6 +43,8 @@ class SlotOptions:
     skip_check: bool = False
     checked: Path | None = None
     """The folder that records which files have passed their check."""
+    device_map: Mapping[str, int] = field(default_factory=dict)
+    """Which of the visible GPUs holds each component of a pipeline; those that are not named are on the first."""
 
 
 def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:
@@ -70,6 +74,7 @@ def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:
         threads=_count(options, "threads"),
         skip_check=_one(options, "skip_check", bool, False),
         checked=Path(checked) if (checked := _one(options, "checked", str, "")) else None,
+        device_map=_device_map(options),
     )
 
 
@@ -87,6 +92,13 @@ def _one(message: Mapping[str, Any], name: str, kind: type[_Kind], default: _Kin
     if type(value) is not kind:
         raise Failure(f"{name} must be of kind {kind.__name__}, not {type(value).__name__}.")
     return value
+
+
+def _device_map(options: Mapping[str, Any]) -> dict[str, int]:
+    said = options.get("device_map") or {}
+    if not isinstance(said, dict) or not all(type(gpu) is int and 0 <= gpu < GPUS_MAX for gpu in said.values()):
+        raise Failure(f"device_map must name the GPU of each component, a number below {GPUS_MAX}.")
+    return said
 
 
 def _count(options: Mapping[str, Any], name: str) -> int | None:

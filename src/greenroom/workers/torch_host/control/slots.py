@@ -10,18 +10,21 @@ import gc
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-import transformers
 
 from ..failures import POISONED_EXIT, UnknownSlot
+from .resources import WorkerResources
 from .slot_options import read_slot_options
-from .worker_slot import WorkerResources, WorkerSlot
+from .worker_slot import WorkerSlot
 
+# The packages that tell their versions.
+PACKAGES: Final = ("torch", "transformers", "diffusers")
 # Before a process that lost its device exits: how long the report may take, and how long it may travel. Other requests
 # get no answer meanwhile.
 SAYING_S: Final = 2.0
@@ -44,8 +47,7 @@ class SlotTable:
         # Looking for a GPU creates no CUDA context.
         return {
             "pid": os.getpid(),
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
+            **{name: str(sys.modules[name].__version__) for name in PACKAGES if name in sys.modules},
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "python": platform.python_version(),
         }
@@ -134,5 +136,6 @@ def _end(said: threading.Event, saying_s: float) -> None:
 
 
 def _own_bytes() -> int:
-    """What torch's allocator holds on the device for all slots: activations, graphs, small buffers."""
-    return int(torch.cuda.memory_reserved()) if torch.cuda.is_initialized() else 0
+    """What torch's allocator holds on all devices for all slots: activations, graphs, small buffers."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return sum(int(torch.cuda.memory_reserved(gpu)) for gpu in gpus)

@@ -6,45 +6,21 @@ could not be opened. Never parses a request and never computes. Read `WorkerSlot
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import torch
 
-from ..api.routes import ModelServer, serve_text
-from ..engine.engine_loop import EngineLoop
-from ..failures import BadModel, Cancelled, OnFatal, Stuck
-from ..sandbox.pool import SandboxPool
-from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
-from ..text.templates import TEMPLATES
-from ..weights.device_weights import CopyRate, DeviceWeights
-from .preparing import DeviceContext, prepare
+from ...serving.http import HttpServer
+from ..failures import BadModel, Cancelled, Stuck
+from ..weights.device_weights import DeviceWeights
+from .device_context import DeviceContext
+from .resources import SlotEngine, WorkerResources
 from .slot_options import SlotOptions
-
-# A loop that does not get to open or close a socket for this long is stuck.
-LOOP_TIMEOUT_S: Final = 60.0
-_Answer = TypeVar("_Answer")
-
-
-@dataclass(slots=True)
-class WorkerResources:
-    """What all slots of this process share."""
-
-    loop: asyncio.AbstractEventLoop
-    on_fatal: OnFatal
-    copy_rate: CopyRate = field(default_factory=CopyRate)
-    templates: SandboxPool = field(default_factory=lambda: SandboxPool(TEMPLATES))
-    trials: SchemaTrials = field(default_factory=lambda: SchemaTrials(SandboxPool(SCHEMAS)))
-
-    def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Run this on the event loop, from another thread."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)
 
 
 class WorkerSlot:
@@ -53,8 +29,8 @@ class WorkerSlot:
     def __init__(
         self,
         weights: DeviceWeights,
-        engine: EngineLoop,
-        served: ModelServer,
+        engine: SlotEngine,
+        served: HttpServer,
         resources: WorkerResources,
         cleanup: ExitStack,
         host_bytes: int,
@@ -82,26 +58,13 @@ class WorkerSlot:
             if not options.filled:
                 # The gateway holds the memfd too: it must not keep the memory of a model that could not be opened.
                 refill = undo.enter_context(_Emptied(descriptor))
-            device = _device(options)
-            made = prepare(
-                options, descriptor, DeviceContext(device, resources.copy_rate, resources.on_fatal), progress, cancelled
-            )
-            undo.callback(made.text.close)
-            undo.callback(made.weights.close)
-            undo.callback(made.engine.close)
+            device, *others = _devices(options)
+            around = DeviceContext(device, resources.copy_rate, resources.on_fatal, tuple(others))
+            made = resources.prepare(options, descriptor, around, progress, cancelled)
+            undo.callback(made.close)
             if cancelled.is_set():
                 raise Cancelled(f"{options.model} is not wanted any more.")
-            served = resources.run(
-                serve_text(
-                    options.socket,
-                    made.engine,
-                    made.text,
-                    options.model,
-                    templates=resources.templates,
-                    trials=resources.trials,
-                    sentence=made.sentence,
-                )
-            )
+            served = resources.run(made.serve(options.socket, options.model, resources))
             if not options.filled:
                 refill.keep()
             hosted = cls(made.weights, made.engine, served, resources, undo.pop_all(), made.host_bytes)
@@ -120,7 +83,12 @@ class WorkerSlot:
             self._start_engine()
             self.wakes += 1
             self._last_wake_bytes = woken.bytes
-        return {"bytes": woken.bytes, "device_bytes": woken.device_bytes, "expected_s": woken.expected_s}
+        return {
+            "bytes": woken.bytes,
+            "device_bytes": woken.device_bytes,
+            "each_device_bytes": woken.each_device_bytes,
+            "expected_s": woken.expected_s,
+        }
 
     def _start_engine(self) -> None:
         try:
@@ -153,6 +121,8 @@ class WorkerSlot:
             "last_wake_s": self._weights.last_wake_s,
             "last_wake_bytes": self._last_wake_bytes,
             "in_flight": self._engine.in_flight,
+            "kv_used": self._engine.kv_used,
+            "kv_bytes": self._engine.kv_bytes,
             "problem": self._weights.registration_problem,
         }
 
@@ -187,8 +157,13 @@ class _Emptied:
             os.ftruncate(self._descriptor, 0)
 
 
-def _device(options: SlotOptions) -> torch.device:
+def _devices(options: SlotOptions) -> list[torch.device]:
     wants = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if wants == "cuda" and not torch.cuda.is_available():
         raise BadModel(f"{options.model} is to run on a GPU, and torch {torch.__version__} sees none here.")
-    return torch.device("cuda", 0) if wants == "cuda" else torch.device("cpu")
+    if wants != "cuda":
+        return [torch.device("cpu")]
+    wanted, seen = 1 + max(options.device_map.values(), default=0), torch.cuda.device_count()
+    if seen < wanted:
+        raise BadModel(f"{options.model} is spread over {wanted} GPUs, and torch {torch.__version__} sees {seen} here.")
+    return [torch.device("cuda", index) for index in range(wanted)]

@@ -20,6 +20,7 @@ class BlockManager:
         self._rope_switches = rope_switches
         self._pool = BlockPool(cache_tokens)
         self._cache = PrefixCache(self._pool, block_bytes)
+        self.size_bytes = self._pool.total * block_bytes
         self._lock = threading.Lock()
 
     @property
@@ -31,6 +32,11 @@ class BlockManager:
         """Blocks that can be allocated now, including cached ones that are not in use."""
         with self._lock:
             return self._cache.available
+
+    @property
+    def used(self) -> float:
+        """The share of blocks that sequences use; cached ones that no sequence uses count as free."""
+        return 1 - self.available / self._pool.total if self._pool.total else 0.0
 
     def clear(self) -> None:
         """KV memory was dropped: all blocks are free and nothing is cached."""

@@ -1,29 +1,26 @@
-"""The thread of one model: it computes whatever was submitted.
+"""The thread of one model of Transformers: it computes whatever was submitted.
 
-Owns the thread, the queues between it and other threads, and what happens at wake and sleep. The batch scheduler owns
-everything about sequences. An error that loses the device is passed to `on_fatal` and ends the thread: nothing works in
-this process any more. Requests in the failed step are told, since one of them may be the cause; the others are not
-answered, and the gateway sends them again after the process has ended. Read `EngineLoop` first.
+Owns the queues between the thread and others, and what it does at wake and sleep. The batch scheduler owns everything
+about sequences. An error that loses the device ends the thread: nothing works in this process any more. Requests in the
+failed step are told, since one of them may be the cause; the others are not answered, and the gateway sends them again
+after the process has ended. Read `EngineLoop` first.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import torch
-
-from ..failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
+from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told
 from ..weights.sentence_config import SentenceConfig
 from .batch_scheduler import PREFILL, BatchScheduler, PrefillLimits
 from .block_manager import BlockManager
 from .embedding import Embedder, group_by_length
 from .model_check import ModelCheck
 from .model_shape import BLOCK_TOKENS, item_bytes, token_limits
+from .model_thread import SWITCH_TIMEOUT_S, ModelThread
 from .requests import GenerationRequest, PromptTooLong, UnknownToken, Vectors
 from .runner import DeviceModel, ModelRunner
 
@@ -31,9 +28,6 @@ log = logging.getLogger(__name__)
 
 # How often requests that wait for a sleeping model are checked for cancellation.
 POLL_S = 0.05
-# How long wake and sleep wait for the thread. A step on a slow CPU may take long. A thread that needs longer is stuck,
-# and the process must end: a mere failure would leave memory mapped that the gateway counts as free.
-SWITCH_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +60,7 @@ class EngineSizes:
     prefill: PrefillLimits = PREFILL
 
 
-class EngineLoop:
+class EngineLoop(ModelThread):
     """Implements `requests.InferenceEngine`. Built asleep; `on_wake` and `on_sleep` follow the device weights."""
 
     def __init__(
@@ -85,9 +79,8 @@ class EngineLoop:
         With `sentence` it makes embeddings and generates no text. The first wake runs `check`, and fails if that fails.
         `on_fatal` ends the process soon.
         """
+        super().__init__((model.device,), on_fatal, name, switch_timeout_s)
         self._model = model
-        self._on_fatal = on_fatal
-        self._switch_timeout_s = switch_timeout_s
         self._runner: ModelRunner | None = None
         self._scheduler: BatchScheduler | None = None
         self.limits = token_limits(model.module)
@@ -104,16 +97,11 @@ class EngineLoop:
             self._scheduler = BatchScheduler(
                 self._runner, self._block_manager, sizes.batch_max, self._on_sequence_end, on_fatal, sizes.prefill
             )
-        self._condition = threading.Condition()
         self._inbox: deque[GenerationRequest] = deque()
         self._jobs: deque[EmbeddingJob] = deque()
         self._in_flight = 0
-        self._should_wake = self._is_awake = self._should_close = False
         self._check = check
-        self._refused: Exception | None = None
-        self._ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
-        self._thread.start()
+        self._start()
 
     # --- what the API sees ------------------------------------------------------------------------------------------
 
@@ -184,76 +172,21 @@ class EngineLoop:
             return self._in_flight
 
     @property
+    def kv_used(self) -> float | None:
+        return None if self._runner is None else self._block_manager.used
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return None if self._runner is None else self._block_manager.size_bytes
+
+    @property
     def stats(self) -> EngineStats:
         computed, preempted = (0, 0)
         if self._scheduler is not None:
             computed, preempted = self._scheduler.computed_tokens, self._scheduler.preempted
         return EngineStats(computed, preempted, self._block_manager.available)
 
-    # --- what the hosted slot calls ---------------------------------------------------------------------------------
-
-    def on_wake(self) -> None:
-        """Start computing: KV memory is mapped and weights are being copied. Returns when the thread has started.
-
-        Raises BadModel if the first wake's check does, and OutOfMemory; then nothing touches the device any more.
-        """
-        self._set_awake(awake=True)
-
-    def on_sleep(self) -> None:
-        """Stop computing and end unfinished requests. Returns when nothing touches the device any more."""
-        self._set_awake(awake=False)
-
-    def close(self) -> None:
-        """End waiting requests and the thread."""
-        self._set_awake(awake=False)
-        with self._condition:
-            self._should_close = True
-            self._condition.notify_all()
-        self._thread.join(self._switch_timeout_s)
-
-    def _set_awake(self, *, awake: bool) -> None:
-        with self._condition:
-            self._should_wake = awake
-            self._condition.notify_all()
-            in_time = self._condition.wait_for(
-                lambda: self._is_awake == awake or self._ended is not None or self._refused is not None,
-                self._switch_timeout_s,
-            )
-            refused, self._refused = self._refused, None
-        if not in_time:
-            verb = "begin" if awake else "stop"
-            raise Stuck(f"the model's thread did not {verb} within {self._switch_timeout_s:.0f} s")
-        if refused is not None:
-            raise translated(refused) from refused
-        if awake and self._ended is not None:
-            raise Failure(f"the model's thread has ended: {translated(self._ended)}") from self._ended
-
-    def _check_open(self) -> None:
-        if self._should_close:
-            raise Failure("This model is not being served any more.")
-
     # --- the thread -------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        torch.set_grad_enabled(False)
-        error: BaseException | None = None
-        try:
-            with self._on_own_stream():
-                while self._iterate():
-                    pass
-        except BaseException as caught:
-            log.exception("the model's thread ends")
-            error = caught
-        finally:
-            self._on_thread_end(error)
-
-    def _on_own_stream(self) -> AbstractContextManager[object]:
-        if self._model.device.type != "cuda":
-            return nullcontext()
-        index = self._model.device.index
-        torch.cuda.set_device(0 if index is None else index)
-        stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())
-        return stream
 
     def _iterate(self) -> bool:
         """One round of the loop. False when the loop is to end."""
@@ -335,11 +268,8 @@ class EngineLoop:
             self._end_all("The model went to sleep before the answer was complete.")
             if self._runner is not None:
                 self._runner.on_sleep()
-            if self._model.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-        with self._condition:
-            self._is_awake = awake
-            self._condition.notify_all()
+            self._synchronize()
+        self._switched(awake=awake)
 
     def _passes_check(self, runner: ModelRunner) -> bool:
         """Run the check if it is due. On failure the model stays asleep and `on_wake` raises the reason."""
@@ -351,8 +281,7 @@ class EngineLoop:
             if is_fatal(error):
                 raise
             runner.on_sleep()
-            if self._model.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+            self._synchronize()
             with self._condition:
                 self._refused, self._should_wake = error, False
                 self._condition.notify_all()
@@ -381,17 +310,3 @@ class EngineLoop:
                 self._scheduler.add(request)
         self._inbox = deque(request for request in self._inbox if not request.cancelled)
         self._scheduler.drop_cancelled()
-
-    def _on_thread_end(self, error: BaseException | None) -> None:
-        with self._condition:
-            self._ended = error if error is not None else Failure("closed")
-            self._is_awake = False
-        try:
-            if error is None:
-                self._end_all("The model is not served any more.")
-        finally:
-            # In any case, threads that wait for this one learn that it has ended, and so does the process.
-            with self._condition:
-                self._condition.notify_all()
-            if error is not None:
-                self._on_fatal(error, lambda: self._end_all("The model's process has failed."))

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ..api.errors import ApiError, unavailable, unsupported
+from ...serving.errors import ApiError, unavailable, unsupported
 from ..text.tokens import Text
 from .schema_job import COMPILE_STACK_BYTES
 from .schema_trials import SchemaChecker, SchemaTrials

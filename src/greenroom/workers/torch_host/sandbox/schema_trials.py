@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..api.errors import ApiError, unavailable
+from ...serving.errors import ApiError, unavailable
 from .pool import JobKind, MemoryExhausted, ProcessEnded, SandboxError, SandboxPool
 from .schema_job import FIT, SAID_CHARS_MAX, TOO_MUCH, TOO_SLOW, UNFIT
 

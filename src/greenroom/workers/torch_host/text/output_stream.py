@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..api.errors import ApiError, failed, unavailable
+from ...serving.errors import ApiError, failed, unavailable
 from ..engine.requests import CallbackQueue, End, GenerationRequest, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ..api.errors import ApiError, too_long, unavailable, unsupported
-from ..api.fields import Body, kind_of
+from ...serving.errors import ApiError, too_long, unavailable, unsupported
+from ...serving.fields import Body, kind_of
 from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
 from ..sandbox.pool import JobKind, SandboxError, SandboxPool, Stopped, TimedOut, Unavailable
 from .tokens import Text

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..api.errors import ApiError, too_long
+from ...serving.errors import ApiError, too_long
 from ..failures import BadModel
 
 # Encoding this many characters takes about a millisecond; longer texts go to a thread.

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..api.errors import ApiError
-from ..api.fields import Body, refuse
+from ...serving.errors import ApiError
+from ...serving.fields import Body, refuse
 
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"

@@ -14,14 +14,14 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
 
 from ..failures import BadModel, OutOfMemory
-from .fold import Chunk, ChunkTable
+from .fold import CHUNK_BYTES, Chunk, ChunkTable
 
 # Suits the widest vector loads of a GPU, and is a multiple of every item size.
 ALIGN_BYTES: Final = 512
@@ -155,6 +155,16 @@ class HostArena:
     def chunks(self) -> list[Chunk]:
         """All of the data in chunks. Valid once the arena is filled."""
         return self._table.chunks
+
+    def chunks_of(self, name: str) -> set[int]:
+        """The numbers of the chunks that hold the tensors of this module, which may hold others as well."""
+        places = (place for key, place in self.layout.places.items() if key.startswith(f"{name}.") and place.size)
+        ends = ((place.offset, place.offset + place.size - 1) for place in places)
+        return {number for first, last in ends for number in range(first // CHUNK_BYTES, last // CHUNK_BYTES + 1)}
+
+    def memory_for(self, numbers: Collection[int]) -> list[int]:
+        """The numbers of the chunks for which a device needs memory to hold these. Valid once the arena is filled."""
+        return self._table.with_landings(numbers)
 
     @property
     def buffer(self) -> memoryview:

@@ -60,7 +60,7 @@ def read_config(options: ModelOptions) -> Any:
         raise BadModel(f"{options.folder} is not a folder with a model in it.")
     if options.gguf_file is None and not (options.folder / "config.json").is_file():
         raise BadModel(f"{options.folder} has no config.json. Is the download complete?")
-    config = call_transformers(options.folder, lambda: AutoConfig.from_pretrained(options.folder, **options.loading))
+    config = call_foreign(options.folder, lambda: AutoConfig.from_pretrained(options.folder, **options.loading))
     if options.dtype != "auto":
         config.dtype = getattr(torch, options.dtype)
     elif isinstance(config.dtype, str):
@@ -95,20 +95,32 @@ def build(options: ModelOptions, config: Any, dtype: torch.dtype) -> torch.nn.Mo
     """The module on the meta device, with its computed buffers on the CPU; None if that cannot be done."""
     if getattr(config, "quantization_config", None) is not None or options.gguf_file is not None:
         return None
-    made = call_transformers(options.folder, lambda: _on_meta(options, config, dtype))
+    maker, how = auto_class_for(options, config)
+
+    def make() -> torch.nn.Module:
+        made = maker.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code, **how)
+        if options.sentence is not None:
+            attach_head(made, options.sentence, dtype, "meta")
+        module: torch.nn.Module = made
+        return module
+
+    built: torch.nn.Module | None = call_foreign(options.folder, lambda: without_weights(make))
+    return built
+
+
+def without_weights(make: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
+    """What `make` builds, on the meta device, with its computed buffers on the CPU; None if that cannot be done."""
+    made = _on_meta(make)
     if made is None:
         return None
-    if options.sentence is not None:
-        attach_head(made, options.sentence, dtype, "meta")
-    module: torch.nn.Module = made.eval().requires_grad_(False)
+    module = made.eval().requires_grad_(False)
     return module if _restore_buffers(module) and not _has_meta_tensor(module) else None
 
 
-def _on_meta(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
-    maker, how = auto_class_for(options, config)
+def _on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
     try:
         with torch.device("meta"):
-            return maker.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code, **how)
+            return make()
     except (RuntimeError, NotImplementedError) as reason:
         # The model's code reads values while it builds, and meta tensors have none.
         if "meta" in str(reason):
@@ -130,10 +142,13 @@ def fits(module: torch.nn.Module, layout: Layout) -> bool:
     return True
 
 
-def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
-    """Make parameters and persistent buffers views of their places in `flat`; move other buffers to its device."""
+def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout, prefix: str = "") -> None:
+    """Make parameters and persistent buffers views of their places in `flat`; move other buffers to its device.
+
+    `prefix` is the name of this module in the layout; empty: it is all of it.
+    """
     views: dict[tuple[object, int, int], torch.Tensor] = {}
-    for path, owner in module.named_modules():
+    for path, owner in module.named_modules(prefix=prefix):
         for table, make in ((owner._parameters, _parameter), (owner._buffers, _same)):
             for name, old in list(table.items()):
                 place = layout.places.get(f"{path}.{name}" if path else name)
@@ -149,7 +164,7 @@ def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
                 table[name] = views[key]
 
 
-def call_transformers(folder: Path, call: Callable[[], Any]) -> Any:
+def call_foreign(folder: Path, call: Callable[[], Any], package: str = "Transformers") -> Any:
     """The result of `call`. Its errors become BadModel, except lack of memory and a lost device."""
     try:
         return call()
@@ -158,15 +173,15 @@ def call_transformers(folder: Path, call: Callable[[], Any]) -> Any:
     except Exception as reason:
         if is_fatal(reason) or is_memory(reason):
             raise
-        raise BadModel(_explained(folder, reason)) from reason
+        raise BadModel(_explained(folder, reason, package)) from reason
 
 
-def _explained(folder: Path, reason: Exception) -> str:
+def _explained(folder: Path, reason: Exception, package: str) -> str:
     if "trust_remote_code" in str(reason):
         return f"{folder} brings code of its own. If you trust it, set trust_remote_code: true for this model."
     if isinstance(reason, json.JSONDecodeError):
         return f"{folder} has a file that is not JSON: {reason}."
-    return shortened(f"Transformers cannot load {folder}: {type(reason).__name__}: {reason}")
+    return shortened(f"{package} cannot load {folder}: {type(reason).__name__}: {reason}")
 
 
 def _parameter(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,6 +207,8 @@ def _owners(keeper: torch.nn.Module, module: torch.nn.Module) -> Iterator[tuple[
 
 
 def _restore(keeper: Any, owner: torch.nn.Module) -> bool:
+    if not hasattr(keeper, "_init_weights"):
+        return False
     names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
     computed: list[list[torch.Tensor]] = []
     for fill in _FILLS:
@@ -240,7 +257,7 @@ def load_whole(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
     """The model in ordinary memory, loaded by Transformers. Raises BadModel, also if weights are missing."""
     maker, told = auto_class_for(options, config)
     how = options.loading | told | ({} if options.allow_pickle or options.gguf_file else {"use_safetensors": True})
-    module, report = call_transformers(
+    module, report = call_foreign(
         options.folder, lambda: maker.from_pretrained(options.folder, dtype=dtype, output_loading_info=True, **how)
     )
     missing = sorted(report.get("missing_keys") or ())
@@ -253,11 +270,11 @@ def load_whole(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
     if options.sentence is not None:
         attach_head(module, options.sentence, dtype, "cpu")
         fill_head(module, options.sentence)
-    _refuse_odd(module)
+    refuse_odd(module)
     return module.eval().requires_grad_(False)
 
 
-def _refuse_odd(module: torch.nn.Module) -> None:
+def refuse_odd(module: torch.nn.Module) -> None:
     for name, tensor in state_of(module):
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             kind = type(tensor).__name__ if tensor.device.type != "meta" else "left without a value"

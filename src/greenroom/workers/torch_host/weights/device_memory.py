@@ -173,6 +173,8 @@ def driver(index: int) -> Driver:
 
 
 PAGE_BYTES: Final = 4096
+# A part of an arena: where it begins, and its bytes.
+Span = tuple[int, int]
 
 
 class DeviceArena(Protocol):
@@ -180,6 +182,7 @@ class DeviceArena(Protocol):
 
     tensor: torch.Tensor
     size: int
+    """Bytes it takes while it is mapped."""
     is_mapped: bool
 
     def map(self) -> None:
@@ -195,43 +198,65 @@ class DeviceArena(Protocol):
 class CudaArena:
     """Memory of one GPU, by the driver's virtual memory calls."""
 
-    def __init__(self, driver: Driver, index: int, size: int) -> None:
+    def __init__(self, driver: Driver, index: int, size: int, spans: Sequence[Span] | None = None) -> None:
+        """`spans` are the parts of it that get memory; None: all of it."""
         self._driver, self._index = driver, index
-        self.size = _rounded(size, driver.granularity)
+        self._reserved = _rounded(size, driver.granularity)
+        whole = spans is None
+        self._spans = [(0, self._reserved)] if whole else [self._inside(start, length) for start, length in spans or ()]
+        self.size = sum(length for _, length in self._spans)
         self.is_mapped = False
-        self._handle = 0
-        self.address = driver.reserve(self.size)
+        self._handles: list[int] = []
+        self.address = driver.reserve(self._reserved)
         try:
             self.tensor = self._tensor()
         except BaseException:
-            driver.free_addresses(self.address, self.size)
+            driver.free_addresses(self.address, self._reserved)
             raise
 
     def map(self) -> None:
         if self.is_mapped:
             return
         try:
-            self._handle = self._driver.map(self.address, self.size)
+            self._map()
         except OutOfMemory:
             # Torch's cache may hold enough.
             torch.cuda.empty_cache()
-            self._handle = self._map_or_explain()
+            self._map_or_explain()
         self.is_mapped = True
 
     def unmap(self) -> None:
         if self.is_mapped:
             self.is_mapped = False
-            self._driver.unmap(self.address, self.size, self._handle)
+            self._unmap()
 
     def close(self) -> None:
         if self.address:
             self.unmap()
-            self._driver.free_addresses(self.address, self.size)
+            self._driver.free_addresses(self.address, self._reserved)
             self.address = 0
 
-    def _map_or_explain(self) -> int:
+    def _inside(self, start: int, length: int) -> Span:
+        return start, min(_rounded(length, self._driver.granularity), self._reserved - start)
+
+    def _map(self) -> None:
+        """Raises OutOfMemory; then nothing is mapped."""
         try:
-            return self._driver.map(self.address, self.size)
+            for start, length in self._spans:
+                self._handles.append(self._driver.map(self.address + start, length))
+        except BaseException:
+            self._unmap()
+            raise
+
+    def _unmap(self) -> None:
+        spans = self._spans[: len(self._handles)]
+        while self._handles:
+            start, length = spans.pop()
+            self._driver.unmap(self.address + start, length, self._handles.pop())
+
+    def _map_or_explain(self) -> None:
+        try:
+            self._map()
         except OutOfMemory:
             free, total = self._driver.memory()
             raise OutOfMemory(
@@ -244,7 +269,7 @@ class CudaArena:
         granule = self._driver.granularity
         handle = self._driver.map(self.address, granule)
         try:
-            return torch.as_tensor(_Described(self.address, self.size), device=f"cuda:{self._index}")
+            return torch.as_tensor(_Described(self.address, self._reserved), device=f"cuda:{self._index}")
         finally:
             self._driver.unmap(self.address, granule, handle)
 

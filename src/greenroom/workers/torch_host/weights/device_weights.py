@@ -1,4 +1,4 @@
-"""A model and its memory: asleep in the host arena, or awake with its weights on the device.
+"""A model and its memory: asleep in the host arena, or awake with its weights on one device or several.
 
 Owns the device arenas of one model, the registration of its host arena, and the order of steps at wake and sleep. Knows
 nothing of requests: the engine has stopped before `sleep` is called. Read `DeviceWeights` first.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +17,9 @@ import torch
 
 from ..failures import Failure
 from .arena import HostArena
-from .building import bind
-from .device_memory import BorrowedArena, CudaArena, DeviceArena, Driver, PrivateArena, driver
+from .building import bind, state_of
+from .device_memory import BorrowedArena, CudaArena, DeviceArena, Driver, PrivateArena, Span, driver
+from .fold import CHUNK_BYTES
 from .upload import WeightUpload
 
 # Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
@@ -41,22 +42,33 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True)
 class WakeResult:
-    """Bytes to be copied, bytes of the device in use, and the expected seconds until all weights have arrived."""
+    """Bytes to be copied, bytes in use on each device, and the expected seconds until all weights have arrived."""
 
     bytes: int
-    device_bytes: int
+    each_device_bytes: list[int]
     expected_s: float
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.each_device_bytes)
 
 
 class DeviceWeights:
-    """One model. `module` is bound to `weights`; both are usable only between `wake` and `sleep`.
+    """One model. `module` is bound to its memory on one or several devices; usable only between `wake` and `sleep`.
 
-    May be created before the host arena is filled: then call `on_filled` before `wake`.
+    May be created before the host arena is filled, unless it is spread: then call `on_filled` before `wake`.
     """
 
     def __init__(
-        self, module: torch.nn.Module, host: HostArena, device: torch.device, kv_bytes: int, copy_rate: CopyRate
+        self,
+        module: torch.nn.Module,
+        host: HostArena,
+        device: torch.device,
+        kv_bytes: int,
+        copy_rate: CopyRate,
+        spread: Mapping[str, torch.device] | None = None,
     ) -> None:
+        """`spread` names the device of each child of the module; None: all of it is on `device`."""
         self.module = module
         self.config: Any = module.config
         self.device = device
@@ -64,45 +76,59 @@ class DeviceWeights:
         self.is_awake = False
         self._host, self._copy_rate = host, copy_rate
         self._registration: Registration | None = None
-        self._upload: WeightUpload | None = None
-        self.weights, self.kv = _arenas(host, device, kv_bytes)
-        bind(module, self.weights.tensor, host.layout)
-        if isinstance(self.weights, CudaArena):
-            card = driver(device.index or 0)
-            self._upload = WeightUpload(card, device, host, self.weights.tensor, copy_rate.record)
+        self.parts: list[DevicePart] = []
+        try:
+            for one, names in _by_device(device, spread).items():
+                self.parts.append(DevicePart(one, names, host, copy_rate))
+            self.kv = _arena(device, kv_bytes, None)
+        except BaseException:
+            for part in self.parts:
+                part.arena.close()
+            raise
+        for part in self.parts:
+            part.bind(module)
         if host.filled:
             self.on_filled()
 
     def on_filled(self) -> None:
         """The host arena is filled: register its memory in the background. May be called again."""
-        if self._upload is not None and self._registration is None:
+        gpu = next((part.device for part in self.parts if part.upload is not None), None)
+        if gpu is not None and self._registration is None:
             start = self._host.tensor.data_ptr()
             pieces = [(start + chunk.start, chunk.size) for chunk in self._host.chunks]
-            self._registration = Registration(driver(self.device.index or 0), pieces)
+            # For all devices: memory is registered for every context of the process.
+            self._registration = Registration(driver(gpu.index or 0), pieces)
 
     def wake(self) -> WakeResult:
         """Map memory and start the upload; computing may begin at once. Raises OutOfMemory; then it stays asleep."""
         if self.is_awake:
-            return WakeResult(0, self.device_bytes, 0.0)
+            return WakeResult(0, self.each_device_bytes, 0.0)
         if self._registration is not None:
             self._registration.wait()
         try:
-            self.weights.map()
-            self.kv.map()
-            if self._upload is not None:
-                self._upload.begin(self.module)
+            for arena in self._arenas:
+                arena.map()
+            for part in self.parts:
+                part.begin(self.module)
         except BaseException:
-            self.kv.unmap()
-            self.weights.unmap()
+            self._release()
             raise
         self.is_awake = True
-        size = self._upload.bytes if self._upload is not None else 0
-        return WakeResult(size, self.device_bytes, self._copy_rate.expected_s(size))
+        sizes = [part.upload.bytes for part in self.parts if part.upload is not None]
+        # Each device is copied to over a link of its own.
+        return WakeResult(sum(sizes), self.each_device_bytes, self._copy_rate.expected_s(max(sizes, default=0)))
 
     def wait_for_weights(self) -> None:
         """Return when all weights are on the device. Call from the computing thread; free once they are."""
-        if self._upload is not None:
-            self._upload.wait_for_weights()
+        for part in self.parts:
+            if part.upload is not None:
+                part.upload.wait_for_weights()
+
+    def rebind(self) -> None:
+        """Put tensors that were converted or replaced since back to their places. Nothing may be computing."""
+        for part in self.parts:
+            if part.has_left(self.module):
+                part.bind(self.module)
 
     def sleep(self) -> float:
         """Free the device memory and return the seconds it took. Nothing may be computing any more."""
@@ -110,14 +136,19 @@ class DeviceWeights:
         if not self.is_awake:
             return 0.0
         self.is_awake = False
-        if self._upload is not None:
-            self._upload.finish()
-        self.kv.unmap()
-        self.weights.unmap()
-        if self.device.type == "cuda":
+        self._release()
+        if any(part.device.type == "cuda" for part in self.parts):
             # Also free what torch keeps cached from finished computations.
             torch.cuda.empty_cache()
         return time.monotonic() - began
+
+    def _release(self) -> None:
+        """Unmap all memory, once no copy is in flight."""
+        for part in self.parts:
+            if part.upload is not None:
+                part.upload.finish()
+        for arena in self._arenas:
+            arena.unmap()
 
     def close(self) -> None:
         """Release everything. The module is unusable afterwards."""
@@ -126,42 +157,120 @@ class DeviceWeights:
             self._registration.undo()
         # Parameters are views of the arenas: drop them first.
         self.module = torch.nn.Module()
-        self._upload = None
+        for part in self.parts:
+            part.upload = None
         gc.collect()
-        self.kv.close()
-        self.weights.close()
+        for arena in self._arenas:
+            arena.close()
         self._host.close()
 
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(part.device for part in self.parts)
+
+    @property
+    def each_device_bytes(self) -> list[int]:
+        """Bytes this model has on each device now."""
+        found = [_held(part.arena) for part in self.parts]
+        return [found[0] + _held(self.kv), *found[1:]]
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes this model has on the device now."""
-        return sum(arena.size for arena in (self.weights, self.kv) if arena.is_mapped and arena is not self._borrowed)
+        return sum(self.each_device_bytes)
 
     @property
     def last_wake_s(self) -> float:
         """Seconds the last upload took, once it is done."""
-        return self._upload.seconds if self._upload is not None else 0.0
+        return max((part.upload.seconds for part in self.parts if part.upload is not None), default=0.0)
 
     @property
     def registration_problem(self) -> str | None:
         return self._registration.problem if self._registration is not None else None
 
     @property
-    def _borrowed(self) -> DeviceArena | None:
-        return self.weights if isinstance(self.weights, BorrowedArena) else None
+    def _arenas(self) -> list[DeviceArena]:
+        return [*(part.arena for part in self.parts), self.kv]
 
 
-def _arenas(host: HostArena, device: torch.device, kv_bytes: int) -> tuple[DeviceArena, DeviceArena]:
-    if device.type != "cuda":
-        return BorrowedArena(host.tensor), PrivateArena(kv_bytes)
-    index = device.index or 0
-    torch.cuda.set_device(index)
-    weights = CudaArena(driver(index), index, host.layout.bytes)
-    try:
-        return weights, CudaArena(driver(index), index, kv_bytes)
-    except BaseException:
-        weights.close()
-        raise
+class DevicePart:
+    """What one device holds of a model: all of it, or the children of the module with these names.
+
+    Offsets are those of the host arena on every device, so a layout means the same everywhere. A device that holds a
+    part has memory only for the chunks of that part.
+    """
+
+    def __init__(self, device: torch.device, names: Sequence[str] | None, host: HostArena, copy_rate: CopyRate) -> None:
+        self.device = device
+        self._names, self._layout = names, host.layout
+        wanted = None if names is None else {number for name in names for number in host.chunks_of(name)}
+        spans = None if wanted is None else _spans(host.memory_for(wanted))
+        self.arena = _arena(device, host.layout.bytes, host.tensor, spans)
+        self.upload: WeightUpload | None = None
+        if not isinstance(self.arena, CudaArena):
+            return
+        try:
+            # The kernel that unfolds is tried on the current device.
+            with torch.cuda.device(device):
+                card, flat = driver(device.index or 0), self.arena.tensor
+                self.upload = WeightUpload(card, device, host, flat, copy_rate.record, wanted=wanted)
+        except BaseException:
+            self.arena.close()
+            raise
+
+    def bind(self, module: torch.nn.Module) -> None:
+        for prefix, part in self._modules(module):
+            bind(part, self.arena.tensor, self._layout, prefix)
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """Start the upload, if there is one."""
+        if self.upload is not None:
+            self.upload.begin(module)
+
+    def has_left(self, module: torch.nn.Module) -> bool:
+        """True if a tensor of this part lies elsewhere."""
+        start = self.arena.tensor.data_ptr()
+        end = start + self.arena.tensor.numel()
+        tensors = (tensor for _, part in self._modules(module) for _, tensor in state_of(part) if tensor.numel())
+        return any(not start <= tensor.data_ptr() < end for tensor in tensors)
+
+    def _modules(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+        return [("", module)] if self._names is None else [(name, getattr(module, name)) for name in self._names]
+
+
+def _by_device(
+    device: torch.device, spread: Mapping[str, torch.device] | None
+) -> Mapping[torch.device, list[str] | None]:
+    """The names on each device, `device` first; None: everything."""
+    if spread is None or set(spread.values()) <= {device}:
+        return {device: None}
+    others = sorted({*spread.values()} - {device}, key=lambda one: (one.type, one.index or 0))
+    return {one: [name for name, other in spread.items() if other == one] for one in (device, *others)}
+
+
+def _spans(numbers: Sequence[int]) -> list[Span]:
+    """Chunks that follow each other, as one span each."""
+    found: list[Span] = []
+    for number in numbers:
+        start = number * CHUNK_BYTES
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + CHUNK_BYTES
+        else:
+            found.append((start, CHUNK_BYTES))
+    return found
+
+
+def _arena(
+    device: torch.device, size: int, borrowed: torch.Tensor | None, spans: Sequence[Span] | None = None
+) -> DeviceArena:
+    """Memory of this device. A CPU uses what is `borrowed`, or memory of its own where that is None."""
+    if device.type == "cuda":
+        return CudaArena(driver(device.index or 0), device.index or 0, size, spans)
+    return PrivateArena(size) if borrowed is None else BorrowedArena(borrowed.to(device))
+
+
+def _held(arena: DeviceArena) -> int:
+    """Bytes of the device; what is borrowed is the host arena's."""
+    return arena.size if arena.is_mapped and not isinstance(arena, BorrowedArena) else 0
 
 
 def _dtype_of(module: torch.nn.Module) -> torch.dtype:

@@ -1,35 +1,27 @@
-"""From a folder to a filled arena and a module that fits it.
+"""From a model's files to a filled arena and a module that fits it.
 
 Owns the order of attempts: adopt what another worker left, else fill the arena straight from the files by a plan, else
-let Transformers load the model and copy it. On any failure the arena is left empty. Read `load` first.
+let the model's own package load it and copy it. On any failure the arena is left empty. Read `load` first.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Protocol
 
 import torch
-import transformers
 
-from ..engine.model_shape import text_config
 from ..failures import BadModel, Cancelled
 from . import building, reading
-from .arena import HostArena, lay_out, view_of
-from .building import ModelOptions
+from .arena import HostArena, Layout, lay_out, view_of
 from .fold import FOLDING, ChunkTable, FoldSettings, fill_folded
-from .read_plan import Unplanned, plan
-from .safetensors_files import StoredTensor, files_of, find_tensors
-
-# Few models have a hundred layers. Some share the tensors of one layer, so having fewer tensors than layers is legal.
-LAYERS_PLAUSIBLE: Final = 1_000
+from .read_plan import Unplanned
+from .reading import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -65,78 +57,52 @@ class LoadContext:
             raise Cancelled("loading was stopped: nobody waits for the model any more.")
 
 
-def load(options: ModelOptions, descriptor: int, filled: bool, context: LoadContext) -> LoadedModel:
+class ModelSource(Protocol):
+    """The files of one model, and what can be made of them. Its methods raise BadModel."""
+
+    identity: str
+    """A hash of what an arena filled from it holds."""
+    maker: str
+    """The package that loads it whole, as messages call it."""
+
+    def build(self) -> torch.nn.Module | None:
+        """The module without its weights; None if it cannot be built before they are there."""
+
+    def plan(self, module: torch.nn.Module, layout: Layout) -> list[Transfer]:
+        """Which bytes of the files fill which places. Raises Unplanned if they would have to be computed."""
+
+    def load_whole(self) -> torch.nn.Module:
+        """The module with its weights in ordinary memory."""
+
+
+def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContext) -> LoadedModel:
     """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
-    config = building.read_config(options)
-    tensors = _tensors(options)
-    _check_layers(options, config, tensors)
-    dtype = _dtype(config, tensors)
-    identity = _identity(options, dtype)
     context.raise_if_cancelled()
-    module = building.build(options, config, dtype)
+    module = source.build()
     context.raise_if_cancelled()
     if filled and module is not None:
-        arena = HostArena.adopt(descriptor, identity, unfolds=context.folds)
+        arena = HostArena.adopt(descriptor, source.identity, unfolds=context.folds)
         if arena is not None and building.fits(module, arena.layout):
             context.on_built(module, arena)
             return LoadedModel(module, arena, 0)
     try:
-        return _planned(module, tensors, dtype, descriptor, identity, context)
+        return _planned(source, module, descriptor, context)
     except Unplanned as reason:
-        log.info("weights are loaded by Transformers: %s", reason)
+        log.info("weights are loaded by %s: %s", source.maker, reason)
         unplanned = str(reason)
     try:
-        return _by_transformers(options, config, module, dtype, descriptor, identity, context)
+        return _whole(source, module, descriptor, context)
     except BadModel as error:
-        # Transformers' messages seldom name a tensor; the reason why there was no plan does.
+        # The messages of these packages seldom name a tensor; the reason why there was no plan does.
         raise BadModel(f"{error} ({unplanned})") from error
 
 
-def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
-    """The tensors of the files; empty for other formats than safetensors. Raises BadModel if those are not allowed."""
-    head = building.stored_head_weights(options.sentence, options.allow_pickle) if options.sentence is not None else {}
-    if options.gguf_file is not None:
-        return {}
-    if files_of(options.folder):
-        return find_tensors(options.folder) | head
-    if not options.allow_pickle:
-        building.refuse_pickle(options)
-    return {}
-
-
-def _check_layers(options: ModelOptions, config: Any, tensors: dict[str, StoredTensor]) -> None:
-    """Raises BadModel for an implausible number of layers: building them could exhaust time and memory."""
-    layers = getattr(text_config(config), "num_hidden_layers", None)
-    if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
-        raise BadModel(
-            f"{options.folder} has {layers:,} layers by its config.json, and {len(tensors):,} tensors in its files. Is "
-            "the download complete?"
-        )
-
-
-def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
-    """The configuration's dtype, else that of the first weights in a dtype we compute in."""
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    kinds = (reading.TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
-    found = next((kind for kind in kinds if kind in ("bfloat16", "float16", "float32")), "float32")
-    dtype: torch.dtype = getattr(torch, found)
-    return dtype
-
-
-def _planned(
-    module: torch.nn.Module | None,
-    tensors: dict[str, StoredTensor],
-    dtype: torch.dtype,
-    descriptor: int,
-    identity: str,
-    context: LoadContext,
-) -> LoadedModel:
+def _planned(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModel:
     if module is None:
         raise Unplanned("it cannot be built before its weights are there")
     layout = lay_out(building.state_of(module))
-    transfers = plan(module, layout, tensors, dtype)
-    arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
+    transfers = source.plan(module, layout)
+    arena = HostArena.create(descriptor, layout, source.identity, context.arena_max_bytes, context.host_free_bytes)
 
     def read(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
         return reading.read_all(
@@ -246,21 +212,13 @@ def _ignored(start: int, size: int) -> None:
     """Nothing is folded."""
 
 
-def _by_transformers(
-    options: ModelOptions,
-    config: Any,
-    module: torch.nn.Module | None,
-    dtype: torch.dtype,
-    descriptor: int,
-    identity: str,
-    context: LoadContext,
-) -> LoadedModel:
+def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModel:
     context.on_thread()
     context.on_reading()
-    loaded = building.load_whole(options, config, dtype)
+    loaded = source.load_whole()
     context.raise_if_cancelled()
     layout = lay_out(building.state_of(loaded))
-    arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
+    arena = HostArena.create(descriptor, layout, source.identity, context.arena_max_bytes, context.host_free_bytes)
     copied = _fill(arena, descriptor, context, partial(_copy, loaded, arena, context), _nothing)
     if module is None or not building.fits(module, layout):
         module = loaded
@@ -269,23 +227,3 @@ def _by_transformers(
     gc.collect()
     context.on_built(module, arena)
     return LoadedModel(module, arena, copied)
-
-
-def _identity(options: ModelOptions, dtype: torch.dtype) -> str:
-    """A hash of an arena's content: the files as they are now, the options, and the version of Transformers."""
-    found = hashlib.sha256()
-    for part in (str(dtype), str(options.sentence), transformers.__version__):
-        found.update(part.encode() + b"\0")
-    for path in sorted(_sources(options)):
-        seen = path.stat()
-        found.update(f"{path.name}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
-    return found.hexdigest()
-
-
-def _sources(options: ModelOptions) -> list[Path]:
-    head = options.sentence.projections.values() if options.sentence is not None else ()
-    projections = [projection.weights_file for projection in head]
-    if options.gguf_file is not None:
-        return [options.folder / options.gguf_file, *projections]
-    weights = files_of(options.folder) or sorted(options.folder.glob("pytorch_model*"))
-    return [options.folder / "config.json", *weights, *projections]

@@ -33,16 +33,33 @@ class StoredParts:
 
 
 def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[Transfer]:
-    """Transfers that fill every place. Raises Unplanned."""
-    for pattern in module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ():
-        if any(re.search(pattern.replace("*", r"\w+"), name) for name in layout.places):
-            raise Unplanned(f"the model keeps {pattern} in another dtype")
-    found = _translated(module, tensors)
+    """Transfers that fill every place of a model of Transformers. Raises Unplanned."""
+    return fill(layout, translated(module, tensors, dtype))
+
+
+def fill(layout: Layout, found: Mapping[str, StoredParts]) -> list[Transfer]:
+    """Transfers that fill every place with the stored tensors of its name. Raises Unplanned."""
     return [transfer for place, names in _by_place(layout) for transfer in _transfers(place, names, found)]
 
 
-def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParts]:
-    """The files' tensors by the module's names, as this version of Transformers translates them."""
+def translated(module: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredParts]:
+    """The files' tensors by the names of a module of Transformers. Raises Unplanned."""
+    wanted = module.state_dict()
+    for pattern in module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ():
+        if any(re.search(pattern.replace("*", r"\w+"), name) for name in wanted):
+            raise Unplanned(f"the model keeps {pattern} in another dtype")
+    return _translated(module, tensors, wanted)
+
+
+def untranslated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParts]:
+    """The same where the names in the files are those of the module."""
+    return {name: StoredParts(None, {"": [tensor]}) for name, tensor in tensors.items()}
+
+
+def _translated(
+    module: Any, tensors: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, StoredParts]:
+    """As this version of Transformers translates them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -52,7 +69,7 @@ def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, S
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     owners = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted, prefix = module.state_dict(), module.base_model_prefix
+    prefix = module.base_model_prefix
     found: dict[str, StoredParts] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)

@@ -62,17 +62,20 @@ class StoredTensor:
     size: int
 
 
-def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model in this folder by name. Raises BadModel. Blocks."""
-    placed = _index(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else None
+def find_tensors(folder: Path, whole: str = WHOLE_NAME, index: str = INDEX_NAME) -> dict[str, StoredTensor]:
+    """Every tensor of the model in this folder by name. Raises BadModel. Blocks.
+
+    `whole` and `index` name the one file with all tensors, and the file that names several.
+    """
+    placed = _index(folder / index) if (folder / index).exists() else None
     if placed is None:
-        return {tensor.name: tensor for tensor in read_header(_inside(folder, WHOLE_NAME))}
+        return {tensor.name: tensor for tensor in read_header(_inside(folder, whole))}
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(placed.values())):
         tensors |= {tensor.name: tensor for tensor in read_header(_inside(folder, file))}
     for name, file in placed.items():
         if name not in tensors:
-            raise BadModel(f"{folder / INDEX_NAME} says that {name} is in {file}, where it is not. Download it again.")
+            raise BadModel(f"{folder / index} says that {name} is in {file}, where it is not. Download it again.")
     return tensors
 
 
@@ -196,7 +199,7 @@ def _inside(folder: Path, name: str) -> Path:
     """The path of a file whose name must stay inside the folder. It may be a link, as in a hub's cache."""
     parts = list(_parts(name))
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise BadModel(f"{folder / INDEX_NAME} names {name[:120]!r}, which is not inside the model's folder.")
+        raise BadModel(f"the index in {folder} names {name[:120]!r}, which is not inside the model's folder.")
     return folder / name
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,19 @@ class WeightUpload:
         weights: torch.Tensor,
         on_complete: Callable[[int, float], None],
         unfolder: Unfolder | None = None,
+        wanted: Collection[int] | None = None,
     ) -> None:
-        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own."""
+        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own.
+
+        `wanted` are the numbers of the chunks that this device needs; None: all of them.
+        """
         self._driver, self._device, self._on_complete = driver, device, on_complete
         self._host, self._weights = host, weights
         self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
+        self._wanted = wanted
         self._chunks: list[Chunk] = []
+        # For each chunk, the one that landed before it in the same place; None: no other has.
+        self._landed_before: list[int | None] = []
         # Copies run on the first. Unfolding runs on the second, and computation waits for it.
         self._copy_stream, self._unfold_stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._copied: list[torch.cuda.Event] = []
@@ -59,7 +66,8 @@ class WeightUpload:
         """
         self.finish()
         if not self._chunks:
-            self._chunks = self._host.chunks
+            self._chunks = [one for one in self._host.chunks if self._wanted is None or one.number in self._wanted]
+            self._landed_before = _earlier([self._unfolder.landing(chunk).data_ptr() for chunk in self._chunks])
             self._copied, self._ready = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
         self._begun.record(self._copy_stream)
         try:
@@ -83,8 +91,9 @@ class WeightUpload:
     def _enqueue(self, index: int) -> None:
         """Enqueue one chunk. The copy waits until an earlier chunk in the same landing place is unfolded."""
         chunk = self._chunks[index]
-        if index >= self._unfolder.reuse_distance:
-            self._copy_stream.wait_event(self._ready[index - self._unfolder.reuse_distance])
+        before = self._landed_before[index]
+        if before is not None:
+            self._copy_stream.wait_event(self._ready[before])
         target, source = self._unfolder.landing(chunk), self._host.tensor.data_ptr() + chunk.start
         self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._copy_stream.cuda_stream)
         self._copied[index].record(self._copy_stream)
@@ -138,17 +147,28 @@ class WeightUpload:
         return wait
 
     def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
-        """Blocks, and modules outside of blocks that own weights, each with the last chunk it needs."""
+        """Blocks, and modules outside of blocks that own weights here, each with the last of our chunks it needs."""
+        places = {chunk.number: index for index, chunk in enumerate(self._chunks)}
         for part in hooked_modules(module):
             ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
             needed = max((end for end in ends if end is not None), default=None)
             if needed is not None:
-                yield part.module, (needed - 1) // CHUNK_BYTES
+                yield part.module, places[(needed - 1) // CHUNK_BYTES]
 
     def _end(self, tensor: torch.Tensor) -> int | None:
         """The offset at which a weight ends in the arena; None if it is not there."""
         end = tensor.data_ptr() - self._weights.data_ptr() + tensor.numel() * tensor.element_size()
         return end if 0 < end <= self._host.layout.bytes else None
+
+
+def _earlier(places: Sequence[int]) -> list[int | None]:
+    """For each of these, the index of the last one before it that is the same."""
+    last: dict[int, int] = {}
+    found: list[int | None] = []
+    for index, place in enumerate(places):
+        found.append(last.get(place))
+        last[place] = index
+    return found
 
 
 class HookedModule:

@@ -29,7 +29,7 @@ import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -105,6 +105,12 @@ class ChunkTable:
             size = min(CHUNK_BYTES, self._data_bytes - start) if fold is None else fold.size(CHUNK_BYTES // 2)
             found.append(Chunk(start, size, fold))
         return found
+
+    def with_landings(self, numbers: Collection[int]) -> list[int]:
+        """These chunks, and those in whose place folded ones among them land, in order."""
+        whole = self._data_bytes // CHUNK_BYTES
+        landings = range(whole - LANDING_CHUNKS, whole) if any(number in self.folds for number in numbers) else ()
+        return sorted({*numbers, *landings})
 
 
 def _parse_fold(entry: object) -> Fold:

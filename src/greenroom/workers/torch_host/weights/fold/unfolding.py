@@ -28,11 +28,10 @@ Unfold = Callable[[torch.Tensor, torch.Tensor, Fold], None]
 class Unfolder:
     """Restores the chunks of one arena in device memory: each is copied to its `landing`, then `unfold`ed.
 
-    Folded chunks land where the last chunks will be, which are never folded and come last.
+    Folded chunks land where the last chunks will be, which are never folded and come last. A device that needs none of
+    the last chunks has memory there all the same. Chunks that land in the same place must not be copied before the
+    earlier one is unfolded.
     """
-
-    # Chunks this far apart land in the same place: the copy of the later waits until the earlier is unfolded.
-    reuse_distance: Final = LANDING_CHUNKS
 
     def __init__(self, weights: torch.Tensor, data_bytes: int, unfold: Unfold | None = None) -> None:
         """`weights`: flat device memory for all data. `unfold`: by default the fastest that works."""

@@ -1,0 +1,73 @@
+"""What keys, limits and the counting of usage add to the cost of a request, beside a gateway without them in one run.
+
+CPU microseconds per request and per streamed chunk, as in `gateway.cost`. With them on, the key, its tenant and the
+model each have a limit on requests, on tokens and on requests at once, so that every check is made. Off, no key is
+asked for, nothing is limited and no usage is kept.
+
+    python -m benchmarks.gateway.limits [--compiled PYTHON] [--rounds 5] [--requests 20000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from functools import partial
+from typing import Any
+
+from benchmarks.gateway.cost import CHUNK_S, CHUNKS, KEY
+from benchmarks.rig.gateways import build_of, gateway
+from benchmarks.rig.processes import engine_argv, own_cpu_s
+from benchmarks.rig.result import Run, options_of
+from benchmarks.rig.traffic import compare
+
+GOALS = {"request_ratio_max": 1.10, "chunk_ratio_max": 1.10}
+# Never reached.
+LIMITS = {"requests_per_minute": 1_000_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_max": 1_000_000}
+MODEL = {
+    "cmd": engine_argv("${PORT}", chunks=CHUNKS, chunk_s=CHUNK_S),
+    "memory_mib": 100,
+    "concurrency": 512,
+    "preload": True,
+}
+OFF: dict[str, Any] = {"models": {"mock": MODEL}, "server": {"usage_days": 0}}
+ON: dict[str, Any] = {
+    "models": {"mock": {**MODEL, "limits": LIMITS}},
+    "server": {"api_keys": [{"name": "bench", "key": KEY, "tenant": "lab", "limits": LIMITS, "admin": True}]},
+    "tenants": {"lab": LIMITS},
+}
+
+
+def figures_of(python: str, options: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for name, config in (("off", OFF), ("on", ON)):
+            own = stack.enter_context(gateway(python=python, **config))
+            # The gateway's engine is its child: its time is not the gateway's.
+            sides[name] = (own.port, partial(own_cpu_s, own.pid))
+        figures = compare(sides, options.rounds, requests=options.requests, streams=options.streams)
+    for name in ("request", "chunk"):
+        figures[f"{name}_ratio"] = round(figures["on"][f"{name}_us"] / figures["off"][f"{name}_us"], 3)
+    return figures
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--compiled", metavar="PYTHON", help="the interpreter that has the compiled build")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--streams", type=int, default=100)
+    options = parser.parse_args()
+    run = Run("gateway_limits", options)
+    builds = {}
+    for python in filter(None, (sys.executable, options.compiled)):
+        build = build_of(python)
+        print(f"build: {build}", flush=True)
+        builds[build] = seen = figures_of(python, options)
+        print(build, {name: seen[name] for name in ("request_ratio", "chunk_ratio")}, flush=True)
+    met = all(seen[name.removesuffix("_max")] <= most for seen in builds.values() for name, most in GOALS.items())
+    run.report(builds, GOALS, met)
+
+
+if __name__ == "__main__":
+    main()

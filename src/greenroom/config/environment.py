@@ -1,0 +1,260 @@
+"""What the environment says about the configuration: it counts between the file and the command line.
+
+Owns the table of these variables, from name to key. A variable that is empty counts as not set. Where several rows set
+one key, the last one wins. `${env.NAME}` in a file is expanded by `macros.py`; addresses and keys of the commands that
+call a gateway are in `cli/address.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from greenroom.config.reader import Problem, Value, Where
+from greenroom.config.schema import Config
+from greenroom.config.tenants_section import requests_per_minute
+
+# In the name and key of a row: what follows the name's beginning, such as a tenant.
+ANY: Final = "*"
+HIDDEN: Final = "(hidden)"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable. `read` makes the key's value of its text, which is checked as one of the file is.
+
+    `read` raises ValueError with the rest of a sentence. A name that ends in * stands for all that begin so.
+    """
+
+    name: str
+    # Dotted; empty for a variable that is read elsewhere and belongs to no key.
+    key: str
+    sentence: str
+    read: Callable[[str], Value] = str
+    # Its text adds to what the key has (`with_folders`), instead of replacing it.
+    adds: bool = False
+    is_secret: bool = False
+
+    def where(self, name: str) -> Where:
+        """The key's place in the file, for a variable of this name."""
+        rest = name.removeprefix(self.name.removesuffix(ANY))
+        return tuple(rest if step == ANY else step for step in self.key.split("."))
+
+    def names_in(self, environ: Mapping[str, str]) -> list[str]:
+        """The variables of this row that are set, in a stable order."""
+        if not self.name.endswith(ANY):
+            return [self.name] if environ.get(self.name) else []
+        start = self.name.removesuffix(ANY)
+        return sorted(name for name, text in environ.items() if text and name.startswith(start))
+
+
+def _lower(text: str) -> str:
+    return text.lower()
+
+
+def _level(text: str) -> str:
+    return {"warn": "warning"}.get(text.lower(), text.lower())
+
+
+def _seconds_of_ms(text: str) -> Value:
+    try:
+        return float(text) / 1000
+    except ValueError:
+        raise ValueError(f"milliseconds are wanted, not {text!r}") from None
+
+
+TABLE: Final[tuple[Variable, ...]] = (
+    Variable("HOST", "server.host", "Address to listen on."),
+    Variable("PORT", "server.port", "Port to listen on."),
+    Variable("ENABLE_METRICS", "server.metrics", "Whether /metrics is served."),
+    Variable("METRICS_PORT", "server.metrics_port", "A second port, for /metrics and the health checks alone."),
+    Variable("MAX_QUEUE_DEPTH", "scheduler.queue_depth_max", "Requests that may wait at once."),
+    Variable(
+        "QUEUE_TIMEOUT_MS",
+        "server.wait_max_s",
+        "How long a request that does not stream waits for its model, in milliseconds.",
+        _seconds_of_ms,
+    ),
+    Variable("MODEL_BASE_PATH", "library.roots", "Folders of models, separated as in PATH; added.", adds=True),
+    Variable("HF_HOME", "library.roots", "Its folder `hub` is added beside other folders of models.", adds=True),
+    Variable("HF_HUB_CACHE", "library.roots", "The same folder, named itself; wins over HF_HOME.", adds=True),
+    Variable(
+        "VLLM_MAX_MODEL_LEN", "vllm.ctx_size", "Context length of models of vLLM that have no ctx_size of their own."
+    ),
+    Variable(
+        "VLLM_GPU_MEMORY_UTILIZATION",
+        "vllm.gpu_memory_utilization",
+        "Share of a GPU for models of vLLM that have no memory_mib of their own.",
+    ),
+    Variable(
+        "VLLM_ENABLE_PREFIX_CACHING",
+        "vllm.prefix_caching",
+        "Whether models of vLLM that do not say it keep prefixes of prompts.",
+    ),
+    Variable(
+        "ENABLE_MULTI_TENANT",
+        "server.multi_tenant",
+        "Whether X-Tenant-ID of callers is honoured; tenants of API keys are kept apart in any case.",
+    ),
+    Variable(
+        "DEFAULT_RATE_LIMIT",
+        "tenants.default.requests_per_minute",
+        "Requests per minute of each tenant without a limit of its own, as in 100req/min.",
+        requests_per_minute,
+    ),
+    Variable(
+        "TENANT_RATE_LIMIT_*",
+        "tenants.*.requests_per_minute",
+        "The same for the tenant of this name; `default` wins over DEFAULT_RATE_LIMIT.",
+        requests_per_minute,
+    ),
+    Variable(
+        "VERIFIED_OP_TOKEN_KEY_PATH",
+        "governance.key_path",
+        "The file with the shared key of tokens; signed operations are on if it is set.",
+    ),
+    Variable("LOG_LEVEL", "log.level", "debug, info, warning or error.", _level),
+    Variable("LOG_FORMAT", "log.format", "text or json.", _lower),
+    Variable("CUDA_VISIBLE_DEVICES", "", "The GPUs that are seen: numbers or UUIDs, as for every CUDA program."),
+)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Said:
+    """What the environment says: values by their place in the file, the variable of each, and what is wrong."""
+
+    values: dict[Where, Value] = field(default_factory=dict)
+    names: dict[Where, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def over(self, tree: dict[str, Value]) -> dict[str, Value]:
+        """The tree of a file, with these values instead of its own. Keeps what is no mapping: it is reported."""
+        for where, value in self.values.items():
+            tree = _put(tree, where, value)
+        return tree
+
+    def named(self, problem: Problem) -> str | None:
+        """The variable that a problem is about."""
+        steps = range(len(problem.where), 0, -1)
+        return next((name for size in steps if (name := self.names.get(problem.where[:size]))), None)
+
+
+def said(environ: Mapping[str, str], table: tuple[Variable, ...] = TABLE) -> Said:
+    """Read the variables that set a key. Their values are not checked yet."""
+    found = Said()
+    for row in table:
+        if row.adds or not row.key:
+            continue
+        for name in row.names_in(environ):
+            where = row.where(name)
+            found.names[where] = name
+            if name + ANY == row.name:
+                found.problems.append(Problem(where, "is only the beginning of a name"))
+                continue
+            try:
+                found.values[where] = row.read(environ[name].strip())
+            except ValueError as error:
+                found.problems.append(Problem(where, str(error)))
+    return found
+
+
+def _put(tree: dict[str, Value], where: Where, value: Value) -> dict[str, Value]:
+    first, *rest = where
+    if not rest:
+        return {**tree, str(first): value}
+    below = tree.get(str(first), {})
+    return {**tree, str(first): _put(below, tuple(rest), value)} if isinstance(below, dict) else tree
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+MODEL_BASE_PATH: Final = "MODEL_BASE_PATH"
+# Where the hub's cache is, if one of them is set; the first one counts. HF_HOME has it in a folder.
+_CACHES: Final = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"), ("TRANSFORMERS_CACHE", ""))
+
+
+def hub_cache(environ: Mapping[str, str]) -> str | None:
+    """The hub's cache as the environment says it; None if it says nothing."""
+    for name, folder in _CACHES:
+        if given := environ.get(name):
+            return os.path.abspath(os.path.join(os.path.expanduser(given), folder))
+    return None
+
+
+def roots(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Folders of models that the environment names, separated as in PATH."""
+    given = environ.get(MODEL_BASE_PATH, "")
+    return tuple(os.path.abspath(os.path.expanduser(one)) for one in given.split(os.pathsep) if one)
+
+
+def with_folders(config: Config, environ: Mapping[str, str], *, is_file: bool = True) -> Config:
+    """The configuration of a file, or an empty one, with the folders of models that the environment names.
+
+    The hub's cache is added to other folders, or where there is no file: a variable that is set for other programs
+    opens nothing beside a configuration that has no folders.
+    """
+    library = config.library
+    shelves = (*library.roots, *roots(environ))
+    cache = hub_cache(environ)
+    if cache is not None and (config.model_roots or shelves or not is_file):
+        shelves = (*shelves, cache)
+    known = dict.fromkeys(root for root in shelves if root not in config.model_roots)
+    return config.model_copy(update={"library": library.model_copy(update={"roots": tuple(known)})})
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShownVariable:
+    """A variable, the key it sets, the value in force, and where that value is from."""
+
+    name: str
+    key: str
+    value: Any
+    origin: str
+    sentence: str
+
+
+def shown(config: Config, environ: Mapping[str, str], in_file: Callable[[Where], bool]) -> Iterator[ShownVariable]:
+    """Every row of the table; for a row of many names, each name that is set, or the row itself."""
+    winners = said(environ).names
+    for row in TABLE:
+        for name in row.names_in(environ) or [row.name]:
+            where = row.where(name) if row.key else ()
+            is_set = bool(environ.get(name))
+            origin = _origin(row, name, is_set, winners.get(where), where, in_file)
+            value = _value(config, where) if row.key else environ.get(name)
+            is_hidden = row.is_secret and value is not None
+            yield ShownVariable(name, ".".join(map(str, where)), HIDDEN if is_hidden else value, origin, row.sentence)
+
+
+def _origin(
+    row: Variable, name: str, is_set: bool, winner: str | None, where: Where, in_file: Callable[[Where], bool]
+) -> str:
+    if row.adds:
+        return "added" if is_set else _beside(where, in_file)
+    if winner is not None and winner != name:
+        return winner
+    if is_set:
+        return "environment"
+    return _beside(where, in_file) if row.key else "unset"
+
+
+def _beside(where: Where, in_file: Callable[[Where], bool]) -> str:
+    return "file" if in_file(where) else "default"
+
+
+def _value(config: Config, where: Where) -> Any:
+    """The value of this key; None where a mapping has no such name."""
+    value: Any = config
+    for step in where:
+        value = value.get(step) if isinstance(value, Mapping) else getattr(value, str(step), None)
+        if value is None:
+            return None
+    return value

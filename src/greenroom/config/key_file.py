@@ -1,0 +1,120 @@
+"""The key file (`server.key_file`): API keys by their hashes, which `greenroom key` writes and a running gateway reads.
+
+Owns the format: one JSON document with one key on each line. It counts as a whole or not at all: a document that is cut
+short anywhere is no JSON, so a file that is half written is never taken for one with fewer keys. It never holds a key
+itself. A plain SHA-256 is enough: keys are made by `greenroom key new`, of 256 random bits, and cannot be guessed
+however fast hashes are tried. Slow hashes are for words that people choose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import ValidationError, model_validator
+
+from greenroom.config.keys_section import ApiKey, Moment, digest_of, equal_api_keys
+from greenroom.config.kinds import Section
+from greenroom.config.plain_file import NotPrivate, read_private, why
+from greenroom.config.reader import Problem, break_on, dotted
+from greenroom.errors import ConfigError
+
+VERSION: Final = 1
+# Some ten thousand keys, revoked ones included.
+FILE_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+class FileKey(ApiKey):
+    """One key of the file: what a key of the configuration has, and its history."""
+
+    created: Moment | None = None
+    revoked: Moment | None = None
+    """Since when it is refused. It stays in the file, so that its name is never another key's."""
+
+    @model_validator(mode="after")
+    def _is_hashed(self) -> Self:
+        break_on([Problem(("key",), "must not be here: give sha256")] if self.key is not None else [])
+        return self
+
+
+class _Document(Section):
+    version: Literal[1]
+    keys: tuple[FileKey, ...]
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(Problem(("keys", *problem.where), problem.message) for problem in equal_api_keys(self.keys))
+        return self
+
+
+def read_keys(path: str | Path) -> tuple[FileKey, ...]:
+    """The keys of this file. Raises ConfigError, which shows no hash; FileNotFoundError if there is none."""
+    try:
+        data = read_private(path, FILE_BYTES_MAX)
+    except FileNotFoundError:
+        raise
+    except NotPrivate as error:
+        raise ConfigError(f"the key file {path} {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the key file {path} cannot be read: {why(error)}") from None
+    return parsed(data, path)
+
+
+def parsed(data: bytes, path: str | Path) -> tuple[FileKey, ...]:
+    """The keys of a document. Raises ConfigError; `path` is for its message."""
+    try:
+        tree = json.loads(data.decode(), object_pairs_hook=_mapping, parse_constant=_refuse)
+        return _Document.model_validate(tree).keys
+    except ValidationError as error:
+        first, *others = sentences(error)
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(f"the key file {path}: {first}{more}") from None
+    except json.JSONDecodeError as error:
+        said = "is empty" if not data.strip() else f"is cut short or no JSON (line {error.lineno})"
+        raise ConfigError(f"the key file {path} {said}") from None
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"the key file {path} is wrong: {said}") from None
+
+
+def rendered(keys: Iterable[FileKey]) -> bytes:
+    """The document of these keys."""
+    lines = [json.dumps(key.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False) for key in keys]
+    body = ",\n".join(lines)
+    return f'{{"version": {VERSION}, "keys": [\n{body}\n]}}\n'.encode()
+
+
+def joined(api_keys: Sequence[ApiKey], file_keys: Iterable[FileKey]) -> tuple[list[ApiKey], list[str]]:
+    """The keys of configuration and file, and what is left out: the configuration counts where both have a key."""
+    keys, left_out = list(api_keys), []
+    names, digests = {key.name for key in api_keys}, {digest_of(key): key.name for key in api_keys}
+    for key in file_keys:
+        if key.name in names:
+            left_out.append(f"the key {key.name} of the key file does not count: server.api_keys has one of this name")
+        elif (same := digests.get(digest_of(key))) is not None:
+            left_out.append(f"the key {key.name} of the key file does not count: server.api_keys has it as {same}")
+        else:
+            keys.append(key)
+    return keys, left_out
+
+
+def sentences(error: ValidationError) -> Iterator[str]:
+    """What is wrong, without the values: they may be secrets."""
+    for detail in error.errors(include_url=False, include_input=False):
+        of_rules = detail.get("ctx", {}).get("problems", ()) if detail["type"] == "rules" else ()
+        for problem in of_rules or (Problem((), detail["msg"]),):
+            where = dotted((*detail["loc"], *problem.where))
+            yield f"{where}: {problem.message}" if where else problem.message
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field stands twice in one entry")
+    return found
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no number")

@@ -1,0 +1,146 @@
+"""The options of one API key: whose it is, what it may ask, order and see, and until when.
+
+The same words stand in the configuration (`server.api_keys`) and in a key file (`server.key_file`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+
+from greenroom.config.kinds import ID_CHARS_MAX, Name, RoutePattern, Section
+from greenroom.config.reader import Problem, break_on
+from greenroom.config.tenants_section import RateLimits
+
+PATTERNS_MAX: Final = 100
+
+
+class Verb(StrEnum):
+    """What a key may do beyond asking models. `admin` is all of this, and what has no word of its own."""
+
+    READ = "read"
+    """See status, events, requests, decisions, GPUs, logs and the words of engines, of all models and tenants."""
+    LOAD = "load"
+    """Load, unload, prepare and send models to sleep."""
+    FLUSH = "flush"
+    """Empty prefix caches, of all tenants."""
+    DOWNLOAD = "download"
+    """Fetch models to disk."""
+    DELETE = "delete"
+    """Delete models from disk."""
+    RELOAD = "reload"
+    """Have the configuration read again."""
+
+
+# These concern every model, which a key with `models` must not even know of.
+_OF_ALL_MODELS: Final = frozenset((Verb.READ, Verb.FLUSH, Verb.DOWNLOAD, Verb.DELETE, Verb.RELOAD))
+
+
+def _in_utc(moment: datetime) -> datetime:
+    try:
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("in UTC it lies before the year 1 or after the year 9999") from None
+
+
+ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Moment = Annotated[datetime, AfterValidator(_in_utc)]
+
+
+class ModelScope:
+    """The ids that fit one of some patterns. `*` stands for any characters, slashes too; all others for themselves."""
+
+    __slots__ = ("_fits", "patterns")
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns = tuple(patterns)
+        # Compiled when it is first needed: a key file has thousands of keys, of which few are in use.
+        self._fits: re.Pattern[str] | None = None
+
+    def allows(self, model: str) -> bool:
+        if self._fits is None:
+            parts = (".*".join(re.escape(part) for part in pattern.split("*")) for pattern in self.patterns)
+            self._fits = re.compile("|".join(parts), re.DOTALL)
+        return self._fits.fullmatch(model) is not None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelScope) and self.patterns == other.patterns
+
+    def __hash__(self) -> int:
+        return hash(self.patterns)
+
+
+class ApiKey(Section):
+    """One key that callers present as `Authorization: Bearer …` or `x-api-key: …`."""
+
+    name: Name
+    """Who holds this key; shown in logs and status instead of the key."""
+    key: Annotated[str | None, Field(repr=False)] = None
+    """The key itself, best given as `${env.NAME}`; it is hashed when read and never kept. Give this or sha256."""
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+    """The key's SHA-256 in hex, so that the file holds no secret (`greenroom key new` makes a key and prints both)."""
+    tenant: Name | None = None
+    """The tenant its requests belong to; the key's name when not given."""
+    priority_max: Literal["high", "normal", "low"] = "high"
+    """The best priority its requests may ask for; anything better is lowered to this."""
+    models: Annotated[tuple[ModelPattern, ...], Field(max_length=PATTERNS_MAX)] | None = None
+    """The ids of models it may ask, `*` for any characters; all when not given. Others look to it as if they did not
+    exist."""
+    routes: Annotated[tuple[RoutePattern, ...], Field(max_length=PATTERNS_MAX)] | None = None
+    """The paths it may call, such as /v1/chat/completions; `*` for one part, `**` for the rest; all when not given."""
+    verbs: tuple[Verb, ...] = ()
+    """What it may do beyond asking models; see docs/keys.md."""
+    admin: bool = False
+    """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
+    leases: bool = False
+    """Whether it may take leases, which can evict models; a key with admin may anyway."""
+    expires: Moment | None = None
+    """When it stops being accepted, such as 2027-01-31 or 2027-01-31T18:00:00+01:00; UTC when no zone is given."""
+
+    limits: RateLimits | None = None
+    """What its requests may use, besides what its tenant may."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(_problems(self))
+        return self
+
+
+def _problems(key: ApiKey) -> Iterator[Problem]:
+    if (key.key is None) == (key.sha256 is None):
+        yield Problem((), f"give exactly one of key and sha256 for {key.name}")
+    if key.key is not None and (not key.key or not key.key.isascii() or any(c <= " " or c == "\x7f" for c in key.key)):
+        # Such a key cannot be sent in a header, or is no secret.
+        yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
+    if key.models is None:
+        return
+    of_all = ["admin"] if key.admin else [verb.value for verb in key.verbs if verb in _OF_ALL_MODELS]
+    # A lease may evict any model.
+    of_all += ["leases"] if key.leases else []
+    if of_all:
+        yield Problem(("models",), f"cannot be had beside {', '.join(of_all)}, which concerns every model")
+
+
+def equal_api_keys(keys: Sequence[ApiKey]) -> Iterator[Problem]:
+    """Keys with the same name or the same secret: which key's limits count would be undefined."""
+    name_of: dict[str, str] = {}
+    names_seen: set[str] = set()
+    for position, key in enumerate(keys):
+        digest = digest_of(key)
+        if key.name in names_seen:
+            yield Problem((position, "name"), f"{key.name} names another key already")
+        if digest in name_of:
+            yield Problem((position,), f"is the same key as {name_of[digest]}")
+        names_seen.add(key.name)
+        name_of.setdefault(digest, key.name)
+
+
+def digest_of(key: ApiKey) -> str:
+    """The key's SHA-256 in hex."""
+    return key.sha256 or hashlib.sha256((key.key or "").encode()).hexdigest()

@@ -1,0 +1,88 @@
+"""Arguments of engines that let tenants share what was computed for prompts, although the gateway keeps those apart.
+
+Owns the table, by engine. An argument belongs here if with it a request can find, in its counts or its time, what
+another tenant's prompt or answer left: docs/adr/0021. All others are the operator's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+# True if the value shares.
+Shares = Callable[[str], bool]
+
+_WORDS_MAX: Final = 1_024
+
+
+def _always(value: str) -> bool:
+    return True
+
+
+def _unless(*safe: str) -> Shares:
+    return lambda value: value not in safe
+
+
+def _with(*parts: str) -> Shares:
+    return lambda value: any(part in value.lower() for part in parts)
+
+
+_SPELLINGS: Final[Mapping[str, Mapping[str, Shares]]] = {
+    "llamacpp": {
+        # A cache of prompts of all slots in host memory.
+        "--cache-ram -cram": _unless("0"),
+        # The gateway's own is private. Slots that are saved elsewhere can be restored for another tenant.
+        "--slot-save-path": _always,
+        # Tokens that were seen after others, in answers to all requests: what is drafted tells of them.
+        "--lookup-cache-dynamic -lcd": _always,
+        "--spec-type": _with("ngram-mod", "ngram-cache"),
+        "--spec-default": _always,
+    },
+    "vllm": {
+        # Caches outside of vLLM need not know the salt by which the gateway keeps tenants apart.
+        "--kv-transfer-config": _always,
+        "--kv-offloading-backend": _unless("native"),
+        # Two prompts can be made to have the same hash.
+        "--prefix-caching-hash-algo": lambda value: not value.startswith("sha256"),
+        # It drafts from answers to all requests.
+        "--speculative-config": _with("suffix"),
+    },
+    "sglang": {
+        "--hicache-storage-backend": _always,
+        "--enable-lmcache": _always,
+        # It drafts from answers to all requests.
+        "--speculative-algorithm": _with("ngram"),
+    },
+}
+_ARGUMENTS: Final = {
+    engine: {name: shares for names, shares in spelled.items() for name in names.split()}
+    for engine, spelled in _SPELLINGS.items()
+}
+# Variables by which llama-server is told the same.
+VARIABLES: Final[Mapping[str, Mapping[str, Shares]]] = {
+    "llamacpp": {
+        "LLAMA_ARG_CACHE_RAM": _unless("0"),
+        "LLAMA_ARG_SLOT_SAVE_PATH": _always,
+        "LLAMA_ARG_SPEC_TYPE": _with("ngram-mod", "ngram-cache"),
+    }
+}
+
+
+def sharing_arguments(engine: str, args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """The arguments that share, each with its position. They are written `--x y`, `--x=y`, `--x.part y` or `--x_y`."""
+    known = _ARGUMENTS.get(engine, {})
+    for position, word in enumerate(args[:_WORDS_MAX]):
+        said, is_joined, value = word.partition("=")
+        name = said.replace("_", "-") if said.startswith("--") else said
+        shares = known.get(name) or known.get(name.partition(".")[0])
+        if shares is None:
+            continue
+        if not is_joined:
+            value = args[position + 1] if position + 1 < len(args) else ""
+        if shares(value):
+            yield position, said
+
+
+def sharing_variables(engine: str, env: Mapping[str, str]) -> Iterator[str]:
+    known = VARIABLES.get(engine, {})
+    return (name for name, value in env.items() if name in known and known[name](value))

@@ -1,0 +1,134 @@
+"""What an answer cost: tokens, and the time its engine computed, as the engine tells them.
+
+Read from the last bytes of an answer, which may begin anywhere; long bodies are never decoded as a whole. llama.cpp
+sends `timings` in every answer; others send `usage` when asked to.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The token counts of one answer; `estimated` if the engine sent none."""
+
+    prompt: int
+    completion: int
+    # Tokens of the prompt that were not computed again, and how long the engine computed; None if it does not tell.
+    cached: int | None = None
+    gpu_ms: float | None = None
+    estimated: bool = False
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OpenAi(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    # Sent by our own workers.
+    gpu_time_ms: float | None = None
+
+
+class _Timings(msgspec.Struct):
+    prompt_n: int
+    predicted_n: int
+    # Older versions do not tell it.
+    cache_n: int | None = None
+    prompt_ms: float | None = None
+    predicted_ms: float | None = None
+
+
+class _WholeAnswer(msgspec.Struct):
+    """A whole answer; all other fields are skipped."""
+
+    usage: _OpenAi | None = None
+    timings: _Timings | None = None
+
+
+_Said = TypeVar("_Said")
+_Figure = TypeVar("_Figure", int, float)
+
+# No answer has as many tokens or takes as many milliseconds.
+FIGURE_MAX = 10**12
+
+# Objects inside a usage object; the largest known has two.
+NESTED_MAX = 8
+
+_openai = msgspec.json.Decoder(_OpenAi)
+_timings = msgspec.json.Decoder(_Timings)
+_answer = msgspec.json.Decoder(_WholeAnswer)
+
+
+def from_usage(tail: bytes) -> Usage | None:
+    """The last `usage` object of the answer."""
+    whole = _whole(tail)
+    said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
+    if said is None:
+        return None
+    details = said.prompt_tokens_details
+    cached = None if details is None else details.cached_tokens
+    return Usage(said.prompt_tokens, said.completion_tokens, _sound(cached), _sound(said.gpu_time_ms))
+
+
+def from_timings(tail: bytes) -> Usage | None:
+    """From llama.cpp's `timings`, which count cached tokens apart from computed ones."""
+    whole = _whole(tail)
+    said = whole.timings if whole is not None else _last(tail, b'"timings"', _timings)
+    if said is None:
+        return None
+    is_timed = said.prompt_ms is not None or said.predicted_ms is not None
+    gpu_ms = _sound((said.prompt_ms or 0.0) + (said.predicted_ms or 0.0)) if is_timed else None
+    cached = _sound(said.cache_n)
+    return Usage(said.prompt_n + (cached or 0), said.predicted_n, cached, gpu_ms)
+
+
+def _sound(figure: _Figure | None) -> _Figure | None:
+    """The figure, unless no answer can have it: engines of other makers send what they like."""
+    return figure if figure is not None and 0 <= figure <= FIGURE_MAX else None
+
+
+def estimated(events: int) -> Usage:
+    """A guess where the engine sent no count: one event is about one token."""
+    return Usage(0, events, estimated=True)
+
+
+def _whole(tail: bytes) -> _WholeAnswer | None:
+    """A short answer that is not a stream, decoded at once; None otherwise."""
+    if not tail.startswith(b"{"):
+        return None
+    try:
+        return _answer.decode(tail)
+    except msgspec.DecodeError:
+        return None
+
+
+def _last(tail: bytes, key: bytes, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
+    """The JSON object after the last occurrence of this key, if the tail contains all of it."""
+    at = tail.rfind(key)
+    while at >= 0:
+        start = tail.find(b"{", at)
+        if start >= 0 and tail[at + len(key) : start].strip() == b":":
+            return _object(tail, start, decoder)
+        at = tail.rfind(key, 0, at)
+    return None
+
+
+def _object(tail: bytes, start: int, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
+    """The object that begins here. Tries each closing brace: there are few, and none inside strings."""
+    end = start
+    for _ in range(NESTED_MAX):
+        end = tail.find(b"}", end) + 1
+        if end == 0:
+            return None
+        try:
+            return decoder.decode(tail[start:end])
+        except msgspec.ValidationError:
+            return None
+        except msgspec.DecodeError:
+            continue
+    return None

@@ -1,0 +1,354 @@
+"""The library: every model below the roots, as records in memory that follow the disk.
+
+Owns the records and when the disk is looked at: all roots every two seconds, each in a thread of its own, so that one
+that hangs delays neither the loop nor the others; its records stay until it answers. Also owns when each model was last
+used, which is kept in the state directory. `find` looks in memory only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from greenroom.errors import ModelNotFound, RemovalFailed
+from greenroom.library.folders import REST_SHARE, FolderTree
+from greenroom.library.models import Found, ModelFinder
+from greenroom.library.naming import FoundRoot, Inventory, inventory_of
+from greenroom.library.records import FetchedFile, Problem, Record, Source
+from greenroom.library.remembered import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
+from greenroom.library.removal import remove_files
+from greenroom.library.roots import Roots
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("library")
+
+WRITE_EVERY_S: Final = 30.0
+# Requests come often; the last use is told to about a second.
+USED_EVERY_S: Final = 1.0
+# Between two looks at most.
+REST_MAX_S: Final = 60.0
+RunDetached = Callable[[Callable[[], Any], str], Awaitable[Any]]
+ReplaceFile = Callable[[Path, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LookTimes:
+    """When the disk is looked at, in seconds."""
+
+    # A new file is found within this time and one look.
+    every_s: float = 2.0
+    # A root that has not answered by then is left behind; it keeps one thread, and its records.
+    max_s: float = 20.0
+    # Headers of a large tree are read for this long at a time; what was found by then can be asked for.
+    slice_s: float = 1.0
+
+
+LOOK_TIMES: Final = LookTimes()
+
+
+# The version of a root that was not looked at yet.
+_NEW: Final = -2
+
+
+@dataclass(slots=True)
+class _Root:
+    """What is known of one root, and the look that is under way."""
+
+    tree: FolderTree
+    finder: ModelFinder
+    # The version of the tree that was looked at as a whole; -1: it is not there.
+    version: int = _NEW
+    found: Found = field(default_factory=Found)
+    look: asyncio.Task[None] | None = None
+
+
+class Library:
+    """`run` runs blocking work in a thread that can be left behind; `replace_file` replaces a file durably."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        state_dir: Path | None,
+        run: RunDetached,
+        replace_file: ReplaceFile,
+        *,
+        on_gpu: bool = False,
+        times: LookTimes = LOOK_TIMES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run = run
+        self._replace_file = replace_file
+        self._path = None if state_dir is None else state_dir / FILE_NAME
+        self._on_gpu = on_gpu
+        self._times = times
+        self._clock = clock
+        self._remembered = Remembered() if self._path is None else read_remembered(self._path, on_gpu)
+        self._written = ""
+        self._inventory = Inventory()
+        self._records: dict[str, Record] = {}
+        self._lock, self._taking, self._removing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._asked = self._answered = 0
+        self._looked = asyncio.Event()
+        self._removals: set[asyncio.Task[int]] = set()
+        # The path of the model that is being deleted: it is found no more, even while its files are still there.
+        self._leaving: str | None = None
+        # Something was found that is not among the records yet.
+        self._is_stale = False
+        self._task: asyncio.Task[None] | None = None
+        self._roots: dict[str, _Root] = {}
+        # Is told of every model that was deleted.
+        self.on_removed: Callable[[Record], None] = lambda record: None
+        # Is called after each look.
+        self.on_looked: Callable[[], None] = lambda: None
+        self.roots = Roots(())
+        self.use_roots(roots)
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self._records.values())
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What looks like a model and is none, incomplete or damaged files, and models that cannot be named."""
+        damaged = (problem for root in self._roots.values() for problem in root.found.problems)
+        return (*damaged, *self._inventory.unnamed)
+
+    @property
+    def is_looking(self) -> bool:
+        """True while a root was not looked at as a whole yet."""
+        return any(root.version == _NEW for root in self._roots.values())
+
+    def find(self, name: str) -> Record | None:
+        """The model with this id, hub id (`org/name`, `org/name:QUANT`, `org/name@ref`) or path. In memory only."""
+        found = self._inventory.find(name)
+        return None if found is None else self._records.get(found.id)
+
+    @property
+    def work_done(self) -> tuple[int, int]:
+        """Folders listed and models whose headers were read, since the start."""
+        roots = self._roots.values()
+        return sum(root.tree.listed for root in roots), sum(root.finder.read for root in roots)
+
+    async def looked(self) -> None:
+        """Wait until the roots were looked at once, or did not answer in time."""
+        await self._looked.wait()
+
+    def used(self, record: Record) -> None:
+        """A request for this model came now."""
+        now, used = round(self._clock(), 3), self._remembered.used
+        if now - used.get(record.path, 0.0) < USED_EVERY_S:
+            return
+        # Moved to the end: the newest are last.
+        used.pop(record.path, None)
+        used[record.path] = now
+        if len(used) > USED_MAX:
+            del used[next(iter(used))]
+        if record.id in self._records:
+            self._records[record.id] = replace(self._records[record.id], last_used=now)
+
+    def used_at(self, path: str) -> None:
+        """The same by its path, if there is a model on disk at this path."""
+        if (record := self.find(path)) is not None:
+            self.used(record)
+
+    def fetched(self, files: Mapping[str, tuple[int | None, str | None]], source: Source) -> None:
+        """These files were fetched into a plain folder just now: size and sha256 by path, as far as they were told."""
+        notes = self._remembered.fetched
+        for path, (size, sha256) in files.items():
+            notes.pop(path, None)
+            notes[path] = FetchedFile(source, self._clock(), size, sha256)
+        for path in list(notes)[: max(0, len(notes) - FETCHED_MAX)]:
+            del notes[path]
+        self._is_stale = True
+
+    async def remove(self, record: Record) -> int:
+        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves.
+
+        Raises ModelNotFound if it is gone, and RemovalFailed if something of it cannot be deleted.
+        """
+        task = asyncio.get_running_loop().create_task(self._remove(record), name="remove model")
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+        return await asyncio.shield(task)
+
+    async def _remove(self, record: Record) -> int:
+        async with self._removing:
+            if self._records.pop(record.id, None) is None:
+                raise ModelNotFound.named(record.id)
+            others = self.records
+            self._leaving = record.path
+            try:
+                freed = int(await self._run(lambda: remove_files(record, others), "remove model"))
+                self.on_removed(record)
+                return freed
+            except FileNotFoundError:
+                raise ModelNotFound.named(record.id) from None
+            except OSError as error:
+                raise RemovalFailed(
+                    f"{error.filename or record.path} could not be deleted: {error.strerror or error}."
+                ) from error
+            finally:
+                # If it failed early, the model is still there.
+                self._leaving, self._is_stale = None, True
+                await self.refresh()
+
+    # --- looking at the disk ------------------------------------------------------------------------------------------
+
+    def use_roots(self, roots: Roots) -> None:
+        """Look below these folders from now on. The next look finds what is there and forgets the rest."""
+        self.roots, self._is_stale = roots, True
+        self._roots = {
+            folder: self._roots.get(folder)
+            or _Root(
+                FolderTree(folder, self.real_roots), ModelFinder(on_gpu=self._on_gpu, known=self._remembered.facts)
+            )
+            for folder in roots.folders
+        }
+
+    def real_roots(self) -> frozenset[str]:
+        """The roots with links resolved, as `root` of a record has them, as far as each is known.
+
+        Asking the disk here would make one root wait for another.
+        """
+        return frozenset(root.tree.real for root in self._roots.values())
+
+    async def refresh(self) -> None:
+        """Look at the disk now and take what was found. A root that does not answer in time keeps its records."""
+        self._asked += 1
+        asked = self._asked
+        async with self._lock:
+            # A look that began after this was asked for has ended meanwhile.
+            if self._answered >= asked:
+                return
+            began = self._asked
+            await self._look()
+            self._answered = began
+
+    async def _look(self) -> None:
+        roots = list(self._roots.values())
+        for root in roots:
+            if root.look is None:
+                root.look = asyncio.get_running_loop().create_task(self._look_at(root), name="look at models")
+        looks = [root.look for root in roots if root.look is not None]
+        if looks:
+            await asyncio.wait(looks, timeout=self._times.max_s)
+        if self._is_stale:
+            await self._take()
+        self._looked.set()
+        self.on_looked()
+
+    async def _look_at(self, root: _Root) -> None:
+        try:
+            while True:
+                version, found = await self._run(lambda: _looked_at(root, self._times.slice_s), "look at models")
+                if found is not None:
+                    root.found, self._is_stale = found, True
+                if found is None or found.is_whole:
+                    root.version = version
+                    return
+                # What was found so far can be asked for already.
+                await self._take()
+        except Exception as error:
+            # What was known of this root stays; the next look may fare better.
+            _log.error("a folder of models could not be looked at", folder=root.tree.folder, error=repr(error))
+        finally:
+            root.look = None
+
+    async def _take(self) -> None:
+        """Make records of what is known of all roots."""
+        async with self._taking:
+            self._is_stale = False
+            notes = dict(self._remembered.fetched)
+            seen = [FoundRoot(folder, root.tree.real, root.found.models) for folder, root in self._roots.items()]
+            # With thousands of models this takes longer than the loop may wait.
+            inventory = await self._run(lambda: inventory_of(seen, notes), "name models")
+            self._inventory = inventory
+            self._records = {
+                id: replace(record, last_used=self._remembered.used.get(record.path))
+                for id, record in inventory.records.items()
+                if record.path != self._leaving
+            }
+
+    # --- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Follow the disk from now on."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._follow(), name="library")
+
+    async def close(self) -> None:
+        """Stop following, and write when models were last used. A thread that hangs is left behind."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        for root in self._roots.values():
+            if root.look is not None:
+                root.look.cancel()
+        await self._write()
+
+    async def _follow(self) -> None:
+        written_at = time.monotonic()
+        while True:
+            try:
+                await self.refresh()
+            except Exception as error:
+                # The library must not end with one odd file; the next look may fare better.
+                _log.error("the library could not be looked at", error=repr(error))
+                self._looked.set()
+            if time.monotonic() - written_at >= WRITE_EVERY_S:
+                await self._write()
+                written_at = time.monotonic()
+            # A tree that takes long to look at is looked at less often.
+            worked_s = max((root.tree.worked_s for root in self._roots.values()), default=0.0)
+            await asyncio.sleep(max(self._times.every_s, min(REST_SHARE * worked_s, REST_MAX_S)))
+
+    async def _write(self) -> None:
+        path, used, roots = self._path, dict(self._remembered.used), list(self._roots.values())
+        fetched = dict(self._remembered.fetched)
+        if path is None:
+            return
+
+        def write() -> str:
+            facts = {state: one for root in roots for state, one in root.finder.facts.items()}
+            text = text_of(Remembered(used, facts, fetched), self._on_gpu)
+            if text != self._written:
+                self._replace_file(path, text)
+            return text
+
+        try:
+            self._written = await self._run(write, "write library")
+        except OSError as error:
+            _log.warning("cannot be written", file=str(path), error=error.strerror or str(error))
+
+
+def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | None]:
+    """The version of the root, and what is in it if that changed. Blocks."""
+    top = root.tree.look()
+    if top is None:
+        why = "it is not there, or is no folder that may be read"
+        return -1, None if root.version == -1 else Found(problems=(Problem(root.tree.folder, why),))
+    return top.version, None if top.version == root.version else root.finder.find(top, within_s)
+
+
+def look_once(folders: Roots, *, on_gpu: bool = False) -> tuple[tuple[Record, ...], tuple[Problem, ...]]:
+    """The records of these folders and what is none, for programs that look once. Blocks."""
+    real = frozenset(folders.real())
+    seen: list[FoundRoot] = []
+    problems: list[Problem] = []
+    for folder in folders.folders:
+        root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=on_gpu))
+        found = _looked_at(root)[1] or Found()
+        seen.append(FoundRoot(folder, root.tree.real, found.models))
+        problems += found.problems
+    inventory = inventory_of(seen)
+    return tuple(inventory.records.values()), (*problems, *inventory.unnamed)

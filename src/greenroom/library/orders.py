@@ -1,0 +1,221 @@
+"""Orders to fetch a model: what callers write, checked, as one record; and where it is to lie.
+
+Owns which names, addresses and patterns are taken. A URL of the hub becomes the id of its repository, with revision and
+file; another URL must be of a host that the operator has listed. A destination lies below a root, wherever links lead.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from greenroom.errors import BadRequest, shown
+from greenroom.library.roots import PATH_CHARS_MAX, Roots, is_below
+
+DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+# Addresses that people copy, whatever endpoint is used instead.
+HUB_HOSTS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
+PATTERNS_MAX: Final = 32
+PATTERN_CHARS_MAX: Final = 256
+URL_CHARS_MAX: Final = 4_096
+# The hub's own rule: two names, neither with `--` or `..` in it nor with a dot or dash at an end.
+_NAME: Final = r"(?![.-])(?!.*(?:--|\.\.))[A-Za-z0-9._-]{1,96}(?<![.-])"
+_REPO: Final = re.compile(rf"{_NAME.replace('.*', '[^/]*')}(?:/{_NAME})?")
+_QUANTIZATION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REVISION: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}(?<![/.])")
+_NOT_MODELS: Final = ("datasets", "spaces", "docs", "api", "models", "papers", "collections")
+_VIEWS: Final = ("tree", "resolve", "blob", "raw")
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadOrder:
+    """`repo` is an id of the hub; without one, `url` is a file of another host. `destination` is as it was written."""
+
+    repo: str | None = None
+    revision: str | None = None
+    url: str | None = None
+    quantization: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    destination: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What is fetched, for people. Queries of addresses may hold secrets and are left out."""
+        return self.repo or (self.url or "").partition("?")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRules:
+    """`hosts` are those that the operator has listed, `endpoint` is the hub's address."""
+
+    hosts: Collection[str] = ()
+    endpoint: str = DEFAULT_ENDPOINT
+
+    @classmethod
+    def of(cls, hosts: Collection[str], environ: Mapping[str, str]) -> OrderRules:
+        return cls(hosts, environ.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT)
+
+
+def read_order(
+    rules: OrderRules,
+    *,
+    model: str | None = None,
+    url: str | None = None,
+    revision: str | None = None,
+    quantization: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    destination: str | None = None,
+) -> DownloadOrder:
+    """Raises BadRequest, which names the field. `model` may be a URL too."""
+    if (model is None) == (url is None):
+        raise BadRequest("Say which `model` to fetch (an id of the hub), or which `url`.", param="model")
+    if model is not None and "://" in model:
+        model, url = None, model
+    order = _of_id(model) if model is not None else _of_url(url or "", rules)
+    if revision is not None:
+        order = replace(order, revision=_matching(_REVISION, revision, "revision"))
+    if quantization is not None:
+        order = replace(order, quantization=_matching(_QUANTIZATION, quantization, "quantization"))
+    if order.repo is None and (order.revision or order.quantization or include or exclude):
+        raise BadRequest("A URL of another host names one file: there is nothing to choose from.", param="url")
+    order = replace(
+        order,
+        include=(*order.include, *_patterns(include, "include")),
+        exclude=_patterns(exclude, "exclude"),
+        destination=None if destination is None else _destination(destination),
+    )
+    expect_listed(order, rules)
+    return order
+
+
+def expect_listed(order: DownloadOrder, rules: OrderRules) -> None:
+    """Raises BadRequest if its URL is of a host that is not listed (any more)."""
+    if order.url is None:
+        return
+    parts = urlsplit(order.url)
+    if not {parts.netloc.lower(), parts.hostname} & {host.lower() for host in rules.hosts}:
+        raise BadRequest(
+            f"{shown(parts.netloc)} is neither the hub nor among `library.hosts`: nothing is fetched from there.",
+            param="url",
+        )
+    if parts.scheme != "https" and not (parts.scheme == "http" and rules.endpoint.startswith("http://")):
+        raise BadRequest("A `url` begins with https://.", param="url")
+
+
+# --- names and addresses ----------------------------------------------------------------------------------------------
+
+
+def _of_id(model: str) -> DownloadOrder:
+    """`org/name`, and as the library names models `org/name:QUANTIZATION` and `org/name@REVISION`."""
+    rest, _, quantization = model.partition(":")
+    repo, _, revision = rest.partition("@")
+    is_named = bool(_REPO.fullmatch(repo))
+    if not (is_named and (bool(_REVISION.fullmatch(revision)) or "@" not in rest)) or not (
+        ":" not in model or _QUANTIZATION.fullmatch(quantization)
+    ):
+        raise BadRequest(
+            f"{shown(model)} is no model of the hub: one is org/name, org/name:QUANTIZATION or org/name@REVISION.",
+            param="model",
+        )
+    return DownloadOrder(repo=repo, revision=revision or None, quantization=quantization or None)
+
+
+def _of_url(url: str, rules: OrderRules) -> DownloadOrder:
+    if len(url) > URL_CHARS_MAX or not url.isascii() or not url.isprintable() or " " in url:
+        raise BadRequest(f"{shown(url)} is no address.", param="url")
+    try:
+        parts = urlsplit(url)
+        host, port, hub = parts.hostname, parts.port, urlsplit(rules.endpoint)
+        is_hub = (host in HUB_HOSTS and port in (None, 443)) or parts.netloc.lower() == hub.netloc.lower()
+    except ValueError:
+        raise BadRequest(f"{shown(url)} is no address.", param="url") from None
+    if "@" in parts.netloc:
+        raise BadRequest("A `url` holds no name and password.", param="url")
+    if parts.scheme not in ("http", "https") or not host:
+        raise BadRequest(f"{shown(url)} is no address of a file; it begins with https://.", param="url")
+    if is_hub:
+        return _of_hub(url, [unquote(part) for part in parts.path.split("/") if part])
+    return DownloadOrder(url=url)
+
+
+def _of_hub(url: str, parts: list[str]) -> DownloadOrder:
+    """`/org/name`, `/org/name/tree/REV[/folder]`, `/org/name/resolve/REV/file`; old models have no org."""
+    at = next((number for number, part in enumerate(parts[1:3], 1) if part in _VIEWS), None)
+    repo = "/".join(parts[:at] if at else parts)
+    if not parts or parts[0] in _NOT_MODELS or not _REPO.fullmatch(repo):
+        raise BadRequest(f"{shown(url)} is not the page of a model or of one of its files.", param="url")
+    if at is None:
+        return DownloadOrder(repo=repo)
+    view, rest = parts[at], parts[at + 1 :]
+    # The only names of revisions with slashes that the hub has by itself.
+    size = 3 if rest[:1] == ["refs"] else 1
+    revision, path = "/".join(rest[:size]) or "main", "/".join(rest[size:])
+    if "." in path.split("/") or ".." in path.split("/"):
+        raise BadRequest(f"{shown(url)} is not the page of a model or of one of its files.", param="url")
+    chosen = glob.escape(path) + ("/*" if view == "tree" else "")
+    return DownloadOrder(repo=repo, revision=_matching(_REVISION, revision, "url"), include=(chosen,) if path else ())
+
+
+def _matching(pattern: re.Pattern[str], said: str, param: str) -> str:
+    if not pattern.fullmatch(said):
+        raise BadRequest(f"{shown(said)} is no {param}.", param=param)
+    return said
+
+
+def _patterns(said: Sequence[str], param: str) -> tuple[str, ...]:
+    if len(said) > PATTERNS_MAX:
+        raise BadRequest(f"There may be {PATTERNS_MAX} patterns.", param=param)
+    for pattern in said:
+        if not pattern or len(pattern) > PATTERN_CHARS_MAX or not pattern.isprintable():
+            raise BadRequest(f"{shown(pattern)} is no pattern of file names.", param=param)
+    return tuple(said)
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def _destination(said: str) -> str:
+    if not said or len(said) > PATH_CHARS_MAX or not said.isprintable():
+        raise BadRequest(f"{shown(said)} is no folder.", param="destination")
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlace:
+    """The hub's cache, or a plain folder and the root that it must stay below."""
+
+    cache: str | None = None
+    folder: str | None = None
+    root: str | None = None
+
+    @property
+    def path(self) -> str:
+        return self.cache or self.folder or ""
+
+
+def place_of(order: DownloadOrder, roots: Roots, cache: str | None) -> FetchPlace:
+    """Where this order puts its files. Raises BadRequest. Blocks: links are followed."""
+    if not roots.folders:
+        raise BadRequest(
+            "There is no folder for models: set library.roots or MODEL_BASE_PATH, or start with `--models DIR`.",
+            param="destination",
+        )
+    if order.destination is None and order.repo is not None:
+        # What lies outside of the roots would never be found.
+        is_root = cache is not None and roots.holds(os.path.realpath(cache))
+        return FetchPlace(cache=cache if is_root else roots.folders[0])
+    folder = os.path.join(roots.folders[0], os.path.expanduser(order.destination or ""))
+    real = os.path.realpath(folder)
+    root = next((root for root in roots.real() if is_below(real, root)), None)
+    if root is None:
+        raise BadRequest(
+            f"{shown(order.destination or folder)} lies below none of the folders for models.", param="destination"
+        )
+    return FetchPlace(folder=real, root=root)

@@ -1,0 +1,66 @@
+"""The folders below which models may lie, and whether a name leads to something below them.
+
+Owns the one rule for paths that callers name: a path counts by where it really leads, so neither `..` nor a symbolic
+link leads out. Everything here looks at the disk and blocks as long as the disk does; callers use a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from typing import Final
+
+# The longest path that Linux takes.
+PATH_CHARS_MAX: Final = 4_096
+
+
+class Roots:
+    """`folders` are absolute, as the operator wrote them. They need not exist: disks come and go."""
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        self.folders: Final = tuple(dict.fromkeys(os.path.normpath(folder) for folder in folders))
+
+    def __bool__(self) -> bool:
+        return bool(self.folders)
+
+    def real(self) -> tuple[str, ...]:
+        """The folders with links resolved, each once, in their order. Blocks."""
+        return tuple(dict.fromkeys(os.path.realpath(folder) for folder in self.folders))
+
+    def holds(self, real: str) -> bool:
+        """True if this path, whose links are resolved, is a root or lies below one. Blocks."""
+        return any(is_below(real, root) for root in self.real())
+
+    def locate(self, name: str) -> str | None:
+        """The file or folder of this name below a root: absolute, or relative to a root (the first that has it).
+
+        None for everything else: what is missing, leads out of all roots, or is neither a plain file nor a folder. The
+        folders of the answer are real; a file keeps its own name, even if it is a link, because the files of a split
+        model and of the hub's cache are told by their names. Never raises. Blocks.
+        """
+        if not name or len(name) > PATH_CHARS_MAX or "\0" in name:
+            return None
+        candidates = (name,) if os.path.isabs(name) else (os.path.join(folder, name) for folder in self.folders)
+        return next((found for path in candidates if (found := self._located(path)) is not None), None)
+
+    def _located(self, path: str) -> str | None:
+        try:
+            real = os.path.realpath(path, strict=True)
+            mode = os.stat(real).st_mode
+            if not self.holds(real):
+                return None
+            if stat.S_ISDIR(mode):
+                return real
+            folder, name = os.path.split(os.path.normpath(path))
+            # `a/link/../b` is not `a/b`: where the shortcut of normpath lied, only the real path is left.
+            named = os.path.join(os.path.realpath(folder), name)
+            is_same = os.path.realpath(named) == real and self.holds(named)
+            return (named if is_same else real) if stat.S_ISREG(mode) else None
+        except (OSError, ValueError):
+            return None
+
+
+def is_below(path: str, root: str) -> bool:
+    """True if `path` is `root` or lies below it, by their names alone. Both are absolute and normal."""
+    return path == root or path.startswith(root.rstrip("/") + "/")

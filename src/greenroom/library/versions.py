@@ -1,0 +1,108 @@
+"""Which weights each name serves: numbered versions, kept in one file of the state directory.
+
+Owns the numbers, which only grow, and what was promised: a version is in the file before a single request sees it. A
+change is in memory only once it is on disk. Never loads anything and never deletes weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from greenroom.errors import ConfigError
+
+FILE_NAME: Final = "versions.json"
+
+
+class Version(msgspec.Struct, frozen=True):
+    """`repo_id` is told to callers; `path` is what the key `path` of a model takes."""
+
+    number: int
+    repo_id: str
+    path: str
+    commit: str | None = None
+    # An update fetched it, so its files may be deleted when it is no longer kept.
+    is_fetched: bool = False
+    since: float = 0.0
+
+
+class NamedVersions(msgspec.Struct, frozen=True):
+    """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded."""
+
+    current: Version | None = None
+    kept: tuple[Version, ...] = ()
+    prepared: Version | None = None
+
+    @property
+    def last_number(self) -> int:
+        return 0 if self.current is None else self.current.number
+
+    def promoted(self, version: Version, keep: int) -> tuple[NamedVersions, tuple[Version, ...]]:
+        """This version serves from now on. Returns also those that are no longer kept."""
+        before = () if self.current is None else (self.current,)
+        earlier = tuple(one for one in (*before, *self.kept) if one.path != version.path)
+        return NamedVersions(version, earlier[: keep - 1]), earlier[keep - 1 :]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    models: dict[str, NamedVersions] = {}
+    format: int = 1
+
+
+class VersionStore:
+    """`replace_file` replaces a file durably and atomically."""
+
+    def __init__(self, folder: Path, replace_file: Callable[[Path, str], None]) -> None:
+        self._path = folder / FILE_NAME
+        self._replace_file = replace_file
+        self._models: dict[str, NamedVersions] = {}
+        # Written in threads, one at a time.
+        self._writing = threading.Lock()
+
+    def open(self) -> None:
+        """Read what an earlier run wrote. Blocks. Raises ConfigError: without it nobody knows what was promised."""
+        try:
+            text = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error.strerror or error}.") from error
+        try:
+            self._models = dict(msgspec.json.decode(text, type=_Stored).models)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"{self._path}, which says the versions of models, is damaged: {error}. Put back a copy, or remove it "
+                "to begin again at version 1 of each."
+            ) from error
+
+    def of(self, model: str) -> NamedVersions:
+        return self._models.get(model, NamedVersions())
+
+    def put(self, model: str, versions: NamedVersions) -> None:
+        """Write this. Blocks. Raises OSError, and then nothing has changed."""
+        self.put_all([(model, versions)])
+
+    def put_all(self, changes: Iterable[tuple[str, NamedVersions]]) -> None:
+        with self._writing:
+            models = {**self._models, **dict(changes)}
+            if models == self._models:
+                return
+            self._replace_file(self._path, msgspec.json.encode(_Stored(models)).decode())
+            # The file has its new name; that the name outlives a loss of power is the directory's part.
+            with contextlib.suppress(OSError):
+                _sync_folder(self._path.parent)
+            self._models = models
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,87 @@
+"""Asks engines that have figures of their own how full their KV cache is and how often a prefix was found.
+
+Owns when they are asked and what becomes of bad answers: none of them disturbs anything. A slot whose engine does not
+answer, or answers with nonsense, has no figures until it does better. Never asks a slot that is not ready, and never
+twice at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+from greenroom.core.model import SlotId
+from greenroom.engines.base import CacheFigures
+from greenroom.runtime.slots import LiveSlot, LiveSlots
+
+# As often as Prometheus usually looks, or a little more.
+ASK_EVERY_S: Final = 5.0
+# An engine answers in milliseconds; one that is busy starting threads may take a second.
+ANSWER_MAX_S: Final = 3.0
+
+
+class EngineFigures:
+    """`is_ready` tells whether a slot serves. The figures are kept with the live slots."""
+
+    def __init__(
+        self,
+        slots: LiveSlots,
+        is_ready: Callable[[SlotId], bool],
+        every_s: float = ASK_EVERY_S,
+        hosted: Callable[[SlotId], Awaitable[CacheFigures | None]] | None = None,
+    ) -> None:
+        """`hosted` asks the worker of a slot that has no process of its own."""
+        self._slots = slots
+        self._is_ready = is_ready
+        self._every_s = every_s
+        self._hosted = hosted
+        self._task: asyncio.Task[None] | None = None
+        self._asking: dict[SlotId, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine figures")
+
+    async def close(self) -> None:
+        tasks = [*self._asking.values(), *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            for live in list(self._slots.live.values()):
+                if not self._tells(live) or live.id in self._asking:
+                    continue
+                if not self._is_ready(live.id):
+                    live.figures = None
+                    continue
+                task = asyncio.get_running_loop().create_task(self._ask(live), name=f"figures of {live.id}")
+                self._asking[live.id] = task
+                task.add_done_callback(partial(self._asked, live.id))
+
+    def _tells(self, live: LiveSlot) -> bool:
+        engine = live.entry.engine
+        return engine.metrics_path is not None or (engine.hosted and self._hosted is not None)
+
+    def _asked(self, slot: SlotId, task: asyncio.Task[None]) -> None:
+        del self._asking[slot]
+
+    async def _ask(self, live: LiveSlot) -> None:
+        engine, figures = live.entry.engine, None
+        try:
+            async with asyncio.timeout(ANSWER_MAX_S):
+                if live.call is not None and engine.metrics_path is not None:
+                    status, text = await live.call("GET", engine.metrics_path)
+                    figures = engine.cache_figures(text, live.entry.config) if status == 200 else None
+                elif engine.hosted and self._hosted is not None:
+                    figures = await self._hosted(live.id)
+        except (OSError, ValueError):
+            # A TimeoutError is an OSError, too.
+            figures = None
+        live.figures = figures

@@ -1,0 +1,398 @@
+"""Downloads: orders to fetch models, carried out a few at a time by programs of their own.
+
+Owns which of the waiting downloads runs, how far each is, and what its end means. The rows and their files are those of
+`table.py`. A download that ran when the gateway ended waits again at the next start, and goes on where it was. Fetches
+no byte itself: `library/fetcher.py` starts the program that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
+from greenroom.library.fetcher import Done, Failed, FetchProcess, Plan, Progress, Report, start_fetch
+from greenroom.library.orders import DownloadOrder, FetchPlace, OrderRules, expect_listed, place_of
+from greenroom.library.roots import Roots
+from greenroom.runtime.detached import run_detached
+from greenroom.runtime.operations.facts import end_with, facts_of
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
+from greenroom.runtime.operations.table import OperationTable
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("downloads")
+
+ROUTE: Final = "/v1/models/download"
+PRIORITY: Final = 0
+# A program that ended without a word is started again, so often in a row without a byte in between.
+LOST_MAX: Final = 3
+# The rate is that of the last seconds.
+RATE_WINDOW_S: Final = 10.0
+TELL_EVERY_S: Final = 1.0
+# Of a download, in what is kept of it; the sums are of all.
+FILES_KEPT_MAX: Final = 200
+_LOST: Final = Failed("fetcher_lost", "The program that fetches ended without a word, again and again.")
+
+
+class DownloadFile(msgspec.Struct, frozen=True):
+    path: str
+    bytes: int = 0
+    total_bytes: int | None = None
+
+
+class DownloadFacts(msgspec.Struct, frozen=True):
+    """What is known of a download beside its row; kept when it has ended."""
+
+    destination: str = ""
+    commit: str | None = None
+    bytes: int = 0
+    total_bytes: int | None = None
+    files_downloaded: int = 0
+    files_total: int = 0
+    files: tuple[DownloadFile, ...] = ()
+    rate: float | None = None
+    waits_for_other: bool = False
+
+    @property
+    def progress(self) -> float | None:
+        return None if not self.total_bytes else min(1.0, self.bytes / self.total_bytes)
+
+    @property
+    def eta_s(self) -> float | None:
+        return None if not self.rate or self.total_bytes is None else (self.total_bytes - self.bytes) / self.rate
+
+
+class DownloadEvents(Protocol):
+    """Tells dashboards and the like how far downloads are."""
+
+    @property
+    def listeners(self) -> int: ...
+
+    def publish(self, row: Operation, progress: float | None) -> None: ...
+
+
+class StartFetch(Protocol):
+    def __call__(self, order: DownloadOrder, place: FetchPlace, rate_bytes_s: float | None) -> Awaitable[FetchProcess]:
+        """Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadServices:
+    """What all downloads use, as the configuration has it now.
+
+    `found` lets the library find a model that has come, `fetched` tells it where that came from.
+    """
+
+    roots: Callable[[], Roots]
+    cache: Callable[[], str | None]
+    rules: Callable[[], OrderRules]
+    at_once_max: Callable[[], int]
+    rate_bytes_s: Callable[[], float | None]
+    is_draining: Callable[[], bool]
+    events: DownloadEvents
+    found: Callable[[], Awaitable[None]]
+    fetched: Callable[[DownloadOrder, Plan | None, Done], None]
+    start_fetch: StartFetch = start_fetch
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class LiveDownload:
+    """A download that runs."""
+
+    id: str
+    clock: Callable[[], float]
+    process: FetchProcess | None = None
+    is_cancelled: bool = False
+    place: str = ""
+    plan: Plan | None = None
+    have: dict[str, int] = field(default_factory=dict)
+    waits: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    told_at: float = 0.0
+    _seen: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def hear(self, report: Report) -> None:
+        match report:
+            case Plan():
+                self.plan = report
+                self._seen.clear()
+            case Progress():
+                self.have |= report.files
+                self.waits = report.waiting
+                now = self.clock()
+                self._seen.append((now, self.bytes))
+                while now - self._seen[0][0] > RATE_WINDOW_S:
+                    self._seen.popleft()
+            case Done():
+                self.place = report.path
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.have.values())
+
+    @property
+    def rate(self) -> float | None:
+        if len(self._seen) < 2 or (passed_s := self._seen[-1][0] - self._seen[0][0]) <= 0:
+            return None
+        return max(0.0, (self._seen[-1][1] - self._seen[0][1]) / passed_s)
+
+    def facts(self) -> DownloadFacts:
+        planned = [] if self.plan is None else self.plan.files
+        sizes = [file.bytes for file in planned]
+        known = [size for size in sizes if size is not None]
+        whole = sum(file.bytes is not None and self.have.get(file.path, -1) >= file.bytes for file in planned)
+        return DownloadFacts(
+            destination=self.place,
+            commit=None if self.plan is None else self.plan.commit,
+            bytes=self.bytes,
+            total_bytes=sum(known) if planned and len(known) == len(sizes) else None,
+            files_downloaded=whole,
+            files_total=len(planned),
+            files=tuple(
+                DownloadFile(file.path, self.have.get(file.path, 0), file.bytes) for file in planned[:FILES_KEPT_MAX]
+            ),
+            rate=self.rate,
+            waits_for_other=self.waits,
+        )
+
+    def facts_when_done(self) -> DownloadFacts:
+        """Everything planned is here. A file of unknown size is as large as what came."""
+        facts = self.facts()
+        files = tuple(
+            msgspec.structs.replace(file, bytes=size, total_bytes=size)
+            for file in facts.files
+            for size in (file.bytes if file.total_bytes is None else file.total_bytes,)
+        )
+        total = facts.bytes if facts.total_bytes is None else facts.total_bytes
+        return msgspec.structs.replace(
+            facts, bytes=total, total_bytes=total, files=files, files_downloaded=facts.files_total, rate=None
+        )
+
+
+class Downloads:
+    def __init__(self, table: OperationTable, services: DownloadServices) -> None:
+        self._table = table
+        self._services = services
+        self._live: dict[str, LiveDownload] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        # Set and replaced whenever one ends.
+        self._next_end = asyncio.Event()
+
+    # --- asked for by callers -----------------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> OrderRules:
+        """What may be ordered now."""
+        return self._services.rules()
+
+    async def submit(self, order: DownloadOrder, *, tenant: str, key: str) -> Operation:
+        """Keep this order; it is carried out when its turn comes. Raises BadRequest if it has no place to go to.
+
+        Also raises ShuttingDown, OperationsFull and OperationStoreFull.
+        """
+        if self._services.is_draining():
+            raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
+        await self._place(order)
+        row = await self._table.add(
+            OperationKind.DOWNLOAD,
+            order,
+            (),
+            0,
+            tenant=tenant,
+            key=key,
+            model=order.name,
+            route=ROUTE,
+            priority=PRIORITY,
+            retry=True,
+        )
+        self.pump()
+        return row
+
+    async def _place(self, order: DownloadOrder) -> FetchPlace:
+        roots, cache = self._services.roots(), self._services.cache()
+        return await run_detached(lambda: place_of(order, roots, cache), "look at a destination")
+
+    async def cancel(self, id: str) -> Operation:
+        """End it now. What it has fetched stays, and a later order goes on with it. One that has ended stays as it is.
+
+        Raises NotFound if it has made room for others meanwhile.
+        """
+        live = self._live.get(id)
+        if live is not None:
+            live.is_cancelled = True
+            if live.process is not None:
+                live.process.stop()
+            await live.over.wait()
+        row = await self._table.end(id, OperationStatus.CANCELLED)
+        self._tell_end()
+        self.pump()
+        return row
+
+    async def ended(self, id: str) -> Operation | None:
+        """Wait until it has ended; None if it is not kept any more."""
+        while (row := self.get(id)) is not None and not row.status.is_over:
+            await self._next_end.wait()
+        return row
+
+    def get(self, id: str) -> Operation | None:
+        row = self._table.get(id)
+        return row if row is not None and row.kind is OperationKind.DOWNLOAD else None
+
+    def newest_first(self) -> Iterable[Operation]:
+        return (row for row in reversed(list(self._table)) if row.kind is OperationKind.DOWNLOAD)
+
+    async def facts(self, rows: Sequence[Operation]) -> list[DownloadFacts]:
+        """Of each row, as it is now."""
+        live = {id: download.facts() for id, download in self._live.items()}
+        ended = [row.id for row in rows if row.id not in live and row.status.is_over and row.result_bytes]
+        read = await facts_of(self._table, ended, DownloadFacts)
+        return [live.get(row.id) or read.get(row.id) or DownloadFacts() for row in rows]
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on with the downloads of earlier runs."""
+        self.pump()
+
+    async def close(self) -> None:
+        """End the programs. The next start goes on where they were."""
+        self._is_closed = True
+        for live in self._live.values():
+            if live.process is not None:
+                live.process.stop()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _tell_end(self) -> None:
+        self._next_end.set()
+        self._next_end = asyncio.Event()
+
+    def pump(self) -> None:
+        """Run the oldest that wait, as many as may run; share the bandwidth among all. Also after a reload."""
+        if self._is_closed or self._services.is_draining():
+            return
+        room = self._services.at_once_max() - len(self._live)
+        waiting = [
+            row
+            for row in self._table
+            if row.kind is OperationKind.DOWNLOAD and row.status is OperationStatus.QUEUED and row.id not in self._live
+        ]
+        for row in waiting[: max(0, room)]:
+            live = self._live[row.id] = LiveDownload(row.id, self._services.clock)
+            self._own(self._run(live))
+        for live in self._live.values():
+            if live.process is not None:
+                live.process.set_rate(self._rate())
+
+    def _rate(self) -> float | None:
+        whole = self._services.rate_bytes_s()
+        return None if whole is None else whole / max(1, len(self._live))
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, live: LiveDownload) -> None:
+        try:
+            outcome = await self._outcome(live)
+            if not self._is_closed or live.is_cancelled or not _is_lost(outcome):
+                await self._finish(live, outcome)
+        except Exception as bug:
+            _log.bug("download broke", bug, download=live.id)
+            await self._table.end(live.id, OperationStatus.FAILED, OperationError("internal_error", "It broke."))
+        finally:
+            del self._live[live.id]
+            live.over.set()
+            self._tell_end()
+        self.pump()
+
+    async def _outcome(self, live: LiveDownload) -> Done | Failed:
+        """How it ended. A cancelled download, and one that the gateway's own end has cut, is `_LOST`."""
+        try:
+            order, rest = await run_detached(
+                lambda: self._table.read_request(live.id, DownloadOrder), "read a download"
+            )
+            for _ in rest:
+                pass
+            expect_listed(order, self._services.rules())
+            place = await self._place(order)
+            live.place = place.path
+            if live.is_cancelled or self._is_closed:
+                return _LOST
+            await self._table.start(live.id)
+            return await self._fetched(live, order, place)
+        except (BadRequest, OperationStoreFull) as refusal:
+            return Failed(refusal.code, refusal.message)
+        except (OSError, msgspec.MsgspecError) as error:
+            return Failed("order_lost", f"The order cannot be read or the program not started: {error}.")
+
+    async def _fetched(self, live: LiveDownload, order: DownloadOrder, place: FetchPlace) -> Done | Failed:
+        lost = 0
+        while lost < LOST_MAX and not live.is_cancelled and not self._is_closed:
+            before = live.bytes
+            end = await self._fetch(live, order, place)
+            if isinstance(end, Done):
+                self._services.fetched(order, live.plan, end)
+            if end is not None:
+                return end
+            lost = 1 if live.bytes > before else lost + 1
+        return _LOST
+
+    async def _fetch(self, live: LiveDownload, order: DownloadOrder, place: FetchPlace) -> Done | Failed | None:
+        """One run of the program. None if it ended without a word."""
+        process = live.process = await self._services.start_fetch(order, place, self._rate())
+        end: Done | Failed | None = None
+        try:
+            # It may have been cancelled while the program was started.
+            if live.is_cancelled or self._is_closed:
+                process.stop()
+            async for report in process.reports():
+                live.hear(report)
+                self._tell(live)
+                if isinstance(report, Done | Failed):
+                    end = report
+                    break
+        finally:
+            live.process = None
+            printed = await process.close()
+        if end is None and not live.is_cancelled and not self._is_closed:
+            _log.warning("a fetch was lost", download=live.id, printed=printed[-500:])
+        return end
+
+    def _tell(self, live: LiveDownload) -> None:
+        now, row = self._services.clock(), self._table.get(live.id)
+        if row is not None and self._services.events.listeners and now - live.told_at >= TELL_EVERY_S:
+            live.told_at = now
+            self._services.events.publish(row, live.facts().progress)
+
+    async def _finish(self, live: LiveDownload, outcome: Done | Failed) -> None:
+        if isinstance(outcome, Done):
+            await self._let_library_find()
+            await end_with(self._table, live.id, OperationStatus.DONE, None, live.facts_when_done())
+            _log.info("download is there", download=live.id, path=outcome.path)
+        elif live.is_cancelled:
+            await end_with(self._table, live.id, OperationStatus.CANCELLED, None, live.facts())
+        else:
+            error = OperationError(outcome.code, outcome.message)
+            await end_with(self._table, live.id, OperationStatus.FAILED, error, live.facts())
+            _log.warning("download failed", download=live.id, code=outcome.code, error=outcome.message)
+
+    async def _let_library_find(self) -> None:
+        """What is said to be here can be asked for. It is here even if the library breaks."""
+        try:
+            await self._services.found()
+        except Exception as bug:
+            _log.bug("the library did not look", bug)
+
+
+def _is_lost(outcome: Done | Failed) -> bool:
+    return outcome is _LOST

@@ -1,0 +1,285 @@
+"""Loads and unloads as operations: ordered by one request, watched by others until they have ended.
+
+Owns the steps of a load: find the model, fetch it if that is allowed, make it ready. How moves run is the scheduler's
+and the mover's; the rows are those of `table.py`. A row that had not ended when the gateway ended has failed. An order
+that its caller waits for has a row too, but needs none: a full disk does not keep a model in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.view import SchedulerView
+from greenroom.errors import (
+    BadRequest,
+    GatewayBug,
+    GreenroomError,
+    LoadFailed,
+    ModelNotFound,
+    NotFound,
+    OperationsFull,
+    OperationStoreFull,
+    Unloaded,
+)
+from greenroom.library.orders import DownloadOrder, read_order
+from greenroom.runtime.adhoc_model import ModelOptions
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.facts import end_with, facts_of
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
+from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.resolver import Asker, Resolver
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("loads")
+
+ROUTE: Final = "/v1/models/load"
+UNLOAD_ROUTE: Final = "/v1/models/unload"
+# A load that may be quicker than learned is never said to be done before it is.
+PROGRESS_MAX: Final = 0.99
+# Words of vLLM and SGLang while they read the files of a model; llama.cpp prints a dot for each percent.
+_SHARDS: Final = re.compile(r"checkpoint shards:\s+(\d{1,3})% Completed")
+_DOTS: Final = re.compile(r"\.{1,100}")
+LINES_READ: Final = 20
+
+
+class LoadFacts(msgspec.Struct, frozen=True):
+    """What is known of a load or unload beside its row; kept when it has ended."""
+
+    model: str
+    # What it holds of GPUs, or what came free of them.
+    gpu_mib: int | None = None
+    took_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    share: float
+    eta_s: float | None
+    # From how long it took before, not from what it has done.
+    is_estimated: bool
+
+
+class MoveOrders(Protocol):
+    async def move(
+        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> None: ...
+
+
+Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadServices:
+    """`hosted` tells how far a worker is, `log` the last lines that an engine printed."""
+
+    resolver: Resolver
+    downloads: Downloads
+    moves: MoveOrders
+    may_download: Callable[[], bool]
+    view: Callable[[], SchedulerView]
+    gpu_mib: Callable[[ModelId], int]
+    hosted: Callable[[ModelId], float | None]
+    log: Callable[[ModelId], list[str]]
+    clock: Callable[[], float]
+
+
+class Loads:
+    def __init__(self, table: OperationTable, services: LoadServices) -> None:
+        self._table = table
+        self._services = services
+        self._models: dict[str, str] = {}
+        self._fetches: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[LoadFacts | GreenroomError]] = {}
+
+    async def submit(
+        self, name: str, options: ModelOptions, evict: tuple[str, ...], asker: Asker, *, tenant: str, key: str
+    ) -> Operation:
+        """Begin to load a model. Raises ModelNotFound, BadRequest, or that the table has no room."""
+        leaving = tuple([(await self._services.resolver.named(one, asker=asker)).id for one in evict])
+        entry, order = await self._found(name, options, asker)
+        model = name if entry is None else entry.id
+        row = await self._row(OperationKind.LOAD, model, tenant, key)
+
+        async def steps() -> LoadFacts:
+            if order is not None:
+                await self._fetched(row, order)
+            found = await self._services.resolver.named(name, options, asker)
+            self._models[row.id] = found.id
+            return await self._loaded(found.id, leaving)
+
+        self._begin(row, steps)
+        return row
+
+    async def load(self, model: ModelId, evict: tuple[ModelId, ...], *, tenant: str, key: str) -> LoadFacts:
+        """Load a model that is known, and wait until it is ready. Raises why it is not."""
+        return await self._ordered(OperationKind.LOAD, model, lambda: self._loaded(model, evict), tenant, key)
+
+    async def unload(self, model: ModelId, grace_s: float | None, *, tenant: str, key: str) -> LoadFacts:
+        """Unload a model, and wait until it is gone. Raises why it is not."""
+        return await self._ordered(OperationKind.UNLOAD, model, lambda: self._unloaded(model, grace_s), tenant, key)
+
+    async def _ordered(self, kind: OperationKind, model: ModelId, steps: Steps, tenant: str, key: str) -> LoadFacts:
+        """Take these steps as an operation and wait for its end. They go on if the caller leaves."""
+        try:
+            row = await self._row(kind, model, tenant, key)
+        except (OperationsFull, OperationStoreFull):
+            return await steps()
+        task = self._begin(row, steps)
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise Unloaded(f"The {kind.value} of {model} was overtaken by a shutdown.")
+        if isinstance(outcome := task.result(), GreenroomError):
+            raise outcome
+        return outcome
+
+    async def _row(self, kind: OperationKind, model: str, tenant: str, key: str) -> Operation:
+        route = ROUTE if kind is OperationKind.LOAD else UNLOAD_ROUTE
+        row = await self._table.add(
+            kind, b"", (), 0, tenant=tenant, key=key, model=model, route=route, priority=0, retry=False
+        )
+        self._models[row.id] = model
+        return row
+
+    async def _found(self, name: str, options: ModelOptions, asker: Asker) -> tuple[Entry | None, DownloadOrder | None]:
+        """The model, or the order to fetch it."""
+        services = self._services
+        try:
+            return await services.resolver.named(name, options, asker), None
+        except ModelNotFound as missing:
+            if not services.may_download() or not asker.sees(name):
+                raise ModelNotFound(
+                    f"{missing.message} It is not on disk; POST /v1/models/download fetches it, and library.download: "
+                    "true lets a load do so.",
+                    param="modelId",
+                    details=missing.details,
+                ) from missing
+            try:
+                return None, read_order(services.downloads.rules, model=name, quantization=options.quantization)
+            except BadRequest:
+                raise missing from None
+
+    def _begin(self, row: Operation, steps: Steps) -> asyncio.Task[LoadFacts | GreenroomError]:
+        task = asyncio.get_running_loop().create_task(self._run(row, steps), name=row.kind.value)
+        self._tasks[row.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(row.id, None))
+        return task
+
+    async def _run(self, row: Operation, steps: Steps) -> LoadFacts | GreenroomError:
+        """What came of it, which is also in its row."""
+        try:
+            # At a restart a row that was not begun has failed just as one that was.
+            with contextlib.suppress(OperationStoreFull):
+                await self._table.start(row.id)
+            facts = await steps()
+            await self._end(row.id, OperationStatus.DONE, None, facts)
+            return facts
+        except GreenroomError as error:
+            await self._fail(row.id, OperationError(error.code, error.message))
+            return error
+        except Exception as bug:
+            _log.bug(f"{row.kind.value} broke", bug, id=row.id)
+            await self._fail(row.id, OperationError("internal_error", "Something went wrong in the gateway."))
+            return GatewayBug(repr(bug))
+        finally:
+            self._fetches.pop(row.id, None)
+
+    async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...]) -> LoadFacts:
+        services, began = self._services, self._services.clock()
+        # It never leaves for itself.
+        leaving = tuple(one for one in evict if one != model)
+        await services.moves.move(MoveKind.LOAD, model, evict=leaving)
+        return LoadFacts(model, services.gpu_mib(model), services.clock() - began)
+
+    async def _unloaded(self, model: ModelId, grace_s: float | None) -> LoadFacts:
+        services, began = self._services, self._services.clock()
+        held_mib = services.gpu_mib(model)
+        await services.moves.move(MoveKind.UNLOAD, model, grace_s=grace_s)
+        freed_mib = max(0, held_mib - services.gpu_mib(model))
+        return LoadFacts(model, freed_mib, services.clock() - began)
+
+    async def _fetched(self, row: Operation, order: DownloadOrder) -> None:
+        """Wait until the model is on disk. Raises LoadFailed."""
+        downloads = self._services.downloads
+        fetch = await downloads.submit(order, tenant=row.tenant, key=row.key)
+        self._fetches[row.id] = fetch.id
+        state = await downloads.ended(fetch.id)
+        if state is None or state.status is not OperationStatus.DONE:
+            why = "it was cancelled" if state is None or state.error is None else state.error.message
+            raise LoadFailed(f"{order.name} could not be fetched: {why}")
+
+    async def _fail(self, id: str, error: OperationError) -> None:
+        await self._end(id, OperationStatus.FAILED, error, LoadFacts(self._models[id]))
+
+    async def _end(self, id: str, status: OperationStatus, error: OperationError | None, facts: LoadFacts) -> None:
+        await end_with(self._table, id, status, error, facts)
+        self._models.pop(id, None)
+
+    # --- watched ------------------------------------------------------------------------------------------------------
+
+    def operations(self) -> Iterable[Operation]:
+        """All rows of the table, the newest first."""
+        return reversed(list(self._table))
+
+    def get(self, id: str, key: str | None = None) -> Operation:
+        """Of this key, if one is given. Raises NotFound."""
+        row = self._table.get(id)
+        if row is None or row.kind is not OperationKind.LOAD or key not in (None, row.key):
+            raise NotFound(f"There is no load {id}. One that has ended is kept for an hour.")
+        return row
+
+    async def facts(self, row: Operation) -> LoadFacts:
+        kept = await facts_of(self._table, [row.id] if row.status.is_over else [], LoadFacts)
+        return kept.get(row.id) or LoadFacts(self._models.get(row.id, row.model))
+
+    async def progress(self, row: Operation) -> LoadProgress:
+        """How far it is. Where it is fetched first, that is the first half."""
+        if row.status.is_over:
+            return LoadProgress(1.0 if row.status is OperationStatus.DONE else 0.0, None, False)
+        fetch = self._services.downloads.get(self._fetches.get(row.id, ""))
+        if fetch is None:
+            return self.progress_of(ModelId(self._models.get(row.id, row.model)))
+        if not fetch.status.is_over:
+            (facts,) = await self._services.downloads.facts([fetch])
+            return LoadProgress((facts.progress or 0.0) / 2, facts.eta_s, False)
+        loading = self.progress_of(ModelId(self._models.get(row.id, row.model)))
+        return LoadProgress(0.5 + loading.share / 2, loading.eta_s, loading.is_estimated)
+
+    def progress_of(self, model: ModelId) -> LoadProgress:
+        """How far a load of this model is, whatever began it."""
+        services, view = self._services, self._services.view()
+        move = next((slot.move for slot in view.slots_of(model) if slot.move is not None), None)
+        record = view.models.get(model)
+        learned_s = None if record is None else record.learned_s.get(MoveKind.LOAD if move is None else move.kind)
+        since_s = 0.0 if move is None else max(0.0, services.clock() - move.started)
+        eta_s = None if learned_s is None else max(0.0, learned_s - since_s)
+        told = None if move is None else services.hosted(model) or _words(services.log(model))
+        if told is not None:
+            return LoadProgress(min(told, PROGRESS_MAX), eta_s, False)
+        share = 0.0 if not learned_s else min(since_s / learned_s, PROGRESS_MAX)
+        return LoadProgress(share, eta_s, True)
+
+    async def close(self) -> None:
+        """What still runs is forgotten: the next start calls it failed."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _words(lines: list[str]) -> float | None:
+    """How far an engine says that it is, by the last of its words."""
+    for line in reversed(lines[-LINES_READ:]):
+        if found := _SHARDS.search(line):
+            return int(found[1]) / 100
+        if _DOTS.fullmatch(line.strip()):
+            return len(line.strip()) / 100
+    return None

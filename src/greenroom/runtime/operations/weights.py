@@ -1,0 +1,122 @@
+"""Where the weights of a version come from: a path below the roots, or a repository of the hub, fetched if need be.
+
+Owns the way from what a caller names to files on disk that the model's engine can run. Fetching, with its retries, is
+the library's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from greenroom.config.schema import Model
+from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
+from greenroom.library.library import Library
+from greenroom.library.orders import read_order
+from greenroom.library.records import ENGINE_OF_KIND, ModelKind, Record
+from greenroom.library.roots import is_below
+from greenroom.runtime.detached import run_detached
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.files import OperationStatus
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("versions")
+
+# In whose name weights are fetched.
+TENANT: Final = "versions"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOrder:
+    """An id of the hub with a revision, or a path below the roots."""
+
+    repo_id: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    path: str
+    repo_id: str
+    commit: str | None
+    is_fetched: bool
+
+
+class Weights:
+    def __init__(self, library: Library, downloads: Downloads) -> None:
+        self._library = library
+        self._downloads = downloads
+
+    async def found(self, model: Model, order: WeightsOrder) -> FoundWeights:
+        """The weights on disk. Raises PathNotFound, BadRequest, UnusableModel or FetchFailed."""
+        name = order.repo_id
+        path = await run_detached(lambda: self._library.roots.locate(name), "look for weights")
+        if path is not None:
+            await self._library.refresh()
+            return FoundWeights(path, name, self._commit_at(path, model), is_fetched=False)
+        if name.startswith(("/", "./", "../", "~")):
+            raise PathNotFound(
+                f"There is nothing at {shown(name)} below the folders of models (library.roots).", param="model_repo_id"
+            )
+        return await self._fetched(model, order)
+
+    def _commit_at(self, path: str, model: Model) -> str | None:
+        """The commit of what lies there. Raises UnusableModel if another engine runs it."""
+        record = self._library.find(path)
+        if record is None:
+            return None
+        _expect_kind(record, model)
+        return record.source.commit
+
+    async def _fetched(self, model: Model, order: WeightsOrder) -> FoundWeights:
+        downloads = self._downloads
+        try:
+            wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
+        except BadRequest as error:
+            raise BadRequest(error.message, param="model_repo_id") from error
+        known = {record.path for record in self._library.records}
+        row = await downloads.submit(wanted, tenant=TENANT, key=TENANT)
+        state = await downloads.ended(row.id)
+        if state is None or state.status is not OperationStatus.DONE:
+            why = "it was cancelled" if state is None or state.error is None else state.error.message
+            raise FetchFailed(
+                f"{order.repo_id} could not be fetched: {why}", public=f"{order.repo_id} was not fetched."
+            )
+        (facts,) = await downloads.facts([state])
+        record = self._choose(facts.destination, wanted.quantization, model, order)
+        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched=record.path not in known)
+
+    def _choose(self, place: str, quantization: str | None, model: Model, order: WeightsOrder) -> Record:
+        there = [record for record in self._library.records if is_below(record.path, place) or record.folder == place]
+        fitting = [record for record in there if _fits(record.kind, model)]
+        if quantization is not None:
+            fitting = [one for one in fitting if (one.quantization or "").lower() == quantization.lower()]
+        if len(fitting) != 1:
+            names = ", ".join(record.id for record in fitting[:8]) or "none"
+            raise UnusableModel(
+                f"{order.repo_id} must have one model that {model.engine} can run; it has {names}. "
+                "Name one as org/name:QUANTIZATION."
+            )
+        return fitting[0]
+
+    async def remove(self, path: str) -> None:
+        """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
+        record = self._library.find(path)
+        if record is None:
+            return
+        try:
+            freed = await self._library.remove(record)
+            _log.info("version deleted", path=path, bytes=freed)
+        except GreenroomError as error:
+            _log.warning("version cannot be deleted", path=path, error=error.message)
+
+
+def _fits(kind: ModelKind, model: Model) -> bool:
+    if model.engine in ("vllm", "sglang"):
+        return kind in (ModelKind.SAFETENSORS, ModelKind.GGUF)
+    return ENGINE_OF_KIND[kind] == model.engine
+
+
+def _expect_kind(record: Record, model: Model) -> None:
+    if not _fits(record.kind, model):
+        raise UnusableModel(f"{record.id} has files of kind {record.kind.value}, which {model.engine} does not run.")

@@ -1,0 +1,307 @@
+"""Which routes need a token beside the key, and the one place through which all of them pass.
+
+Owns the table of governed routes: what operation each is, and which model it names. Every route that does more than
+read is in one of the two tables; one that is in neither is refused while tokens are needed. The body is read once,
+here, and the handler gets what was checked, without the token: no two readers can understand it differently. A field
+is signed wherever it is, so it may only be where the handler reads it: in the query, or in the body.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+from fastapi.routing import APIRoute
+from starlette.routing import Match, Route
+
+from greenroom.config.governance_section import Operation
+from greenroom.errors import (
+    AuditUnavailable,
+    BadRequest,
+    GreenroomError,
+    ModelNotFound,
+    NotAllowed,
+    TokenMalformed,
+    shown,
+)
+from greenroom.server.admin.governed_models import GovernedModels
+from greenroom.server.asgi import Message
+from greenroom.server.inference.routes import name_before
+from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.governance.canonical_json import NotCanonical, read
+from greenroom.tenancy.governance.gate import Done, Governance, GovernedCall
+from greenroom.tenancy.governance.tokens import FIELD, HEADER
+from greenroom.tenancy.keys import Caller
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+_READING: Final = ("GET", "HEAD", "OPTIONS")
+_PREFIX: Final = b"/api/v1/models/"
+
+_log = get_logger("governance")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as the table's rows read it."""
+
+    fields: Mapping[str, Any]
+    """Of the body and the query."""
+    path: Mapping[str, str]
+    raw_path: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The operation that a call is, the model it names, and models that leave for it."""
+
+    operation: Operation
+    model: str | None
+    evicted: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+    """Fields that no token is signed for, because they are known only when the call is made."""
+
+
+# None if this call needs no token after all.
+Reading = Callable[[Asked], Needed | None]
+
+
+def _by_body(operation: Operation, *keys: str) -> Reading:
+    """The model is named by one of these fields."""
+
+    def needed(asked: Asked) -> Needed:
+        named = [asked.fields[key] for key in keys if asked.fields.get(key) is not None]
+        if len(named) != 1 or not isinstance(named[0], str):
+            raise BadRequest(f"say which model as {keys[0]}, once", param=keys[0])
+        return Needed(operation, named[0], _names(asked, "evictModel"))
+
+    return needed
+
+
+def _by_path(operation: Operation, order: str) -> Reading:
+    """The model is named by the path before the order, as the handler reads it."""
+
+    def needed(asked: Asked) -> Needed:
+        raw = asked.raw_path
+        name = name_before(raw[len(_PREFIX) :], order.encode()) if raw.startswith(_PREFIX) else None
+        if name is None:
+            raise ModelNotFound.named(asked.path["model_id"])
+        return Needed(operation, name, _names(asked, "evict"))
+
+    return needed
+
+
+def _delete(asked: Asked) -> Needed:
+    return Needed("model-delete", asked.path["model_id"])
+
+
+def _flush(asked: Asked) -> Needed:
+    model = asked.fields.get("modelId")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("modelId must be a text", param="modelId")
+    return Needed("cache-flush", model)
+
+
+def _update(asked: Asked) -> Needed:
+    """The model is named by the query; without that it is the configured one, for which every rule must hold."""
+    return Needed("model-update", asked.fields.get("model"))
+
+
+def _reload(asked: Asked) -> Needed:
+    return Needed("config-reload", None)
+
+
+def _lease(asked: Asked) -> Needed | None:
+    """A lease that does not wait takes free memory only; any other may evict models, and the scheduler says which."""
+    wait_s = asked.fields.get("wait_s", 0)
+    takes_free = isinstance(wait_s, int | float) and not isinstance(wait_s, bool) and wait_s == 0
+    return None if takes_free else Needed("model-unload", None, unbound=("id", "pid", "holder"))
+
+
+def _names(asked: Asked, key: str) -> tuple[str, ...]:
+    """The models that a field names, if it names any; the handler refuses what is no name."""
+    value = asked.fields.get(key)
+    return tuple(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str))
+
+
+_ONE: Final = "/api/v1/models/{model_id:path}"
+GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
+    ("POST", "/v1/models/load"): _by_body("model-load", "modelId", "model"),
+    ("POST", "/v1/models/unload"): _by_body("model-unload", "modelId", "model"),
+    ("POST", "/v1/models/download"): _by_body("model-download", "model", "url"),
+    ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
+    ("POST", "/v1/cache/flush"): _flush,
+    ("POST", f"{_ONE}/load"): _by_path("model-load", "/load"),
+    # Into host memory: a load that stops half way.
+    ("POST", f"{_ONE}/prepare"): _by_path("model-load", "/prepare"),
+    ("POST", f"{_ONE}/unload"): _by_path("model-unload", "/unload"),
+    # Off the GPU: an unload that stops half way.
+    ("POST", f"{_ONE}/sleep"): _by_path("model-unload", "/sleep"),
+    ("POST", "/update-model"): _update,
+    ("POST", f"{_ONE}/update"): _by_path("model-update", "/update"),
+    ("POST", f"{_ONE}/rollback"): _by_path("model-update", "/rollback"),
+    ("POST", "/api/v1/reload"): _reload,
+    ("POST", "/api/v1/leases"): _lease,
+}
+# They change no model: requests to models that are answered later, the end of a lease or download, an explanation.
+UNGOVERNED: Final = frozenset(
+    {
+        ("POST", "/v1/jobs"),
+        ("DELETE", "/v1/jobs/{job_id}"),
+        ("DELETE", "/v1/models/download/{job_id}"),
+        ("DELETE", "/api/v1/leases/{lease_id}"),
+        ("POST", "/api/v1/leases/{lease_id}/renew"),
+        ("POST", "/api/v1/explain"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """How a call is read. `in_query` are the parameters that its handler reads from the query."""
+
+    reading: Reading
+    path: Mapping[str, str]
+    in_query: frozenset[str]
+
+
+class GovernedRoutes:
+    def __init__(self, routes: Sequence[Any], governance: Callable[[], Governance], models: GovernedModels) -> None:
+        self._routes = routes
+        self._governance = governance
+        self._models = models
+
+    @property
+    def is_on(self) -> bool:
+        return self._governance().rules is not None
+
+    async def __call__(self, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
+        found = None if scope["method"] in _READING else self._row(scope)
+        if found is None:
+            await app(scope, receive, send)
+            return
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        try:
+            call, body = self._read(scope, found, message.get("body", b""))
+        except GreenroomError as refusal:
+            await self._governance().refused(_about(scope), refusal)
+            raise
+        passed_on = _body_again(message, body, receive)
+        if call is None:
+            await app(scope, passed_on, send)
+        else:
+            await self._with_token(call, app, scope, passed_on, send)
+
+    def _read(self, scope: Scope, row: _Row, data: bytes) -> tuple[GovernedCall | None, dict[str, Any]]:
+        """The call, or None if it needs no token, and its body without the token. Raises GreenroomError."""
+        body, token = _without_token(scope, data)
+        fields = {**body, **_query(scope, body, row.in_query)}
+        needed = row.reading(Asked(fields, row.path, scope["raw_path"]))
+        if needed is None:
+            return None, body
+
+        async def also() -> tuple[Done, ...]:
+            return await self._models.done(needed.operation, needed.model, needed.evicted, fields)
+
+        bound = {key: value for key, value in fields.items() if key not in needed.unbound}
+        return GovernedCall(needed.operation, needed.model, bound, token, also, _about(scope)), body
+
+    async def _with_token(
+        self, call: GovernedCall, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        governance, status = self._governance(), None
+        await governance.permit(call)
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, told)
+        finally:
+            try:
+                await governance.answered(call, status)
+            except AuditUnavailable as error:
+                _log.error("outcome not written to the audit log", request=call.about["request"], error=error.message)
+
+    def _row(self, scope: Scope) -> _Row | None:
+        """How to read this call; None if it needs no token. Raises NotAllowed."""
+        for route in self._routes:
+            assert isinstance(route, Route)
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                key = (scope["method"], route.path)
+                if key in UNGOVERNED:
+                    return None
+                if key not in GOVERNED:
+                    raise NotAllowed(f"{key[0]} {route.path} cannot be used while operations are signed.")
+                assert isinstance(route, APIRoute)
+                in_query = frozenset(one.alias for one in route.dependant.query_params)
+                return _Row(GOVERNED[key], child["path_params"], in_query)
+        # No route: it is answered 404 or 405.
+        return None
+
+
+def _about(scope: Scope) -> dict[str, str]:
+    """For the audit log."""
+    state = scope.get("state", {})
+    caller = state.get("caller")
+    return {
+        "request": str(state.get("request_id", "")),
+        "route": f"{scope['method']} {scope['path'][:256]}",
+        "key": caller.name if isinstance(caller, Caller) else "",
+    }
+
+
+def _without_token(scope: Scope, data: bytes) -> tuple[dict[str, Any], Any]:
+    """The fields of the body, and the token beside them or in the header. Raises BadRequest or TokenMalformed."""
+    try:
+        body = read(data) if data else {}
+    except NotCanonical as error:
+        raise BadRequest(f"The body cannot be read: {error}.") from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.")
+    token = body.pop(FIELD, None)
+    headers = [value for name, value in scope["headers"] if name == HEADER.encode()]
+    if len(headers) + (token is not None) > 1:
+        raise TokenMalformed("The call has more than one token.")
+    return body, headers[0].decode("latin-1") if headers else token
+
+
+def _query(scope: Scope, body: Mapping[str, Any], read_there: frozenset[str]) -> dict[str, str]:
+    """The parameters of the query, which are signed as fields of the body.
+
+    Raises BadRequest if a field is there twice, or where the handler does not read it.
+    """
+    pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    found = dict(pairs)
+    if len(found) != len(pairs) or not found.keys().isdisjoint(body):
+        raise BadRequest("A field is there twice, in the query and the body.")
+    if stray := next((name for name in found if name not in read_there), None):
+        raise BadRequest(f"{shown(stray)} is not read from the query here; say it in the body.")
+    if stray := next((name for name in body if name in read_there), None):
+        raise BadRequest(f"{shown(stray)} is read from the query here, not from the body.", param=stray)
+    return found
+
+
+def _body_again(message: Message, body: Mapping[str, Any], receive: Receive) -> Receive:
+    """Gives the handler the body that was read, then what follows it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {**message, "body": json.dumps(body).encode() if message.get("body") else b""}
+
+    return again

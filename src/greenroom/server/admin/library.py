@@ -1,0 +1,313 @@
+"""`/v1/models/inventory`, `/loaded` and `/stats`: what is on disk, what is in memory, and how often that helped.
+
+Every key may look; paths on disk are shown to admins only. Deleting a model is for admins: what is loaded, asleep or
+configured is refused unless it is forced, and is unloaded first then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import FastAPI, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from greenroom.errors import GreenroomError, ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
+from greenroom.library.records import Record, told, told_problem
+from greenroom.library.removal import paths_of
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.detached import run_detached
+from greenroom.server.admin import views
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.listing import MODELS, ModelPath
+from greenroom.server.admin.loads import owner_of
+from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.views import View
+from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.telemetry.logs import get_logger
+from greenroom.telemetry.table import ModelCounts
+
+INVENTORY: Final = f"{MODELS}/inventory"
+# The files of all models are compared with those of the one to be deleted; a disk may take so long for that.
+COMPARE_MAX_S: Final = 20.0
+CHOICES_MAX: Final = 20
+
+_log = get_logger("library")
+
+Force = Annotated[
+    bool, Query(description="Delete it although it is loaded, asleep or configured; it is unloaded first.")
+]
+
+
+class FileView(View):
+    name: str
+    """Relative to the model's folder."""
+    bytes: int
+    sha256: str | None
+    """Where it is known: for large files of the hub's cache, and for downloads."""
+
+
+class SourceView(View):
+    """Where it came from; all null if it was put there by hand."""
+
+    hub_id: str | None
+    commit: str | None
+    url: str | None
+
+
+class RecordView(View):
+    """A model on disk."""
+
+    id: str
+    """What a request may name it by: the hub id, `org/name:QUANT`, or the path relative to its root."""
+    kind: str
+    """gguf, safetensors, pipeline or whisper."""
+    source: SourceView
+    files: list[FileView]
+    bytes: int
+    quantization: str | None
+    context_length: int | None
+    parameters: int | None
+    """Counted from the files."""
+    memory_mib: int | None
+    """Estimated: of a GPU, or of the host where there is none."""
+    added: float
+    """Unix time."""
+    last_used: float | None
+    path: str | None
+    """For admins."""
+    root: str | None
+    """For admins."""
+
+
+class ProblemView(View):
+    path: str
+    why: str
+
+
+class InventoryView(View):
+    object: str
+    data: list[RecordView]
+    problems: list[ProblemView]
+    """For admins: what looks like a model and is incomplete or damaged, or has a name that cannot be asked for."""
+    looking: bool
+    """The folders are still being looked at for the first time: more may come."""
+
+
+class LoadedModel(View):
+    id: str
+    tier: views.Tier
+    engine: str
+    memory: dict[str, int]
+    """MiB by device."""
+    memory_mib: int
+    in_flight: int
+    last_used_s_ago: float | None
+    moving: views.MovingView | None
+
+
+class LoadedList(View):
+    object: str = "list"
+    data: list[LoadedModel]
+    """Models that are ready or asleep now."""
+
+
+class LookupStats(View):
+    """Since the start of the gateway."""
+
+    hits: int
+    """Requests that were granted at once."""
+    misses: int
+    """Requests that had to wait, or were refused."""
+    hit_rate: float | None
+    loads: int
+    """Loads that succeeded."""
+    evictions: int
+    load_seconds_mean: float | None
+
+
+class ModelStats(LookupStats):
+    id: str
+
+
+class StatsView(LookupStats):
+    models: list[ModelStats]
+
+
+class Removed(View):
+    id: str
+    deleted: bool = True
+    bytes_freed: int
+    """What came free on disk; less than its size where other models need the same files."""
+    unloaded: list[str]
+    """Models that used its files and were unloaded first."""
+
+
+class LibraryRoutes:
+    def __init__(self, gateway: Gateway, look: Callable[[], Snapshot]) -> None:
+        self._gateway = gateway
+        self._look = look
+
+    def add_to(self, app: FastAPI) -> None:
+        """Before the routes of single models, which would take these words for ids."""
+        app.get(INVENTORY, response_class=Response, responses={200: {"model": InventoryView}})(self.inventory)
+        app.get(f"{MODELS}/loaded")(self.loaded)
+        app.get(f"{MODELS}/stats")(self.stats)
+        app.delete(INVENTORY + "/{model_id:path}")(self.remove)
+
+    async def inventory(self, request: Request) -> Response:
+        """Every model on disk below the roots, whether it is configured or not. Looks in memory only."""
+        library, is_admin, sees = self._gateway.library, asked_by_admin(request), caller_of(request).sees
+        problems = library.problems if is_admin else ()
+        answer = {
+            "object": "list",
+            "data": [told(record, with_paths=is_admin) for record in library.records if sees(record.id)],
+            "problems": [told_problem(one) for one in problems],
+            "looking": library.is_looking,
+        }
+        # Thousands of records are written at once, without a class for each.
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def loaded(self, request: Request) -> LoadedList:
+        """Models that are ready or asleep now, with the memory each holds."""
+        models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
+        return LoadedList(
+            data=[
+                LoadedModel(
+                    id=model.id,
+                    tier=model.tier,
+                    engine=model.engine,
+                    memory=model.memory,
+                    memory_mib=sum(model.memory.values()),
+                    in_flight=model.in_flight,
+                    last_used_s_ago=model.last_used_s_ago,
+                    moving=model.moving,
+                )
+                for model in models
+                if model.tier != "cold"
+            ]
+        )
+
+    async def stats(self, request: Request) -> StatsView:
+        """How often a model was there when it was asked for. Unlisted models are named to admins only."""
+        is_admin, counted, total = asked_by_admin(request), self._gateway.metrics.model_counts(), ModelCounts()
+        sees = caller_of(request).sees
+        for model, counts in counted.items():
+            if sees(model):
+                total.add(counts)
+        seen = [entry for entry in self._gateway.catalog if sees(entry.base_id)]
+        listed = [entry for entry in seen if is_admin or not entry.config.unlisted]
+        models = [ModelStats(id=one.id, **_stats(counted.get(one.id, ModelCounts()))) for one in listed]
+        return StatsView(models=models, **_stats(total))
+
+    # --- deleting ---------------------------------------------------------------------------------------------------
+
+    async def remove(self, request: Request, model_id: ModelPath, force: Force = False) -> Removed:
+        """Delete a model from disk. 409 if it is loaded, asleep or configured, unless `force=true`."""
+        gateway = self._gateway
+        if gateway.is_draining:
+            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+        record = self._record(model_id)
+        users = await self._users_of(record)
+        if not force and (name := self._kept_by(record)) is not None:
+            raise ModelInUse(
+                f"{record.id} is a version that {name} can go back to. Ask with force=true to delete it all the same.",
+                param="model",
+            )
+        if users and not force:
+            raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
+        unloaded = [entry.id for entry in users if self._slots(entry)]
+        for model in unloaded:
+            await gateway.loads.unload(model, None, **owner_of(request))
+        freed = await gateway.library.remove(record)
+        _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=unloaded)
+        return Removed(id=record.id, bytes_freed=freed, unloaded=list(unloaded))
+
+    def _kept_by(self, record: Record) -> str | None:
+        """The model of which this is a version that does not serve now, and is kept."""
+        models, updates = self._gateway.config.models, self._gateway.updates
+        return next((name for name in models for one in updates.of(name).kept if one.path == record.path), None)
+
+    async def users_of(self, name: str) -> list[Entry]:
+        """Models that a deletion by this name would take files from. Raises ModelNotFound or RemovalFailed."""
+        return await self._users_of(self._record(name))
+
+    def _record(self, name: str) -> Record:
+        """The model with exactly this id or path: a name that several could be meant by deletes none of them.
+
+        The id of a configured model means that one, as in every request.
+        """
+        library, entry = self._gateway.library, self._gateway.catalog.find(name)
+        is_configured = entry is not None and not entry.is_adhoc
+        record = library.find(name)
+        if is_configured and entry is not None and record is not None and record.path != entry.config.path:
+            raise ModelNotFound(
+                f"{shown(name)} is configured, with other files than those of this name on disk. Name those by their "
+                "path.",
+                param="model",
+            )
+        if record is not None and name in (record.id, record.path):
+            return record
+        choices = [one.id for one in library.records if one.id.startswith((f"{name}:", f"{name}@"))]
+        hint = f"GET {INVENTORY} lists those there are."
+        if choices:
+            hint = f"Say which one: {', '.join(choices[:CHOICES_MAX])}."
+        elif record is not None:
+            hint = f"Its id is {record.id}."
+        raise ModelNotFound(f"There is no model with the id {shown(name)} on disk. {hint}", param="model")
+
+    def _slots(self, entry: Entry) -> bool:
+        """True if it holds memory or is about to."""
+        return bool(self._gateway.loop.scheduler.view.slots_of(entry.id))
+
+    async def _users_of(self, record: Record) -> list[Entry]:
+        """Models that are configured or in memory and need a file of this one. Raises RemovalFailed."""
+        gateway = self._gateway
+        entries = [entry for entry in gateway.catalog if entry.id in gateway.config.models or self._slots(entry)]
+        try:
+            async with asyncio.timeout(COMPARE_MAX_S):
+                return await run_detached(lambda: _sharing(record, entries), "compare files")
+        except TimeoutError:
+            raise RemovalFailed(
+                f"{record.id}: its disk, or that of a configured model, does not answer; nothing was deleted."
+            ) from None
+
+
+def _sharing(record: Record, entries: Sequence[Entry]) -> list[Entry]:
+    """The models that need one of these files. Blocks."""
+    mine = {os.path.realpath(path) for path in (*paths_of(record), record.path)}
+    return [entry for entry in entries if not mine.isdisjoint(_files_of(entry))]
+
+
+def _files_of(entry: Entry) -> set[str]:
+    named = [] if entry.config.path is None else [entry.config.path]
+    # An engine of another package may fail in any way that files allow.
+    with contextlib.suppress(OSError, ValueError, GreenroomError):
+        named += map(str, entry.engine.files(entry.config))
+    return {os.path.realpath(path) for path in named if "\0" not in path}
+
+
+def _in_use(record: Record, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:
+    why = "loaded or asleep" if loaded else "configured"
+    names = ", ".join(entry.id for entry in users[:8])
+    return ModelInUse(
+        f"{record.id} is {why} (as {names}). Ask with force=true to delete it all the same; it is unloaded first.",
+        param="model",
+    )
+
+
+def _stats(counted: ModelCounts) -> dict[str, Any]:
+    asked = counted.hits + counted.misses
+    return {
+        "hits": counted.hits,
+        "misses": counted.misses,
+        "hit_rate": round(counted.hits / asked, 4) if asked else None,
+        "loads": counted.loads,
+        "evictions": counted.evictions,
+        "load_seconds_mean": round(counted.load_s / counted.loads, 3) if counted.loads else None,
+    }

@@ -1,0 +1,264 @@
+"""`/v1/models/load`, `/v1/models/unload`, `/api/v1/operations`: order a load, watch it, take a model away. For admins.
+
+Owns the shapes of requests and answers. Statuses are `loading`, `completed` and `failed`; inside they are those of all
+operations.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated, Final, Literal, TypedDict
+
+from fastapi import FastAPI, Query
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from greenroom.config.kinds import COUNT_MAX, MIB_MAX
+from greenroom.core.model import DeviceKind, ModelId
+from greenroom.errors import ShuttingDown
+from greenroom.runtime.adhoc_model import ModelOptions, check_backend
+from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
+from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.views import GovernedOrder
+from greenroom.server.asgi import caller_of
+
+OPERATIONS: Final = "/api/v1/operations"
+LISTED_MAX: Final = 1_000
+NAME_CHARS_MAX: Final = 4_096
+Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
+Status = Literal["loading", "completed", "failed"]
+_STATUS: Final[dict[OperationStatus, Status]] = {
+    OperationStatus.QUEUED: "loading",
+    OperationStatus.RUNNING: "loading",
+    OperationStatus.DONE: "completed",
+    OperationStatus.FAILED: "failed",
+    OperationStatus.CANCELLED: "failed",
+}
+
+
+class _Named(GovernedOrder):
+    """`modelId` or `model`."""
+
+    modelId: Name | None = None  # noqa: N815
+    """An id, an alias, a path below a root, or an id of the hub."""
+    model: Name | None = None
+    """The same, by its other name."""
+
+    @model_validator(mode="after")
+    def _names_one(self) -> _Named:
+        if (self.modelId is None) == (self.model is None):
+            raise ValueError("say the model's name as modelId")
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.modelId or self.model or ""
+
+
+class LoadAsked(_Named):
+    quantization: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """awq-4bit, gptq-4bit, fp16, bf16, or the name of a GGUF quantization such as Q4_K_M."""
+    maxContextLength: Annotated[int, Field(ge=1, le=COUNT_MAX)] | None = None  # noqa: N815
+    """Tokens of context."""
+    gpuMemoryBudgetMB: Annotated[int, Field(ge=1, le=MIB_MAX)] | None = None  # noqa: N815
+    """MiB of GPU memory that it may use."""
+    evictModel: Name | None = None  # noqa: N815
+    """A model that leaves for it, once this one is known and known to fit."""
+    backend: str | None = None
+    """The engine; told by the files when not given."""
+    device: Literal["cuda", "cpu"] | None = None
+
+    @property
+    def options(self) -> ModelOptions:
+        return ModelOptions(
+            backend=None if self.backend is None else check_backend(self.backend),
+            device=self.device,
+            quantization=self.quantization,
+            ctx_size=self.maxContextLength,
+            budget_mib=self.gpuMemoryBudgetMB,
+        )
+
+
+class LoadTaken(BaseModel):
+    taskId: str  # noqa: N815
+    status: Literal["loading"] = "loading"
+    progress: float = 0.0
+    eta: float | None = None
+    """Seconds, by how long it took before."""
+
+
+class LoadView(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    taskId: str  # noqa: N815
+    status: Status
+    modelId: str  # noqa: N815
+    progress: float
+    """From 0 to 1."""
+    estimated: bool
+    """`progress` is told by how long it took before, not by what was done."""
+    eta: float | None = None
+    """Seconds that are left."""
+    gpuMemoryUsedMB: int | None = None  # noqa: N815
+    loadTimeMs: int | None = None  # noqa: N815
+    error: str | None = None
+    errorCode: str | None = None  # noqa: N815
+
+
+class UnloadAsked(_Named):
+    grace_s: Annotated[float, Field(ge=0, le=3_600, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class UnloadView(BaseModel):
+    modelId: str  # noqa: N815
+    gpuMemoryFreedMB: int  # noqa: N815
+    kvCacheFlushed: bool  # noqa: N815
+
+
+class MoveResult(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    gpu_mib: int
+    """What a load took of GPUs, or what an unload freed."""
+    took_s: float
+
+
+class OperationFault(BaseModel):
+    code: str
+    message: str
+
+
+class OperationView(BaseModel):
+    """A row of the table of operations."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    id: str
+    """`taskId` or `job_id` where its own route tells more of it."""
+    kind: OperationKind
+    status: OperationStatus
+    model: str
+    key: str
+    """The name of the API key that ordered it."""
+    tenant: str
+    created: float
+    """Seconds since 1970, as the other times."""
+    started: float | None = None
+    ended: float | None = None
+    error: OperationFault | None = None
+    result: MoveResult | None = None
+    """Of a load or unload that is done."""
+
+
+class OperationList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[OperationView]
+
+
+class LoadRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        """Before the routes of models, which take every path below /v1/models."""
+        app.post(ROUTE, status_code=202)(self.start_load)
+        app.get(ROUTE + "/{task_id}")(self.show_load)
+        app.post(UNLOAD_ROUTE)(self.unload_model)
+        app.get(OPERATIONS)(self.list_operations)
+
+    async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
+        """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
+        self._refuse_while_draining()
+        evict = () if asked.evictModel is None else (asked.evictModel,)
+        taken = await begin(self._gateway, request, asked.name, asked.options, evict)
+        response.headers["location"] = f"{ROUTE}/{taken.taskId}"
+        return taken
+
+    async def show_load(self, request: Request, task_id: str) -> LoadView:
+        """One load as it is now; it is kept for an hour after its end."""
+        loads, caller = self._gateway.loads, caller_of(request)
+        row = loads.get(task_id, None if caller.models is None else caller.name)
+        progress, facts = await loads.progress(row), await loads.facts(row)
+        return LoadView(
+            taskId=row.id,
+            status=_STATUS[row.status],
+            modelId=facts.model,
+            progress=round(progress.share, 3),
+            estimated=progress.is_estimated,
+            eta=None if progress.eta_s is None else round(progress.eta_s, 1),
+            gpuMemoryUsedMB=facts.gpu_mib,
+            loadTimeMs=None if facts.took_s is None else round(1000 * facts.took_s),
+            error=None if row.error is None else row.error.message,
+            errorCode=None if row.error is None else row.error.code,
+        )
+
+    async def unload_model(self, request: Request, asked: UnloadAsked) -> UnloadView:
+        """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
+        self._refuse_while_draining()
+        gateway = self._gateway
+        entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
+        facts = await gateway.loads.unload(entry.id, asked.grace_s, **owner_of(request))
+        return UnloadView(modelId=entry.id, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
+
+    async def list_operations(
+        self, kind: OperationKind | None = None, limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100
+    ) -> OperationList:
+        """Loads, unloads, downloads and jobs, the newest first. Those that have ended are kept for an hour, jobs as
+        long as their results."""
+        loads = self._gateway.loads
+        rows = list(islice((row for row in loads.operations() if kind in (None, row.kind)), limit))
+        facts = {row.id: await loads.facts(row) for row in rows if row.kind.is_move}
+        return OperationList(data=[_operation(row, facts.get(row.id)) for row in rows])
+
+    def _refuse_while_draining(self) -> None:
+        if self._gateway.is_draining:
+            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+
+
+async def begin(
+    gateway: Gateway, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...]
+) -> LoadTaken:
+    """Order a load for the caller of this request."""
+    row = await gateway.loads.submit(name, options, evict, caller_of(request), **owner_of(request))
+    progress = await gateway.loads.progress(row)
+    return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
+
+
+class Owner(TypedDict):
+    tenant: str
+    key: str
+
+
+def owner_of(request: Request) -> Owner:
+    """In whose name an operation is kept."""
+    caller = caller_of(request)
+    return Owner(tenant=caller.tenant or caller.name, key=caller.name)
+
+
+def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
+    told = facts if row.status is OperationStatus.DONE else None
+    took_s, mib = (None, None) if told is None else (told.took_s, told.gpu_mib)
+    return OperationView(
+        id=row.id,
+        kind=row.kind,
+        status=row.status,
+        model=row.model if facts is None else facts.model,
+        key=row.key,
+        tenant=row.tenant,
+        created=round(row.created, 3),
+        started=row.started,
+        ended=row.ended,
+        error=None if row.error is None else OperationFault(code=row.error.code, message=row.error.message),
+        result=None if took_s is None or mib is None else MoveResult(gpu_mib=mib, took_s=round(took_s, 3)),
+    )
+
+
+def gpu_mib(gateway: Gateway, model: ModelId) -> int:
+    """What its slots hold on GPUs now."""
+    view = gateway.loop.scheduler.view
+    gpus = {device.id for device in view.devices if device.kind is DeviceKind.GPU}
+    held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
+    return sum(mib for claim in held for device, mib in claim.items() if device in gpus)

@@ -1,0 +1,20 @@
+"""The headers that say which version of a model answers."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from greenroom.http.headers import Headers
+from greenroom.library.versions import Version
+
+VERSION = b"x-model-version"
+REPO_ID = b"x-model-repo-id"
+# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
+_PLAIN = "/:@._-+,= "
+
+
+def version_headers(version: Version | None) -> Headers:
+    """Two headers; none for a model that is not under version control."""
+    if version is None:
+        return []
+    return [(VERSION, b"%d" % version.number), (REPO_ID, quote(version.repo_id, safe=_PLAIN).encode("ascii"))]

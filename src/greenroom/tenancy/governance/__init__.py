@@ -1,0 +1,1 @@
+"""Signed operations: tokens, the keys that prove them, used nonces, and the audit log."""

@@ -1,0 +1,133 @@
+"""Used tokens in a Redis or Valkey that several gateways share: each nonce once over all of them.
+
+Owns the keys `greenroom:governance:*` and the script, which decides in one step and by Redis' own clock. Nothing there
+expires by itself: the script removes what is old, and refuses tokens as old as that by their time of issue, so that a
+clock that jumps lets no token be used again. A Redis that has lost its data says so by the time since which it
+remembers, and tokens from before are refused; one that does not answer lets none pass. Imported only if such a store is
+configured.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+from urllib.parse import urlsplit
+
+from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from greenroom.errors import ConfigError, NoncesUnavailable, TokenExpired
+from greenroom.tenancy.governance.nonces import KEEP_S, NONCES_MAX, before_start, full, key_of, replayed
+
+PREFIX: Final = "greenroom:governance:"
+# By nonce, which call used it. The field AFTER is a time: tokens issued until then may have been used without being
+# remembered. Both in one key, so that a Redis that drops keys for want of memory cannot lose one of them alone.
+CALLS: Final = PREFIX + "calls"
+AFTER: Final = "after"
+# The same nonces by the time when their tokens were issued, to find those that are old.
+USED: Final = PREFIX + "used"
+# How many old nonces one call removes, so that it stays short.
+REMOVED_MAX: Final = 100
+ANSWER_MAX_S: Final = 1.0
+CONNECTIONS_MAX: Final = 16
+# KEYS: CALLS, USED. ARGV: how long nonces are kept, the skew, how many there may be, how many are removed at once, when
+# the token was issued (empty: only begin), the nonce, and which call asks: one that is repeated after a lost answer
+# gets the same answer. Keys that do not fit each other are begun anew: one of them was dropped.
+_SCRIPT: Final = """
+local now, keep, skew = tonumber(redis.call('TIME')[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
+local after = tonumber(redis.call('HGET', KEYS[1], 'after'))
+if not after or redis.call('HLEN', KEYS[1]) ~= redis.call('ZCARD', KEYS[2]) + 1 then
+  after = math.max(after or 0, now + skew)
+  redis.call('DEL', KEYS[1], KEYS[2])
+  redis.call('HSET', KEYS[1], 'after', string.format('%.0f', after))
+end
+if ARGV[5] == '' then return 'begun' end
+local issued = tonumber(ARGV[5])
+local old = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - keep, 'WITHSCORES', 'LIMIT', 0, ARGV[4])
+for at = 1, #old, 2 do
+  after = math.max(after, tonumber(old[at + 1]))
+  redis.call('HSET', KEYS[1], 'after', string.format('%.0f', after))
+  redis.call('HDEL', KEYS[1], old[at])
+  redis.call('ZREM', KEYS[2], old[at])
+end
+local call = redis.call('HGET', KEYS[1], ARGV[6])
+if call == ARGV[7] then return 'used' end
+if call then return 'again' end
+if issued <= after then return 'before ' .. string.format('%.0f', after) end
+if issued + keep < now then return 'old' end
+if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return 'full' end
+redis.call('HSET', KEYS[1], ARGV[6], ARGV[7])
+redis.call('ZADD', KEYS[2], issued, ARGV[6])
+return 'used'
+"""
+
+
+class SharedNonces:
+    def __init__(self, url: str, skew_s: float) -> None:
+        """Connects at first use. Raises ConfigError for an address with unknown options."""
+        self._where = _shown(url)
+        self._client = _client(url, self._where)
+        self._script = self._client.register_script(_SCRIPT)
+        # Rounded up: a second longer is safe.
+        self._bounds = (str(KEEP_S), str(int(skew_s + 1)), str(NONCES_MAX), str(REMOVED_MAX))
+
+    async def open(self, now: float) -> None:
+        """Let the store begin to remember. One that does not answer yet is asked again by the first token."""
+        try:
+            await self._ask("", "")
+        except NoncesUnavailable:
+            return
+
+    async def consume(self, nonce: str, issued_at: int, now: float) -> None:
+        said, _, after = (await self._ask(key_of(nonce), str(issued_at))).partition(" ")
+        if said == "again":
+            raise replayed()
+        if said == "before":
+            raise before_start(float(after))
+        if said == "full":
+            raise full()
+        if said == "old":
+            raise TokenExpired("The token is too old by the clock of the store of used tokens. Sign a new one.")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, key: str, issued_at: str) -> str:
+        try:
+            args = (*self._bounds, issued_at, key, secrets.token_hex(16))
+            answer = await self._script(keys=(CALLS, USED), args=args)
+        except (RedisError, OSError) as error:
+            # Redis' own words may quote what was sent.
+            raise NoncesUnavailable(
+                f"The store of used tokens at {self._where} does not answer ({type(error).__name__}); no token is "
+                "accepted meanwhile.",
+                retry_after_s=1.0,
+            ) from None
+        return str(answer, "ascii") if isinstance(answer, bytes) else str(answer)
+
+
+def _shown(url: str) -> str:
+    """The address without name, password and options."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _client(url: str, where: str) -> aioredis.Redis:
+    """A client that connects on first use. One retry: an idle connection may have died unnoticed."""
+    try:
+        pool = aioredis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS_MAX,
+            timeout=ANSWER_MAX_S,
+            socket_connect_timeout=ANSWER_MAX_S,
+            socket_timeout=ANSWER_MAX_S,
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+        )
+        # Made and never opened: this alone checks the names of the options.
+        pool.connection_class(**pool.connection_kwargs)
+    except (TypeError, ValueError, RedisError):
+        raise ConfigError(f"governance.store: {where} has an option behind ? that is not known or read") from None
+    return aioredis.Redis.from_pool(pool)

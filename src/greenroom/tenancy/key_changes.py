@@ -1,0 +1,143 @@
+"""Changes of a key file by `greenroom key`: one at a time, and each whole or not at all.
+
+Owns the lock, a file beside the key file that stays, and the way a new key file takes the place of the old one. Two
+commands at once lose nothing; one that is killed, or meets a full disk, leaves the old file as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered
+from greenroom.config.keys_section import digest_of
+from greenroom.errors import ConfigError
+
+# A change takes some milliseconds; many may be queued on a slow disk.
+LOCK_MAX_S: Final = 30.0
+_LOOK_EVERY_S: Final = 0.02
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT
+
+
+def add_key(path: str | Path, key: FileKey) -> None:
+    """Add this key; the file is made if there is none. Raises ConfigError, and then nothing has changed."""
+    with _changing(path) as file:
+        keys = file.read()
+        if any(key.name == other.name for other in keys):
+            raise ConfigError(
+                f"{file.path} has a key {key.name} already, revoked ones included: "
+                "usage and jobs go by this name. Choose another"
+            )
+        if any(digest_of(key) == digest_of(other) for other in keys):
+            raise ConfigError(f"{file.path} has this key already")
+        file.replace((*keys, key))
+
+
+def revoke_key(path: str | Path, name: str, now: datetime) -> FileKey:
+    """Refuse this key from now on. Returns it. Raises ConfigError, and then nothing has changed.
+
+    A key that is revoked already stays as it is.
+    """
+    with _changing(path) as file:
+        keys = file.read()
+        found = next((key for key in keys if key.name == name), None)
+        if found is None:
+            raise ConfigError(f"{file.path} has no key {name}; `greenroom key list` shows those it has")
+        if found.revoked is not None:
+            return found
+        gone = found.model_copy(update={"revoked": now})
+        file.replace(tuple(gone if key is found else key for key in keys))
+        return gone
+
+
+class _KeyFile:
+    """A key file whose lock is held."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> tuple[FileKey, ...]:
+        try:
+            # A file of no bytes was made beforehand, to set its mode.
+            return read_keys(self.path) if self.path.stat().st_size else ()
+        except FileNotFoundError:
+            return ()
+
+    def replace(self, keys: tuple[FileKey, ...]) -> None:
+        """Raises OSError or ConfigError, and then the old file is there."""
+        data, draft = rendered(keys), Path(f"{self.path}.new")
+        if len(data) > FILE_BYTES_MAX:
+            raise ConfigError(f"{self.path} would be larger than {FILE_BYTES_MAX:,} bytes; use another file")
+        # What is written must be readable: it replaces the only copy.
+        parsed(data, self.path)
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_EXCL | _FLAGS, 0o600), "wb") as file:
+                _like(self.path, file.fileno())
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+        _sync_folder(self.path.parent)
+
+
+@contextlib.contextmanager
+def _changing(path: str | Path) -> Iterator[_KeyFile]:
+    # The file that a link leads to is replaced, not the link.
+    whole = Path(os.path.realpath(os.path.expanduser(path)))
+    try:
+        lock = os.open(f"{whole}.lock", os.O_RDWR | _FLAGS, 0o600)
+        try:
+            _like(whole, lock)
+            _wait_for(lock, whole)
+            yield _KeyFile(whole)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or whole} cannot be written: {error.strerror or error}") from None
+
+
+def _wait_for(lock: int, path: Path) -> None:
+    deadline = time.monotonic() + LOCK_MAX_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{path} is being changed by another command, for {LOCK_MAX_S:g} s now") from None
+            time.sleep(_LOOK_EVERY_S)
+        else:
+            return
+
+
+def _like(path: Path, fd: int) -> None:
+    """Give an open file the owner and mode of the key file: the gateway may run as another user."""
+    try:
+        seen = path.stat()
+    except FileNotFoundError:
+        return
+    mine = os.fstat(fd)
+    if (mine.st_uid, mine.st_gid) != (seen.st_uid, seen.st_gid):
+        os.fchown(fd, seen.st_uid, seen.st_gid)
+    if stat.S_IMODE(mine.st_mode) != stat.S_IMODE(seen.st_mode):
+        os.fchmod(fd, stat.S_IMODE(seen.st_mode))
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

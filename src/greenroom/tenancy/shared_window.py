@@ -1,0 +1,231 @@
+"""One limit that several gateways share, as one of them sees it: the permits in hand, and what to ask the store for.
+
+Never waits and never asks itself: `shared_limits.py` does, in a task. A request that needs more than a block is refused
+the first time, and what it needs is fetched. For a while the gateway then holds as much as such requests need, as long
+as the store has it; after that it gives the surplus back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple, Protocol
+
+from greenroom.tenancy.limits import Budget, Window
+
+# A gateway takes its permits in blocks of this part of the limit.
+BLOCK_PARTS: Final = 8
+# Of a minute: how long before its end permits for the next are taken, and for how long a gateway is ready for the next
+# request as large as the last large one.
+AHEAD: Final = 1 / 12
+LARGE: Final = 1 / 6
+
+
+class PermitStore(Protocol):
+    """What a window asks of the store. Times are those of this machine."""
+
+    period_s: float
+    tick_s: float
+
+    @property
+    def others(self) -> int: ...
+    def by_its_clock(self, now: float) -> float: ...
+    def minute(self, now: float) -> int: ...
+    def passed(self, now: float) -> float: ...
+    def holds_share(self, now: float) -> bool: ...
+    def share(self, window: SharedWindow) -> int: ...
+    def wake(self, window: SharedWindow) -> None: ...
+
+
+class Asked(NamedTuple):
+    """What a gateway asks the store for, and tells it, about one limit."""
+
+    name: str
+    limit: int
+    wanted: int
+    """Permits for this minute: as many as there are if there are `least`, else up to `plain`."""
+    least: int
+    plain: int
+    ahead: int
+    """Permits for the next minute."""
+    used: int
+    """Used in this minute without being counted; below 0: counted and not needed."""
+    unused: int
+    """Counted in the minute `unused_of` and never used."""
+    unused_of: int
+
+
+class SharedWindow(Budget):
+    """The permits of one limit that this gateway has in hand. A `Budget`."""
+
+    def __init__(self, store: PermitStore, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.in_hand = 0
+        self.minute = 0
+        # Permits of this minute, in hand or used; those of the last one that were used; permits of the next one.
+        self.taken = 0
+        self.taken_before = 0
+        self.ahead = 0
+        # Used in this minute without being counted in the store; below 0: counted there and not needed.
+        self.uncounted = 0
+        # Counted in the minute before and not used.
+        self.unused_before = 0
+        # The largest of the requests above a block, what all that were refused need, and until when both count.
+        self._large = 0
+        self._refused = 0
+        self._large_until = 0.0
+        # The counts of all gateways as the store told them last; and True if they were needed since.
+        self._seen = Window(limit, store.period_s)
+        self._is_used = False
+        self._ask_from = 0.0
+        self._store = store
+
+    @property
+    def block(self) -> int:
+        return max(1, self.limit // BLOCK_PARTS)
+
+    def left(self, now: float) -> int:
+        self._roll(now)
+        self._is_used = True
+        if self.in_hand < 1 and self._store.holds_share(now):
+            self._use_share(now)
+        self._wake_if_low(now)
+        return self.in_hand
+
+    def has(self, amount: int, now: float) -> bool:
+        if self.left(now) < amount and self._store.holds_share(now):
+            self._use_share(now)
+        is_in_hand = self.in_hand >= amount
+        if amount > self.block:
+            self._note_large(amount, is_in_hand, now)
+        return is_in_hand
+
+    def _note_large(self, amount: int, is_in_hand: bool, now: float) -> None:
+        """Be ready for it when it comes again, and for the next one like it."""
+        self._forget_large(now)
+        self._large = max(self._large, amount)
+        self._large_until = now + self._store.period_s * LARGE
+        self._refused = max(0, self._refused - amount) if is_in_hand else self._refused + amount
+        if not is_in_hand and now >= self._ask_from:
+            self._store.wake(self)
+
+    def _forget_large(self, now: float) -> None:
+        if now >= self._large_until:
+            self._large = self._refused = 0
+
+    def reservable(self, now: float) -> int:
+        """The other gateways may each keep one block to themselves."""
+        if self._store.holds_share(now):
+            return self._store.share(self)
+        return max(self.block, self.limit - self._store.others * self.block)
+
+    def remaining(self, now: float) -> int:
+        self._is_used = True
+        self._seen.limit = self.limit
+        return max(0, self.in_hand) + max(0, self._seen.left(self._store.by_its_clock(now)))
+
+    def take(self, amount: int, now: float) -> int:
+        self._roll(now)
+        self.in_hand -= amount
+        self._wake_if_low(now)
+        return self.minute
+
+    def give_back(self, amount: int, minute: int, now: float) -> None:
+        self._roll(now)
+        if minute == self.minute:
+            self.in_hand += amount
+        elif minute == self.minute - 1:
+            self.unused_before += amount
+            self.taken_before = max(0, self.taken_before - amount)
+
+    def wait_s(self, amount: int, now: float) -> float:
+        self._seen.limit = self.limit
+        missing = max(1, amount - max(0, self.in_hand))
+        return max(self._store.tick_s, self._seen.wait_s(missing, self._store.by_its_clock(now)))
+
+    def lend(self) -> None:
+        """One block on credit."""
+        self.in_hand += self.block
+        self.taken += self.block
+        self.uncounted += self.block
+
+    def needs(self, now: float) -> Asked | None:
+        """What to ask the store for; None if nothing."""
+        self._roll(now)
+        self._forget_large(now)
+        goal = max(self.block, self._large, min(self._refused, self.reservable(now)))
+        if self.in_hand < 0 or self.in_hand > goal:
+            # More was used than was in hand, or much of it came back.
+            surplus = self.in_hand - (0 if self.in_hand < 0 else goal)
+            self.in_hand, self.taken = self.in_hand - surplus, self.taken - surplus
+            self.uncounted -= surplus
+        wanted = plain = ahead = 0
+        if not self._store.holds_share(now):
+            plain = self.block - self.in_hand if self._is_low() else 0
+            wanted = goal - self.in_hand if goal > self.block else plain
+        if self._store.passed(now) > 1 - AHEAD:
+            ahead = max(0, self.block - self.ahead)
+        if not (wanted or ahead or self.uncounted or self.unused_before or self._is_used):
+            return None
+        least = max(0, self._large - self.in_hand) if wanted > plain else 0
+        asked = Asked(
+            *(self.name, self.limit, wanted, least, plain, ahead),
+            *(self.uncounted, self.unused_before, self.minute - 1),
+        )
+        self.uncounted = self.unused_before = 0
+        self._is_used = False
+        return asked
+
+    def given(self, asked: Asked, minute: int, given: int, ahead: int, current: int, before: int, now: float) -> None:
+        """The store's answer, as of this minute. Permits of a minute that is over have lapsed."""
+        self._roll(now)
+        for of, amount in ((minute, given), (minute + 1, ahead)):
+            if of == self.minute:
+                self.in_hand += amount
+                self.taken += amount
+            elif of == self.minute + 1:
+                self.ahead += amount
+        self._seen.set_counts(minute, current, before)
+        if given < asked.wanted:
+            self._ask_from = now + self._store.tick_s
+
+    def lost(self, asked: Asked) -> None:
+        """The store may or may not have heard this: what was used may be counted twice, never not at all."""
+        self.uncounted += max(0, asked.used)
+
+    def forgotten(self, now: float) -> None:
+        """The store has lost its counts: it is told again what was taken of this minute."""
+        self.left(now)
+        self.uncounted, self.ahead, self.unused_before = self.taken, 0, 0
+
+    def _is_low(self) -> bool:
+        return self.in_hand * 2 <= self.block
+
+    def _wake_if_low(self, now: float) -> None:
+        if self._is_low() and now >= self._ask_from:
+            self._store.wake(self)
+
+    def _use_share(self, now: float) -> None:
+        """The share of this gateway, by the same window."""
+        share = self._store.share(self)
+        used = share - min(self.taken_before, share) * (1 - self._store.passed(now))
+        more = math.floor(used) - self.taken
+        if more > 0:
+            self.in_hand += more
+            self.taken += more
+            self.uncounted += more
+
+    def _roll(self, now: float) -> None:
+        minute = self._store.minute(now)
+        if minute <= self.minute:
+            return
+        is_next = minute == self.minute + 1
+        # What lapses with the minute that is over: first what the store was not told of.
+        lapsed = max(0, self.in_hand) + max(0, -self.uncounted)
+        untold = max(0, self.uncounted) + max(0, -self.in_hand)
+        self.taken_before = max(0, self.taken - self.in_hand) if is_next else 0
+        self.uncounted = max(0, untold - lapsed)
+        self.unused_before = max(0, lapsed - untold) if is_next else 0
+        self.in_hand = self.taken = self.ahead if is_next else 0
+        self.ahead = 0
+        self.minute = minute

@@ -1,0 +1,1 @@
+"""Fetches models from a hub: `main.py` is the program."""

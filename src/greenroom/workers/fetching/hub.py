@@ -1,0 +1,231 @@
+"""What a repository of the hub holds, asked with huggingface_hub: its commit, and its files with sizes and hashes.
+
+Owns the meaning of the hub's refusals, and which of the files are fetched. What the hub says is checked: a path that
+would leave its folder, a size that is none or a hash that is none is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from .failures import FetchError
+from .transfer import Patience, RemoteFile
+from .web import Origin, retry_after_s
+
+DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+FILES_MAX: Final = 20_000
+# A question about a repository; a hub that takes longer is asked again.
+LOOK_MAX_S: Final = 15.0
+PATH_CHARS_MAX: Final = 512
+# Of files in an error.
+NAMED_MAX: Final = 20
+# The same weights in formats that run code when they are read, or that no engine here reads.
+_OTHER_WEIGHTS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".ot")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_SHA1: Final = re.compile(r"[0-9a-f]{40}")
+_NO_NAME: Final = frozenset(("", ".", ".."))
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    id: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT
+
+
+def token() -> str | None:
+    """The user's, from HF_TOKEN or where `hf auth login` has put it. Raises FetchError."""
+    try:
+        return _package().get_token() or None
+    except OSError as error:
+        name = next((name for name in ("HF_TOKEN_PATH", "HF_HOME") if os.environ.get(name)), "HF_HOME")
+        why = f"{error.filename} cannot be read: {error.strerror}. {name} says so: set it to what can be used."
+        raise FetchError("disk_error", why) from error
+
+
+def look(repo: str, revision: str | None, answer_max_s: float, patience: Patience) -> Repository:
+    """Raises FetchError."""
+    package = _package()
+    hub = _origin()
+    _stay_at(hub, package)
+    api = package.HfApi(endpoint=endpoint(), token=token())
+    failures = 0
+    while True:
+        try:
+            info = api.model_info(repo, revision=revision, files_metadata=True, timeout=min(answer_max_s, LOOK_MAX_S))
+            return _repository(info, repo, package)
+        except FetchError:
+            raise
+        except Exception as error:
+            failures += 1
+            patience.wait(failures, _refusal(error, repo, revision, package))
+
+
+def _origin() -> Origin:
+    """Raises FetchError."""
+    try:
+        return Origin.of(endpoint())
+    except FetchError:
+        why = f"HF_ENDPOINT is {endpoint()!r:.200}, which is no address such as {DEFAULT_ENDPOINT}."
+        raise FetchError("bad_url", why) from None
+
+
+def _package() -> Any:
+    # It would ask the hub who else is at work here.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise FetchError(
+            "hub_missing", "The package huggingface_hub is not installed. Type: pip install 'greenroom[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def _stay_at(hub: Origin, package: Any) -> None:
+    """Questions about a repository go to the hub alone, whatever it redirects to."""
+
+    def check(request: Any) -> None:
+        if Origin.of(str(request.url)) != hub:
+            raise FetchError("redirect_refused", f"{hub.host} redirects a question about the repository elsewhere.")
+
+    session = package.get_session()
+    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks.get("request", ()), check]}
+
+
+def _refusal(error: Exception, repo: str, revision: str | None, package: Any) -> FetchError:
+    kinds, host = package.errors, Origin.of(endpoint()).host
+    if isinstance(error, kinds.GatedRepoError):
+        return FetchError(
+            "gated",
+            f"{repo} is given only to those whom its owner has let in: ask at {endpoint()}/{repo}, set HF_TOKEN.",
+        )
+    if isinstance(error, kinds.RevisionNotFoundError):
+        return FetchError("revision_not_found", f"{repo} has no revision {revision}.")
+    if isinstance(error, kinds.RepositoryNotFoundError):
+        why = f"{host} has no {repo}, or it is private and HF_TOKEN does not open it."
+        return FetchError("repo_not_found", why + _endpoint_hint())
+    if isinstance(error, kinds.HFValidationError):
+        return FetchError("bad_repo", f"{repo} is no name of a repository.")
+    if isinstance(error, kinds.OfflineModeIsEnabled):
+        return FetchError("offline", "HF_HUB_OFFLINE is set: nothing is fetched.")
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        why = f"{host} cannot be asked: {type(error).__name__}."
+        return FetchError("hub_unreachable", why + _endpoint_hint(), passes=True)
+    if status in (401, 403):
+        return FetchError("not_authorised", f"{host} does not let us see {repo} ({status}); set HF_TOKEN.")
+    wait_s = retry_after_s(error.response.headers.get("retry-after"))  # type: ignore[attr-defined]
+    code = "hub_busy" if status == 429 else "hub_error"
+    why = f"{host} answers {status}." + _endpoint_hint()
+    return FetchError(code, why, passes=status == 429 or status >= 500, retry_after_s=wait_s)
+
+
+def _endpoint_hint() -> str:
+    """Where another hub is set, that may be the mistake."""
+    return f" HF_ENDPOINT is {endpoint()}." if endpoint() != DEFAULT_ENDPOINT else ""
+
+
+# --- what it holds ----------------------------------------------------------------------------------------------------
+
+
+def _repository(info: Any, repo: str, package: Any) -> Repository:
+    siblings = info.siblings or []
+    if len(siblings) > FILES_MAX:
+        raise FetchError("bad_repo", f"{repo} has more than {FILES_MAX:,} files.")
+    if not isinstance(info.sha, str) or not _SHA1.fullmatch(info.sha):
+        raise FetchError("bad_repo", f"The hub does not say which commit of {repo} this is.")
+    # A repository that was renamed answers to its old name.
+    name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
+
+    def url(path: str) -> str:
+        return str(package.hf_hub_url(name, path, revision=info.sha, endpoint=endpoint()))
+
+    return Repository(name, info.sha, tuple(_file(sibling, url) for sibling in siblings))
+
+
+def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:
+    path, lfs = sibling.rfilename, sibling.lfs
+    if not is_inside(path):
+        raise FetchError("bad_repo", f"The hub names a file that would lie outside of its folder: {path!r:.100}.")
+    size = sibling.size if lfs is None else lfs.size
+    sha256, git_sha1 = (None, sibling.blob_id) if lfs is None else (lfs.sha256, None)
+    if not isinstance(size, int) or size < 0 or not _is_hash(sha256, git_sha1):
+        raise FetchError("bad_repo", f"The hub does not say how large {path} is, or what hash it has.")
+    return RemoteFile(path, url(path), size, sha256, git_sha1)
+
+
+def _is_hash(sha256: object, git_sha1: object) -> bool:
+    if isinstance(sha256, str):
+        return _SHA256.fullmatch(sha256) is not None
+    return isinstance(git_sha1, str) and _SHA1.fullmatch(git_sha1) is not None
+
+
+def is_inside(path: object) -> bool:
+    """True for a relative path of plain names. Names that begin with a dot are the hub's own business, but for one."""
+    if not isinstance(path, str) or len(path) > PATH_CHARS_MAX or "\\" in path or not path.isprintable():
+        return False
+    return not _NO_NAME & set(path.split("/"))
+
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    files: Sequence[RemoteFile], quantization: str | None, include: Sequence[str], exclude: Sequence[str]
+) -> list[RemoteFile]:
+    """The files to fetch. `quantization` picks GGUF files, to which `include` adds. Raises FetchError if none is."""
+    if quantization is not None:
+        chosen = _quantized(files, quantization)
+        chosen += [file for file in files if file not in chosen and _matches(file.path, include)]
+    elif include:
+        chosen = [file for file in files if _matches(file.path, include)]
+    else:
+        chosen = _usual(files)
+    chosen = [file for file in chosen if not _matches(file.path, exclude)]
+    if not chosen:
+        raise FetchError("no_files", f"No file is left by these patterns. There are: {_named(files)}.")
+    return chosen
+
+
+def _quantized(files: Sequence[RemoteFile], quantization: str) -> list[RemoteFile]:
+    """Those with this word in their name; if there are none, those with it as part of a word."""
+    ggufs = [file for file in files if file.path.lower().endswith(".gguf")]
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(quantization.lower())}(?![a-z0-9_])")
+    chosen = [file for file in ggufs if word.search(file.path.lower())]
+    chosen = chosen or [file for file in ggufs if quantization.lower() in file.path.lower()]
+    if not chosen:
+        raise FetchError(
+            "no_such_quantization",
+            f"There is no GGUF file of {quantization}. There are: {_named(ggufs)}."
+            if ggufs
+            else f"The repository has no GGUF files, and so none of {quantization}.",
+        )
+    return chosen
+
+
+def _usual(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """All; where there are safetensors, without the same weights in other formats."""
+    if not any(file.path.endswith(".safetensors") for file in files):
+        return list(files)
+    return [file for file in files if not file.path.lower().endswith(_OTHER_WEIGHTS)]
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    """As huggingface_hub does: a pattern that ends with a slash is a folder."""
+    return any(fnmatchcase(path, pattern + "*" if pattern.endswith("/") else pattern) for pattern in patterns)
+
+
+def _named(files: Sequence[RemoteFile]) -> str:
+    names = [PurePosixPath(file.path).name for file in files[:NAMED_MAX]]
+    return ", ".join(names) + (f" and {len(files) - NAMED_MAX:,} more" if len(files) > NAMED_MAX else "")

@@ -1,0 +1,90 @@
+"""What all slots of a worker share, and what its program makes of a model.
+
+A worker runs one program, for models of Transformers or for pipelines of diffusers. They differ in how a model is
+prepared and served; slots, arenas and the control line are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from ...serving.http import HttpServer
+from ..failures import OnFatal
+from ..sandbox.pool import SandboxPool
+from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
+from ..text.templates import TEMPLATES
+from ..weights.device_weights import CopyRate, DeviceWeights
+from .device_context import DeviceContext
+from .slot_options import SlotOptions
+
+# A loop that does not get to open or close a socket for this long is stuck.
+LOOP_TIMEOUT_S: Final = 60.0
+_Answer = TypeVar("_Answer")
+
+
+class SlotEngine(Protocol):
+    """Computes what a model is asked for, in a thread of its own, between `on_wake` and `on_sleep`."""
+
+    def on_wake(self) -> None:
+        """Start computing: weights are being copied. Raises Stuck, or what keeps it from starting."""
+
+    def on_sleep(self) -> None:
+        """Stop computing and end unfinished requests. Returns when nothing touches the device any more."""
+
+    def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Drop cached prefixes. Returns entries removed and bytes freed."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def kv_used(self) -> float | None:
+        """The share of its KV cache that sequences use now; None if it has none."""
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """The size of its KV cache while it is ready; None if it has none."""
+
+
+class PreparedModel(Protocol):
+    """A model that sleeps."""
+
+    @property
+    def weights(self) -> DeviceWeights: ...
+    @property
+    def engine(self) -> SlotEngine: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+
+    async def serve(self, socket: Path, model: str, resources: WorkerResources) -> HttpServer:
+        """Open its API there."""
+
+    def close(self) -> None:
+        """Release everything, engine first."""
+
+
+Prepare = Callable[[SlotOptions, int, DeviceContext, Callable[[float], None], threading.Event], PreparedModel]
+"""Fills or adopts the arena behind a memfd and builds what a wake needs. Raises what its parts raise; then nothing is
+left. Gets the options, the memfd, the device, a function to report progress to, and an event that cancels it."""
+
+
+@dataclass(slots=True)
+class WorkerResources:
+    """What all slots of this process share."""
+
+    loop: asyncio.AbstractEventLoop
+    on_fatal: OnFatal
+    prepare: Prepare
+    copy_rate: CopyRate = field(default_factory=CopyRate)
+    templates: SandboxPool = field(default_factory=lambda: SandboxPool(TEMPLATES))
+    trials: SchemaTrials = field(default_factory=lambda: SchemaTrials(SandboxPool(SCHEMAS)))
+
+    def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Run this on the event loop, from another thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)

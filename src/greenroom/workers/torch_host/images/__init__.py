@@ -1,0 +1,1 @@
+"""Pipelines of diffusers: their files, the thread that makes pictures, and the API for images."""

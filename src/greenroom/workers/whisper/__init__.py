@@ -1,0 +1,8 @@
+"""The worker program of the engine `whisper`: one faster-whisper model behind OpenAI's audio routes.
+
+main.py         the process: options, loading, the socket
+api.py          routes, and what a request asks for
+transcribing.py one request after another on the model, in windows, in threads
+sound.py        files of any format as samples, in bounded memory
+formats.py      json, text, srt, vtt, verbose_json and events
+"""

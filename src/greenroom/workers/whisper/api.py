@@ -1,0 +1,198 @@
+"""The HTTP API of a transcription model: what a form asks for is checked, then answered at once or as events.
+
+Owns the fields of OpenAI's audio routes and the refusals. `/control/` is for the gateway alone, which does not forward
+it. A client that leaves cancels its handler, and with it the work after the segment that is being computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final, NoReturn
+from urllib.parse import parse_qs
+
+from ..serving.errors import ApiError, encoded, unsupported
+from ..serving.forms import Form, read_form
+from ..serving.http import Answer, Request
+from . import formats
+from .transcribing import Segment, Transcriber, Wanted
+
+# Whisper uses the last 223 tokens of a prompt. What is far longer is a mistake.
+PROMPT_CHARS_MAX: Final = 16_384
+GRANULARITIES: Final = ("word", "segment")
+# The gateway counts by it, whatever the format of the answer is.
+LENGTH_HEADER: Final = "x-audio-seconds"
+_TASKS: Final = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, checked."""
+
+    sound: memoryview
+    wanted: Wanted
+    format: str
+    granularities: tuple[str, ...]
+    stream: bool
+
+
+class AudioApi:
+    """`sleep` and `wake` move the model off the GPU and back. They are called while no thread computes."""
+
+    def __init__(self, transcriber: Transcriber, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
+        self._transcriber = transcriber
+        self._orders = {"/control/sleep": (sleep, True), "/control/wake": (wake, False)}
+        self._is_asleep = False
+        # How much of its sound each request has heard, by the gateway's id of it.
+        self._progress: dict[str, float] = {}
+
+    async def handle(self, request: Request, answer: Answer) -> None:
+        """Answer one request. Raises ApiError."""
+        if request.method == "GET" and request.path == "/health":
+            answer.whole(200, encoded({"status": "ok", "asleep": self._is_asleep}))
+        elif request.method == "GET" and request.path == "/progress":
+            asked = parse_qs(request.query).get("request", [""])[0]
+            answer.whole(200, encoded({"progress": self._progress.get(asked)}))
+        elif request.method == "POST" and request.path in self._orders:
+            order, asleep = self._orders[request.path]
+            await self._transcriber.alone(order)
+            self._is_asleep = asleep
+            answer.whole(200, encoded({"asleep": asleep}))
+        elif request.path not in _TASKS:
+            raise ApiError(f"There is no {request.path} here.", status=404, code="not_found")
+        elif request.method != "POST":
+            raise ApiError(f"{request.path} takes POST.", status=405, code="method_not_allowed")
+        elif self._is_asleep:
+            raise ApiError("The model is asleep.", status=503, code="unavailable")
+        else:
+            await self._transcribe(self._read(request), answer, request.headers.get("x-request-id", ""))
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def _read(self, request: Request) -> Asked:
+        form = read_form(request.headers.get("content-type", ""), request.body)
+        task = _TASKS[request.path]
+        sound = form.file("file", needed=True)
+        assert sound is not None
+        format = _choice(form, "response_format", formats.FORMATS, "json")
+        granularities = _granularities(form, format)
+        stream = _flag(form, "stream")
+        if stream and format not in ("json", "text"):
+            raise ApiError(f"A stream has no {format}. Ask for json, or without stream.", param="response_format")
+        if "logprobs" in form.lists.get("include", ()):
+            raise unsupported("This model gives no logprobs.", param="include")
+        wanted = Wanted(
+            task=task,
+            language=self._language(form, task),
+            prompt=_prompt(form),
+            temperature=_temperature(form),
+            words="word" in granularities,
+            # `chunking_strategy` is OpenAI's name for the same.
+            vad=_flag(form, "vad_filter") or bool(form.fields.get("chunking_strategy")),
+        )
+        return Asked(sound, wanted, format, granularities, stream)
+
+    def _language(self, form: Form, task: str) -> str | None:
+        known = self._transcriber.languages
+        if task == "translate" and known == ["en"]:
+            raise unsupported("This model knows English only and does not translate.", param="model")
+        said = form.fields.get("language", "").strip().lower()
+        if not said:
+            return None
+        code = next((code for code, name in formats.LANGUAGES.items() if said in (code, name)), None)
+        if code not in known:
+            what = "English" if known == ["en"] else "codes of ISO 639-1 such as en"
+            raise ApiError(f"language {said[:32]!r} is not known; this model takes {what}.", param="language")
+        return code
+
+    # --- what is answered -------------------------------------------------------------------------------------------
+
+    async def _transcribe(self, asked: Asked, answer: Answer, request_id: str) -> None:
+        # All of the sound is decoded once before it is heard: what is broken or too long is refused as a whole.
+        length_s = await self._transcriber.length_s(asked.sound)
+        headers = {LENGTH_HEADER: f"{length_s:.3f}"}
+        async with aclosing(self._segments(asked, length_s, request_id)) as found:
+            if asked.stream:
+                answer.begin_events(headers)
+                await _send_events(found, length_s, answer)
+                return
+            segments = [segment async for segment in found]
+        body = formats.body(asked.format, asked.wanted.task, asked.granularities, segments, length_s)
+        answer.whole(200, body, {"content-type": formats.content_type(asked.format), **headers})
+
+    async def _segments(self, asked: Asked, length_s: float, request_id: str) -> AsyncGenerator[Segment, None]:
+        self._progress[request_id] = 0.0
+        try:
+            async with aclosing(self._transcriber.segments(asked.sound, asked.wanted)) as found:
+                async for segment in found:
+                    self._progress[request_id] = min(1.0, segment.end / length_s)
+                    yield segment
+        finally:
+            self._progress.pop(request_id, None)
+
+
+async def _send_events(found: AsyncIterator[Segment], length_s: float, answer: Answer) -> None:
+    said = ""
+    async for segment in found:
+        piece = segment.text if said else segment.text.lstrip()
+        said += piece
+        if piece:
+            answer.event(formats.delta_event(piece))
+    answer.event(formats.done_event(said, length_s))
+    answer.end_events()
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------
+
+
+def _choice(form: Form, name: str, choices: tuple[str, ...], default: str) -> str:
+    said = form.fields.get(name) or default
+    if said not in choices:
+        _refuse(name, f"one of {', '.join(choices)}", said)
+    return said
+
+
+def _flag(form: Form, name: str) -> bool:
+    said = form.fields.get(name, "").strip().lower()
+    if said not in ("", "true", "false", "1", "0"):
+        _refuse(name, "true or false", said)
+    return said in ("true", "1")
+
+
+def _temperature(form: Form) -> float:
+    said = form.fields.get("temperature", "").strip() or "0"
+    try:
+        value = float(said)
+    except ValueError:
+        _refuse("temperature", "a number from 0 to 1", said)
+    if not 0 <= value <= 1 or not math.isfinite(value):
+        _refuse("temperature", "a number from 0 to 1", said)
+    return value
+
+
+def _prompt(form: Form) -> str | None:
+    said = form.fields.get("prompt")
+    if said is not None and len(said) > PROMPT_CHARS_MAX:
+        raise ApiError(
+            f"prompt has {len(said):,} characters; {PROMPT_CHARS_MAX:,} are taken, and the model uses the last 223 "
+            "tokens.",
+            param="prompt",
+        )
+    return said
+
+
+def _granularities(form: Form, format: str) -> tuple[str, ...]:
+    name = "timestamp_granularities"
+    said = tuple(form.lists.get(name, ())) or tuple(filter(None, (form.fields.get(name),)))
+    for one in said:
+        if one not in GRANULARITIES:
+            _refuse(f"{name}[]", "word or segment", one)
+    if "word" in said and format != "verbose_json":
+        raise ApiError("Words have times in verbose_json only. Ask for that response_format.", param="response_format")
+    return said or ("segment",)
+
+
+def _refuse(name: str, wanted: str, said: str) -> NoReturn:
+    raise ApiError(f"{name} must be {wanted}, not {said[:64]!r}.", param=name)

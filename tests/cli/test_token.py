@@ -1,0 +1,120 @@
+"""`greenroom token` and `greenroom audit`, and --token of the commands that change models."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from greenroom.cli.commands.token import OPERATIONS
+from greenroom.cli.main import main
+from greenroom.config.governance_section import Operation
+from greenroom.tenancy.governance.audit import AuditLog
+from greenroom.tenancy.governance.canonical_json import sha256_of
+from greenroom.tenancy.governance.tokens import BySigners, read_token
+from tests.cli.fake_gateway import FakeGateway, answer
+from tests.tenancy.governance.token_rig import in_place, key_file
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def signers(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Keys of alice and bob, and a configuration that knows them."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["governance:", "  signers:"]
+    for name in ("alice", "bob"):
+        assert main(["token", "keygen", f"{name}.pem", "--signer", name]) == 0
+        lines.append(capsys.readouterr().out.splitlines()[2])
+        assert os.stat(f"{name}.pem").st_mode & 0o777 == 0o600
+    (tmp_path / "greenroom.yaml").write_text("\n".join([*lines, f"state_dir: {tmp_path}/state", ""]))
+    return {name: f"{name}.pem" for name in ("alice", "bob")}
+
+
+def test_operations_are_those_of_the_configuration() -> None:
+    assert get_args(Operation) == OPERATIONS
+
+
+def test_a_token_is_signed_cosigned_and_verified(tmp_path: Path, signers: dict[str, str], capsys: Out) -> None:
+    sign = ["token", "sign", "model-load", "m", "--key", "alice.pem", "--signer", "alice", "--signers", "alice,bob"]
+    assert main([*sign, "--body", '{"evict":["x"]}']) == 0
+    (tmp_path / "one").write_text(capsys.readouterr().out)
+    assert main(["token", "cosign", "one", "--key", "bob.pem", "--signer", "bob"]) == 0
+    text = capsys.readouterr().out.strip()
+    (tmp_path / "both").write_text(text)
+    presented = read_token(text)
+    assert isinstance(presented.proof, BySigners) and len(presented.proof.signatures) == 2
+    assert presented.token.body_sha256 == sha256_of({"evict": ["x"]})
+    assert main(["token", "verify", "both", "--json", "--body", '{"evict":["x"]}']) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["signers"] == ["alice", "bob"] and told["operation"] == "model-load" and told["left_s"] > 200
+    assert main(["token", "verify", "both", "--body", "{}"]) == 1
+    assert "another body" in capsys.readouterr().err
+    assert main(["token", "cosign", "one", "--key", "bob.pem", "--signer", "carol"]) == 1
+    assert "does not name carol" in capsys.readouterr().err
+
+
+def test_a_shared_key_signs_too(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["token", "keygen", "--shared", "shared.key"]) == 0
+    assert capsys.readouterr().out == "governance:\n  key_path: shared.key\n"
+    (tmp_path / "greenroom.yaml").write_text("governance: {key_path: shared.key}\n")
+    sign = ["token", "sign", "config-reload", "--key", "shared.key", "--signer", "admin1", "--no-body"]
+    assert main([*sign, "--json"]) == 0
+    (tmp_path / "token").write_text(capsys.readouterr().out)
+    assert main(["token", "verify", "token"]) == 0
+    assert "config-reload of no model, proven by admin1" in capsys.readouterr().out
+    assert main(["token", "keygen", "--shared", "shared.key"]) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_a_key_that_others_can_read_signs_nothing(tmp_path: Path, capsys: Out) -> None:
+    path = key_file(tmp_path, mode=0o644)
+    assert main(["token", "sign", "model-load", "m", "--key", path]) != 0
+    assert "other users" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "path", "said"),
+    [
+        (["load", "m"], "POST", "/api/v1/models/m/load", {"model": "m", "tier": "ready"}),
+        (["unload", "m", "--grace-s", "5"], "POST", "/api/v1/models/m/unload", {"model": "m", "tier": "cold"}),
+        (["reload"], "POST", "/api/v1/reload", {}),
+    ],
+)
+def test_commands_send_the_token(
+    gateway: FakeGateway, tmp_path: Path, command: list[str], method: str, path: str, said: dict[str, str]
+) -> None:
+    (tmp_path / "token").write_text("eyJ0\n")
+    gateway.on(method, path, answer(said))
+    assert main([*command, "--token", str(tmp_path / "token")]) == 0
+    asked = next(one for one in gateway.asked if one.target == path)
+    assert asked.headers["x-verified-op-token"] == "eyJ0"
+    if "--grace-s" in command:
+        assert asked.json == {"grace_s": 5} and isinstance(asked.json["grace_s"], int)
+
+
+def test_a_file_that_holds_no_token_is_told(gateway: FakeGateway, tmp_path: Path, capsys: Out) -> None:
+    (tmp_path / "token").write_text("two words")
+    assert main(["reload", "--token", str(tmp_path / "token")]) == 2
+    assert main(["reload", "--token", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+async def test_the_audit_log_is_verified(tmp_path: Path, capsys: Out) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, in_place)
+    await log.open()
+    for number in range(3):
+        await log.append({"event": "permitted", "model": f"m{number}"})
+    await log.close()
+    assert main(["audit", "verify", str(path)]) == 0
+    assert "4 lines, none changed" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("m1", "m9"))
+    assert main(["audit", "verify", str(path)]) == 1
+    assert "line 3: it was changed" in capsys.readouterr().err
+    assert main(["audit", "verify", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["bad_line"] == 3

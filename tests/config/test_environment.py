@@ -1,0 +1,132 @@
+"""The table of environment variables: what each sets, which wins, and the words for a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenroom.config import environment
+from greenroom.config.environment import HIDDEN, TABLE, Variable
+from greenroom.config.loader import load
+from greenroom.config.schema import Config, Model
+from greenroom.errors import ConfigError
+
+from .conftest import Complaints, Loads
+
+FILE = "server: {port: 1, wait_max_s: 7}\nmodels: {q: {path: q.gguf}}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "value"),
+    [
+        ("PORT", "9000", "server.port", 9000),
+        ("HOST", "::1", "server.host", "::1"),
+        ("ENABLE_METRICS", "false", "server.metrics", False),
+        ("METRICS_PORT", "9090", "server.metrics_port", 9090),
+        ("MAX_QUEUE_DEPTH", "16", "scheduler.queue_depth_max", 16),
+        ("QUEUE_TIMEOUT_MS", "30000", "server.wait_max_s", 30.0),
+        ("VLLM_MAX_MODEL_LEN", "32768", "vllm.ctx_size", 32768),
+        ("VLLM_GPU_MEMORY_UTILIZATION", "0.9", "vllm.gpu_memory_utilization", 0.9),
+        ("VLLM_ENABLE_PREFIX_CACHING", "false", "vllm.prefix_caching", False),
+        ("LOG_LEVEL", "WARN", "log.level", "warning"),
+        ("LOG_FORMAT", "JSON", "log.format", "json"),
+    ],
+)
+def test_variable_wins_over_the_file(loads: Loads, name: str, text: str, key: str, value: object) -> None:
+    section, _, last = key.partition(".")
+    assert getattr(getattr(loads(FILE, {name: text}), section), last) == value
+    assert getattr(getattr(load(None, {name: text}).config, section), last) == value
+
+
+def test_file_holds_where_no_variable_says_anything(loads: Loads) -> None:
+    config = loads(FILE, {"PORT": "", "UNRELATED": "1"})
+    assert (config.server.port, config.server.wait_max_s) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"PORT": "70000"}, 'PORT (server.port): must be at most 65,535, not "70000"'),
+        ({"QUEUE_TIMEOUT_MS": "soon"}, "QUEUE_TIMEOUT_MS (server.wait_max_s): milliseconds are wanted, not 'soon'"),
+        (
+            {"LOG_LEVEL": "verbose"},
+            'LOG_LEVEL (log.level): one of debug, info, warning, error is wanted, not "verbose"',
+        ),
+        (
+            {"VLLM_GPU_MEMORY_UTILIZATION": "90"},
+            'VLLM_GPU_MEMORY_UTILIZATION (vllm.gpu_memory_utilization): must be at most 1, not "90"',
+        ),
+    ],
+)
+def test_wrong_value_is_an_error_that_names_the_variable(
+    complaints: Complaints, environ: dict[str, str], told: str
+) -> None:
+    assert complaints(FILE, environ) == [f"the environment variable {told}"]
+    with pytest.raises(ConfigError) as refused:
+        load(None, environ)
+    assert refused.value.message == f"the environment variable {told}"
+
+
+def test_problems_of_file_and_environment_are_told_together(complaints: Complaints) -> None:
+    told = complaints("server:\n  prot: 1\n", {"PORT": "x"})
+    assert told == [
+        'the environment variable PORT (server.port): a whole number is wanted, not "x"',
+        "my.yaml:2: server.prot: unknown key, did you mean port?",
+    ]
+
+
+def test_section_that_is_no_mapping_is_told_of_the_file(complaints: Complaints) -> None:
+    assert complaints("server: 5\n", {"PORT": "1"}) == [
+        "my.yaml:1: server: a mapping (key: value) is wanted, not 5",
+    ]
+
+
+def test_what_vllm_gets_fills_only_what_its_models_leave_open(loads: Loads) -> None:
+    config = loads(
+        """\
+        models:
+          a: {engine: vllm, path: a}
+          b: {engine: vllm, path: b, ctx_size: 8, memory_mib: 5, prefix_caching: true}
+          c: {engine: transformers, path: c}
+        """,
+        {"VLLM_MAX_MODEL_LEN": "64", "VLLM_GPU_MEMORY_UTILIZATION": "0.5", "VLLM_ENABLE_PREFIX_CACHING": "0"},
+    )
+    said = [(one.ctx_size, one.gpu_memory_utilization, one.prefix_caching) for one in config.models.values()]
+    assert said == [(64, 0.5, False), (8, None, True), (Model.model_fields["ctx_size"].default, None, True)]
+
+
+def test_rows_of_many_names_put_the_rest_of_the_name_into_the_key() -> None:
+    table = (Variable("DEFAULT", "a.default.b", "…"), Variable("EACH_*", "a.*.b", "…", int))
+    said = environment.said({"DEFAULT": "1", "EACH_default": "2", "EACH_x.y": "3"}, table)
+    assert said.values == {("a", "default", "b"): 2, ("a", "x.y", "b"): 3}
+    assert said.names[("a", "default", "b")] == "EACH_default"
+    assert said.over({"a": {"x.y": {"c": 0}}}) == {"a": {"default": {"b": 2}, "x.y": {"c": 0, "b": 3}}}
+
+
+def test_every_key_of_the_table_exists() -> None:
+    for row in TABLE:
+        value: object = Config()
+        for step in row.key.split(".") if row.key else ():
+            if isinstance(value, dict):
+                break
+            value = getattr(value, step)
+
+
+def test_shown_says_where_each_value_is_from(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(FILE)
+    environ = {"QUEUE_TIMEOUT_MS": "5000", "MODEL_BASE_PATH": str(tmp_path)}
+    loaded = load(file, environ)
+    rows = {row.name: row for row in environment.shown(loaded.config, environ, loaded.places.__contains__)}
+    assert (rows["PORT"].value, rows["PORT"].origin) == (1, "file")
+    assert (rows["HOST"].value, rows["HOST"].origin) == ("127.0.0.1", "default")
+    assert (rows["QUEUE_TIMEOUT_MS"].value, rows["QUEUE_TIMEOUT_MS"].origin) == (5.0, "environment")
+    assert (rows["MODEL_BASE_PATH"].value, rows["MODEL_BASE_PATH"].origin) == ((str(tmp_path),), "added")
+    assert rows["CUDA_VISIBLE_DEVICES"].origin == "unset"
+
+
+def test_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "TABLE", (Variable("HOST", "server.host", "…", is_secret=True),))
+    (row,) = environment.shown(Config(), {"HOST": "hush"}, lambda _: False)
+    assert row.value == HIDDEN

@@ -1,0 +1,134 @@
+"""The format of a key file: whole or refused, and without a key."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, joined, parsed, read_keys, rendered
+from greenroom.config.keys_section import ApiKey
+from greenroom.errors import ConfigError
+
+HASH = "0123456789abcdef" * 4
+OTHER = "fedcba9876543210" * 4
+FULL: dict[str, Any] = {
+    "name": "team ü",
+    "sha256": HASH,
+    "tenant": "lab",
+    "priority_max": "low",
+    "models": ["llama-*"],
+    "routes": ["/v1/**"],
+    "verbs": ["load"],
+    "limits": {"requests_per_minute": 5},
+    "expires": "2099-01-01T00:00:00Z",
+    "created": "2026-01-01T00:00:00Z",
+    "revoked": "2026-02-01T00:00:00Z",
+}
+
+
+def document(*entries: dict[str, Any], version: object = 1) -> bytes:
+    return json.dumps({"version": version, "keys": entries}).encode()
+
+
+def why(data: bytes) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parsed(data, "keys.json")
+    return refused.value.message
+
+
+def test_what_is_written_is_read_again() -> None:
+    keys = (FileKey.model_validate(FULL), FileKey(name="b", sha256=OTHER, models=()))
+    assert parsed(rendered(keys), "x") == keys
+    assert rendered(parsed(rendered(keys), "x")) == rendered(keys)
+    # One line for each key, for people who compare two versions.
+    assert len(rendered(keys).splitlines()) == len(keys) + 2
+    assert parsed(rendered(()), "x") == ()
+
+
+def test_a_document_that_is_cut_short_anywhere_is_refused() -> None:
+    data = rendered([FileKey.model_validate(FULL), FileKey(name="b", sha256=OTHER)]).rstrip()
+    for size in range(len(data)):
+        said = why(data[:size])
+        assert HASH[:16] not in said
+    assert why(b"") == why(b"\n ") == "the key file keys.json is empty"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (document({"name": "a", "key": "s3cret"}), "keys[0].key: must not be here"),
+        (document({"name": "a", "sha256": "s3cret"}), "keys[0].sha256"),
+        (document({"name": "a"}), "give exactly one of key and sha256 for a"),
+        (document({"name": "a", "sha256": HASH, "admn": True}), "keys[0].admn"),
+        (document({"name": "a", "sha256": HASH, "expires": "soon"}), "keys[0].expires"),
+        (document({"name": "a", "sha256": HASH}, {"name": "a", "sha256": OTHER}), "a names another key already"),
+        (document({"name": "a", "sha256": HASH}, {"name": "b", "sha256": HASH}), "is the same key as a"),
+        (document({"name": "a", "sha256": HASH, "models": ["x"], "admin": True}), "concerns every model"),
+        (document(version=2), "version"),
+        (
+            b'{"version": 1, "keys": [{"name": "a", "sha256": "%s", "admin": false, "admin": true}]}' % HASH.encode(),
+            "twice",
+        ),
+        (b'{"version": NaN, "keys": []}', "NaN"),
+        (b"[]", "valid dictionary"),
+        (b"\xff\xfe", "wrong"),
+        (b"[" * 200_000, "nested too deeply"),
+        (document() + document(), "no JSON"),
+    ],
+)
+def test_what_is_wrong_is_told_without_secrets(data: bytes, said: str) -> None:
+    told = why(data)
+    assert said in told and told.startswith("the key file keys.json")
+    assert "s3cret" not in told and HASH not in told and "\n" not in told
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o644, 0o666])
+def test_a_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "keys.json"
+    file.write_bytes(document())
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"other users \(mode {mode:04o}\); type: chmod 600"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640])
+def test_a_private_file_is_read(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "keys.json"
+    file.write_bytes(document({"name": "a", "sha256": HASH}))
+    file.chmod(mode)
+    assert [key.name for key in read_keys(file)] == ["a"]
+
+
+def test_what_is_no_file_or_too_large_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "folder").mkdir()
+    large = tmp_path / "large"
+    large.touch(0o600)
+    os.truncate(large, FILE_BYTES_MAX + 1)
+    for name in ("pipe", "folder", "large"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_keys(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_keys(tmp_path / "none")
+
+
+def test_the_configuration_counts_where_both_have_a_key() -> None:
+    ours = (ApiKey(name="a", sha256=HASH), ApiKey(name="b", key="b"))
+    file = [
+        FileKey(name="a", sha256=OTHER, admin=True),
+        FileKey(name="c", sha256=HASH),
+        FileKey(name="d", sha256="0" * 64),
+    ]
+    keys, left_out = joined(ours, file)
+    assert [(key.name, key.admin) for key in keys] == [("a", False), ("b", False), ("d", False)]
+    assert ["key a of" in left_out[0], "has it as a" in left_out[1], len(left_out)] == [True, True, 2]
+
+
+@pytest.mark.parametrize("field", ["expires", "created", "revoked"])
+@pytest.mark.parametrize("moment", ["9999-12-31T23:59:59-05:00", "0001-01-01T00:00:00+01:00"])
+def test_a_moment_that_utc_does_not_have_is_refused_by_its_name(field: str, moment: str) -> None:
+    assert f"keys[0].{field}" in why(document({"name": "a", "sha256": HASH, field: moment}))

@@ -1,0 +1,219 @@
+"""The manifests: rendered, right by the schema of Kubernetes, and true to what the gateway reads and does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from greenroom import __version__
+from greenroom.app import STOP_MAX_S
+from greenroom.config import environment, loader
+from greenroom.config.schema import Config
+from greenroom.server.front import HostRule
+from greenroom.telemetry import table
+from tests.deploy.kustomize import KUBERNETES, Object, real_kustomize, render
+
+FOLDERS = [KUBERNETES / "base", *sorted((KUBERNETES / "overlays").iterdir())]
+# Of the Prometheus Operator, not of Kubernetes.
+FOREIGN = {"ServiceMonitor"}
+KEYS = {name: f"gr-{name.lower()}-0123456789abcdef" for name in ("ADMIN", "CLIENT", "METRICS")}
+SECRET = {f"GREENROOM_{name}_KEY": key for name, key in KEYS.items()}
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = (one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name)
+    return found
+
+
+def pods(objects: list[Object]) -> Iterator[Object]:
+    for one in objects:
+        if one["kind"] == "Deployment":
+            yield one["spec"]["template"]["spec"]
+
+
+def container(pod: Object) -> Object:
+    (only,) = pod["containers"]
+    return only
+
+
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def objects(request: pytest.FixtureRequest) -> list[Object]:
+    return render(request.param)
+
+
+@pytest.fixture(scope="module")
+def base() -> list[Object]:
+    return render(KUBERNETES / "base")
+
+
+def configured(base: list[Object], folder: Path) -> Config:
+    """The configuration as the gateway in a pod reads it."""
+    file = folder / "greenroom.yaml"
+    file.write_text(named(base, "ConfigMap", "inference-config")["data"]["greenroom.yaml"])
+    environ = {**named(base, "ConfigMap", "inference-environment")["data"], **SECRET, "POD_NAMESPACE": "greenroom"}
+    return loader.load(file, environ, to_serve=True).config
+
+
+# --- right by schema ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33"])
+def test_every_object_is_right_by_the_schema(objects: list[Object], version: str) -> None:
+    for one in objects:
+        if one["kind"] not in FOREIGN:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.skipif(real_kustomize() is None, reason="neither kustomize nor kubectl is here")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_kustomize_renders_the_same(folder: Path) -> None:
+    command = real_kustomize() or []
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    theirs = list(yaml.safe_load_all(re.sub(r"(-(?:environment|config))-[a-z0-9]{10}\b", r"\1", done.stdout)))
+    assert sorted(theirs, key=identity) == sorted(render(folder), key=identity)
+
+
+def identity(one: Object) -> tuple[str, str]:
+    return one["kind"], one["metadata"]["name"]
+
+
+def test_every_name_in_a_pod_names_something(objects: list[Object]) -> None:
+    there = {identity(one) for one in objects} | {("Secret", "greenroom-keys")}
+    for pod in pods(objects):
+        used = {("ServiceAccount", pod["serviceAccountName"])}
+        for source in container(pod)["envFrom"]:
+            used |= {("ConfigMap" if kind == "configMapRef" else "Secret", ref["name"]) for kind, ref in source.items()}
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                used.add(("ConfigMap", volume["configMap"]["name"]))
+            if "persistentVolumeClaim" in volume:
+                used.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        assert used <= there
+        mounted = {mount["name"] for mount in container(pod)["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_labels_and_ports_that_select_are_those_of_the_pods(objects: list[Object]) -> None:
+    labels = named(objects, "Deployment", "inference")["spec"]["template"]["metadata"]["labels"]
+    ports = {
+        port["name"]
+        for port in container(named(objects, "Deployment", "inference")["spec"]["template"]["spec"])["ports"]
+    }
+    for one in objects:
+        spec = one.get("spec", {})
+        if one["kind"] == "Service":
+            assert spec["selector"].items() <= labels.items()
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+        if one["kind"] == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+            assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} <= ports
+        if one["kind"] == "PodDisruptionBudget":
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+        if one["kind"] == "ServiceMonitor":
+            service = named(objects, "Service", "inference")
+            assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+            assert {end["port"] for end in spec["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+            assert {end["authorization"]["credentials"]["key"] for end in spec["endpoints"]} <= set(SECRET)
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def test_the_volume_the_replicas_and_the_service_are_those_of_the_architecture(base: list[Object]) -> None:
+    claim = named(base, "PersistentVolumeClaim", "model-storage")["spec"]
+    assert (claim["accessModes"], claim["resources"]["requests"]["storage"]) == (["ReadWriteMany"], "100Gi")
+    deployment = named(base, "Deployment", "inference")["spec"]
+    resources = container(deployment["template"]["spec"])["resources"]
+    assert deployment["replicas"] == 2
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("8Gi", "16Gi")
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == 1
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    service = named(base, "Service", "inference")["spec"]
+    assert (service["type"], service["ports"][0]["port"]) == ("ClusterIP", 8000)
+
+
+def test_one_gpu_has_one_replica_that_can_be_replaced_and_drained() -> None:
+    objects = render(KUBERNETES / "overlays" / "one-gpu")
+    spec = named(objects, "Deployment", "inference")["spec"]
+    assert spec["replicas"] == 1 and spec["strategy"]["rollingUpdate"]["maxSurge"] == 0
+    assert "PodDisruptionBudget" not in {one["kind"] for one in objects}
+
+
+def test_the_trainer_has_no_gpu() -> None:
+    spec = named(render(KUBERNETES / "overlays" / "trainer"), "Deployment", "trainer")["spec"]
+    assert spec["replicas"] == 1
+    assert "nvidia.com/gpu" not in container(spec["template"]["spec"])["resources"]["limits"]
+
+
+def test_no_pod_has_rights_or_writes_to_its_root(objects: list[Object]) -> None:
+    assert not {one["kind"] for one in objects} & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret"}
+    for pod in pods(objects):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        context = container(pod)["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True and context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert container(pod)["image"] == f"greenroom:{__version__}"
+
+
+# --- true to the gateway --------------------------------------------------------------------------------------------
+
+
+def test_environment_holds_only_what_the_gateway_reads(objects: list[Object]) -> None:
+    known = {row.name for row in environment.TABLE}
+    assert set(named(objects, "ConfigMap", "inference-environment")["data"]) <= known
+
+
+def test_the_configuration_loads_and_knows_the_names_of_the_service(base: list[Object], tmp_path: Path) -> None:
+    config = configured(base, tmp_path)
+    ports = {port["name"]: port["containerPort"] for port in container(next(pods(base)))["ports"]}
+    assert (config.server.port, config.server.metrics_port) == (ports["http"], ports["metrics"])
+    rule = HostRule([*config.server.allowed_hosts, config.server.host])
+    service = named(base, "Service", "inference")
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    for host in (name, f"{name}.{namespace}", f"{name}.{namespace}.svc", f"{name}.{namespace}.svc.cluster.local"):
+        rule.check(f"{host}:8000".encode(), None)
+    # The kubelet's probes.
+    rule.check(b"10.1.2.3:8000", None)
+
+
+def test_state_is_never_on_the_shared_volume_and_models_are(base: list[Object], tmp_path: Path) -> None:
+    pod = next(pods(base))
+    kinds = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: kinds[mount["name"]] for mount in container(pod)["volumeMounts"]}
+    args: list[str] = container(pod)["args"]
+    state_dir = args[args.index("--state-dir") + 1]
+    assert "emptyDir" in mounts[str(Path(state_dir).parent)]
+    for root in configured(base, tmp_path).roots:
+        (place,) = (path for path in mounts if root.startswith(path + "/"))
+        assert mounts[place]["persistentVolumeClaim"]["claimName"] == "model-storage"
+
+
+def test_a_pod_has_time_to_drain(base: list[Object], tmp_path: Path) -> None:
+    pod = next(pods(base))
+    before_s = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > before_s + configured(base, tmp_path).server.drain_s + STOP_MAX_S
+
+
+def test_probes_ask_what_they_are_for(base: list[Object]) -> None:
+    probes: dict[str, Any] = container(next(pods(base)))
+    assert (
+        probes["startupProbe"]["httpGet"] == probes["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    )
+    assert probes["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+
+
+def test_the_autoscaler_follows_a_metric_that_there_is() -> None:
+    folder = KUBERNETES / "overlays" / "replicas"
+    (metric,) = named(render(folder), "HorizontalPodAutoscaler", "inference")["spec"]["metrics"]
+    rule = (folder / "README.md").read_text()
+    assert f"as: {metric['pods']['metric']['name']}}}" in rule
+    assert f"rate({table.WAIT_SECONDS.name}_sum{{" in rule and f"rate({table.WAIT_SECONDS.name}_count{{" in rule

@@ -1,0 +1,361 @@
+"""Limits through a running gateway: refused before the body, told in every answer, for jobs too, freed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from greenroom.app import App
+from greenroom.runtime.operations.files import OperationStatus
+from tests.harness import fake, gateway, tiny
+from tests.integration.facts import at_rest
+from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
+from tests.models import tiny as tiny_model
+from tests.redis_server import redis_server
+from tests.waiting import until
+
+JOBS = "/v1/jobs"
+RATES = ("x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset")
+
+
+def by(tenant: str) -> dict[str, str]:
+    return {"X-Tenant-ID": tenant}
+
+
+def rates(answer: Answer) -> list[int]:
+    return [int(answer.headers[name]) for name in RATES]
+
+
+def is_limited(answer: Answer) -> bool:
+    if answer.status != 429:
+        assert answer.status < 300, answer.body
+        return False
+    error = answer.error
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert rates(answer) == [error["limit"], error["remaining"], error["resetAt"]]
+    assert int(answer.headers["retry-after"]) >= 1
+    return True
+
+
+async def test_refused_before_the_body_is_sent_and_others_go_on(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:
+        answers = [await chat(app, "m", headers=by("lab")) for _ in range(2)]
+        assert [rates(answer)[:2] for answer in answers] == [[2, 1], [2, 0]]
+        assert 0 < rates(answers[1])[2] - time.time() <= 60
+        async with await Raw.open(app) as raw:
+            head = request_bytes("POST", CHAT, b"", {"Content-Length": "1000000", **by("lab")})
+            raw.send(head)
+            assert is_limited(await raw.answer())
+        other = await chat(app, "m", headers=by("other"))
+        assert other.status == 200 and not [name for name in RATES if name in other.headers]
+        metrics = await http(app, "GET", "/metrics")
+        assert b'code="rate_limit_exceeded"' in metrics.body
+
+
+async def test_errors_and_streams_tell_what_is_left(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"default": {"requests_per_minute": 9}}) as app:
+        missing = await chat(app, "nothing")
+        stream = await chat(app, "m", stream=True)
+        page = await chat(app, "m", headers={"Origin": "http://localhost"})
+        assert (missing.status, stream.status, page.status) == (404, 200, 200)
+        assert [rates(answer)[1] for answer in (missing, stream, page)] == [8, 7, 6]
+        assert "x-ratelimit-remaining" in page.headers["access-control-expose-headers"]
+        listed = await http(app, "GET", "/v1/models")
+        assert listed.status == 200 and RATES[0] not in listed.headers
+
+
+async def test_a_models_limit_holds_for_all_and_is_told(tmp_path: Path) -> None:
+    models = {"m": fake("m", limits={"requests_per_minute": 2}), "free": fake("free")}
+    async with gateway(tmp_path, models, tenants={"lab": {"requests_per_minute": 50}}) as app:
+        first, second = await chat(app, "m", headers=by("lab")), await chat(app, "m")
+        assert (rates(first)[:2], rates(second)[:2]) == ([2, 1], [2, 0])
+        third = await chat(app, "m", headers=by("lab"))
+        assert is_limited(third) and third.error["message"] == "Model m exceeded 2 req/min"
+        assert rates(await chat(app, "free", headers=by("lab")))[0] == 50
+
+
+async def test_tokens_settle_with_what_was_used(tmp_path: Path) -> None:
+    async with gateway(
+        tmp_path, {"m": fake("m", "--tokens", "8")}, tenants={"default": {"tokens_per_minute": 300}}
+    ) as app:
+        for _ in range(3):
+            # 250 are reserved each time, and few of them used.
+            assert (await chat(app, "m", max_tokens=250)).status == 200
+            await at_rest(app)
+        assert is_limited(await chat(app, "m", max_tokens=300))
+        while not is_limited(await chat(app, "m", tokens=60)):
+            await at_rest(app)
+
+
+async def test_requests_at_once_are_bounded_and_freed_also_by_clients_that_leave(tmp_path: Path) -> None:
+    slow = fake("m", "--token-s", "0.2", "--tokens", "500")
+    async with gateway(tmp_path, {"m": slow}, tenants={"default": {"concurrent_max": 2}}) as app:
+        async with await Raw.open(app) as one, await Raw.open(app) as two:
+            for raw in (one, two):
+                raw.ask(asking("m", stream=True))
+                assert (await raw.head())[0] == 200
+            assert is_limited(await chat(app, "m"))
+        await at_rest(app)
+        assert (await chat(app, "m", tokens=1)).status == 200
+
+
+async def test_jobs_are_counted_and_wait_while_there_is_no_place(tmp_path: Path) -> None:
+    tenants = {"default": {"requests_per_minute": 3, "concurrent_max": 1}}
+    async with gateway(tmp_path, {"m": fake("m", "--token-s", "0.05", "--tokens", "6")}, tenants=tenants) as app:
+        order = {"route": CHAT, "body": asking("m")}
+        submitted = [await http(app, "POST", JOBS, order) for _ in range(2)]
+        later = await http(app, "POST", CHAT, asking("m"), headers={"Prefer": "respond-async"})
+        made = [*submitted, later]
+        assert [(answer.status, *rates(answer)[:2]) for answer in made] == [(202, 3, 2), (202, 3, 1), (202, 3, 0)]
+        assert is_limited(await http(app, "POST", JOBS, order))
+
+        def is_done() -> bool:
+            rows = [app.jobs.get(answer.json()["id"]) for answer in made]
+            return all(row is not None and row.status is OperationStatus.DONE for row in rows)
+
+        await until(is_done, "every job is done")
+        assert (await http(app, "GET", JOBS)).status == 200, "looking at jobs is not counted"
+
+
+@pytest.mark.parametrize("spelling", ["/v1/%6aobs", "/v1%2Fjobs"])
+async def test_no_other_spelling_of_the_path_of_jobs_goes_uncounted(tmp_path: Path, spelling: str) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"default": {"requests_per_minute": 2}}) as app:
+        order = {"route": CHAT, "body": asking("m")}
+        assert not is_limited(await http(app, "POST", spelling, order))
+        assert not is_limited(await http(app, "POST", JOBS, order))
+        assert is_limited(await http(app, "POST", spelling, order))
+
+
+async def test_a_reload_changes_limits_and_keeps_the_counts(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"default": {"requests_per_minute": 1}}) as app:
+        assert not is_limited(await chat(app, "m"))
+        assert is_limited(await chat(app, "m"))
+        path = app.path
+        assert path is not None
+        path.write_text(path.read_text().replace("requests_per_minute: 1", "requests_per_minute: 2"))
+        assert "tenants" in (await app.reload()).at_once
+        assert not is_limited(await chat(app, "m"))
+        assert is_limited(await chat(app, "m"))
+
+
+async def test_a_models_limit_that_a_reload_removes_does_not_hold_while_its_requests_run(tmp_path: Path) -> None:
+    slow = fake("m", "--token-s", "0.2", "--tokens", "500", limits={"concurrent_max": 1})
+    async with gateway(tmp_path, {"m": slow}) as app, await Raw.open(app) as raw:
+        raw.ask(asking("m", stream=True))
+        assert (await raw.head())[0] == 200
+        assert is_limited(await chat(app, "m", tokens=1))
+        path = app.path
+        assert path is not None
+        said = yaml.safe_load(path.read_text())
+        del said["models"]["m"]["limits"]
+        path.write_text(yaml.safe_dump(said))
+        await app.reload()
+        assert not is_limited(await chat(app, "m", tokens=1))
+
+
+async def test_without_several_tenants_their_header_is_ignored(tmp_path: Path) -> None:
+    tenants = {"lab": {"concurrent_max": 1, "requests_per_minute": 1}, "free": {"concurrent_max": 50}}
+    slow = fake("m", "--token-s", "0.2", "--tokens", "500")
+    off = {"multi_tenant": False}
+    async with gateway(tmp_path, {"m": slow}, tenants=tenants, server=off) as app, await Raw.open(app) as raw:
+        raw.ask(asking("m", stream=True), headers=by("lab"))
+        assert (await raw.head())[0] == 200
+        for _ in range(2):
+            answer = await chat(app, "m", tokens=1, headers=by("lab"))
+            assert not is_limited(answer) and RATES[0] not in answer.headers
+    tenants["default"] = {"requests_per_minute": 2}
+    async with gateway(tmp_path, {"m": fake("m")}, tenants=tenants, server=off) as app:
+        assert [rates(await chat(app, "m", headers=by(name)))[:2] for name in ("lab", "free")] == [[2, 1], [2, 0]]
+        assert is_limited(await chat(app, "m", headers=by("free")))
+
+
+@pytest.mark.parametrize("broken", ["begin", "end"])
+async def test_a_request_that_breaks_the_gateway_gives_back_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("what no one thought of")
+
+    tenants = {"default": {"concurrent_max": 1, "tokens_per_minute": 100}}
+    async with gateway(tmp_path, {"m": fake("m")}, tenants=tenants) as app:
+        assert (await chat(app, "m", max_tokens=1)).status == 200
+        await at_rest(app)
+        with monkeypatch.context() as fault:
+            fault.setattr(app.activity, broken, fails)
+            answer = await chat(app, "m", max_tokens=80)
+            assert (answer.status == 500) is (broken == "begin")
+        assert (await chat(app, "m", max_tokens=80)).status == 200
+
+
+# --- whatever a model is called, and however it is reached ------------------------------------------------------------
+
+
+async def test_a_models_limit_holds_by_whatever_name_its_file_is_asked_for(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    (root / "sub").mkdir(parents=True)
+    file = root / "sub" / "alpha-Q8_0.gguf"
+    shutil.copy(tiny_model("alpha"), file)
+    shutil.copy(tiny_model("beta"), root / "beta.gguf")
+    (root / "link.gguf").symlink_to(file)
+    names: list[dict[str, Any]] = [
+        {"model": "usual"},
+        {"model": str(file)},
+        {"model": f"{root}/./sub/../sub/alpha-Q8_0.gguf"},
+        {"model": "sub/alpha-Q8_0.gguf"},
+        {"model": str(root / "link.gguf")},
+        {"model": str(root / "sub")},
+        {"model": str(file), "device": "cpu"},
+        {"model": str(file), "backend": "llamacpp"},
+    ]
+    models = {"m": tiny(file, aliases=["usual"], limits={"requests_per_minute": len(names)})}
+    async with gateway(tmp_path, models, library={"roots": [str(root)]}) as app:
+        for asked in names:
+            answer = await http(app, "POST", CHAT, saying(**asked))
+            assert (answer.status, rates(answer)[0]) == (200, len(names)), asked
+        assert len(list(app.catalog)) > 1, "some of the names made another model"
+        while not is_limited(refused := await http(app, "POST", CHAT, saying(model=str(file)))):
+            pass
+        assert refused.error["message"] == f"Model m exceeded {len(names)} req/min"
+        other = await http(app, "POST", CHAT, saying(model="beta.gguf"))
+        assert other.status == 200 and RATES[0] not in other.headers
+
+
+def saying(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}
+
+
+def websocket(model: str, path: str = "ws") -> bytes:
+    headers = {"Connection": "upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    return request_bytes("GET", f"/upstream/{model}/{path}", None, headers)
+
+
+async def test_connections_that_leave_http_hold_a_place_until_they_end(tmp_path: Path) -> None:
+    limited = fake("m", aliases=["usual"], limits={"concurrent_max": 1})
+    async with gateway(tmp_path, {"m": limited}, tenants={"default": {"requests_per_minute": 6}}) as app:
+        async with await Raw.open(app) as raw:
+            raw.send(websocket("usual"))
+            assert (await raw.head())[0] == 101
+            raw.send(b"hello")
+            assert await raw.reader.readexactly(5) == b"hello"
+            for path in ("m/ws", "usual/echo/x"):
+                refused = await http(app, "GET", f"/upstream/{path}")
+                assert is_limited(refused) and refused.error["message"].startswith("Model m has 1 requests at once")
+            async with await Raw.open(app) as second:
+                second.send(websocket("m"))
+                assert is_limited(await second.answer())
+        await at_rest(app)
+        passed = await http(app, "GET", "/upstream/m/echo/x")
+        assert (passed.status, rates(passed)[:2]) == (200, [6, 1])
+        assert (await http(app, "GET", "/upstream/m/echo/x")).status == 200
+        async with await Raw.open(app) as raw:
+            raw.send(websocket("m"))
+            assert is_limited(await raw.answer()), "those of its tenant are used up"
+
+
+async def test_keys_have_limits_of_their_own(tmp_path: Path) -> None:
+    keys = [
+        {"name": "a", "key": "ka", "tenant": "lab", "limits": {"requests_per_minute": 1}},
+        {"name": "b", "key": "kb", "tenant": "lab"},
+    ]
+    async with gateway(tmp_path, {"m": fake("m")}, server={"api_keys": keys}) as app:
+        a, b = {"x-api-key": "ka"}, {"x-api-key": "kb"}
+        assert not is_limited(await chat(app, "m", headers=a))
+        assert is_limited(await chat(app, "m", headers=a))
+        assert not is_limited(await chat(app, "m", headers=b))
+
+
+class Flood:
+    """Asks as fast as the gateway answers, on many connections."""
+
+    def __init__(self, app: App, tenant: str) -> None:
+        self.asked = self.refused = 0
+        self._app = app
+        self._tenant = tenant
+        self._is_over = asyncio.Event()
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._always() for _ in range(100)))
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    async def _always(self) -> None:
+        while not self._is_over.is_set():
+            async with await Raw.open(self._app) as raw:
+                while not self._is_over.is_set():
+                    raw.ask(asking("m", tokens=1), headers=by(self._tenant))
+                    answer = await raw.answer()
+                    self.asked += 1
+                    self.refused += answer.status in (429, 503)
+                    if answer.headers.get("connection") == "close":
+                        break
+
+
+@pytest.mark.parametrize("limits", [{"queue_depth_max": 20}, {"requests_per_minute": 200, "queue_depth_max": 20}])
+async def test_a_tenant_at_a_hundred_times_the_rate_is_refused_and_the_others_are_not(
+    tmp_path: Path, limits: dict[str, int]
+) -> None:
+    tenants = dict.fromkeys(("flood", "a", "b"), limits)
+    options = {"tenants": tenants, "scheduler": {"queue_depth_max": 50}}
+    async with gateway(tmp_path, {"m": fake("m", "--token-s", "0.01", concurrency=2)}, **options) as app:
+        assert (await chat(app, "m", headers=by("a"))).status == 200
+        flood, others = Flood(app, "flood"), Counter[int]()
+        flooding = asyncio.create_task(flood.run())
+        await until(lambda: app.loop.scheduler.view.waitlist.depth > 0, "the flood fills the queue")
+        before = flood.asked
+        for turn in range(1, 11):
+            pair = await asyncio.gather(*(chat(app, "m", headers=by(tenant), tokens=1) for tenant in "ab"))
+            others.update(answer.status for answer in pair)
+            # At a hundredth of its pace, whatever that is on this machine.
+            await until(lambda asked=before + 100 * turn: flood.asked >= asked, "the flood goes on")
+        flood.end()
+        await flooding
+        assert others == {200: 20}
+        assert flood.refused > 100
+
+
+def told_of_loss(capsys: pytest.CaptureFixture[str]) -> bool:
+    return "the store of limits does not answer" in capsys.readouterr().err
+
+
+async def test_two_gateways_that_share_a_store_admit_the_limit_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit, block = 40, 5
+    options = {"tenants": {"lab": {"requests_per_minute": limit}}}
+    with redis_server(tmp_path / "redis") as redis:
+        options["limits"] = {"store": redis.url}
+        folders = tmp_path / "one", tmp_path / "two"
+        for folder in folders:
+            folder.mkdir()
+        async with (
+            gateway(folders[0], {"m": fake("m")}, **options) as one,
+            gateway(folders[1], {"m": fake("m")}, **options) as two,
+        ):
+            began, admitted = time.monotonic(), 0
+
+            async def press() -> None:
+                nonlocal admitted
+                for app in (one, two):
+                    admitted += not is_limited(await chat(app, "m", headers=by("lab"), tokens=1))
+
+            async def is_used_up() -> bool:
+                await press()
+                return admitted >= limit - 2 * block
+
+            await until(is_used_up, lambda: f"only {admitted} were admitted")
+            for _ in range(20):
+                await press()
+            # More than that only if a busy machine let the store seem lost, and each gateway held its share.
+            assert admitted <= limit * (1 + (time.monotonic() - began) / 60) + (
+                limit / 2 if told_of_loss(capsys) else 0
+            )
+            redis.kill()
+            assert (await chat(one, "m", headers=by("other"))).status == 200

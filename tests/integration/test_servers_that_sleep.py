@@ -1,0 +1,183 @@
+"""vLLM and SGLang behind a gateway, by stand-ins: swaps by sleep, and what happens when sleep or wake goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.core.model import DeviceId, ModelId, MoveKind
+from greenroom.runtime.timeouts import TIMEOUTS
+from tests import fake_gpu
+from tests.harness import gateway, served
+from tests.integration.facts import Journal, at_rest
+from tests.integration.faults import is_alive
+from tests.integration.orders import pid_of, view
+from tests.integration.raw import chat, http
+from tests.waiting import until
+
+KINDS = ("vllm", "sglang")
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, kind: str, faults: str = "", **keys: Any) -> AsyncIterator[tuple[App, Journal]]:
+    """Two models and room for one."""
+    journal = Journal(folder)
+    model = served(kind, folder / "server", *journal.switches, faults=faults, memory_mib=3_000, **keys)
+    models = dict.fromkeys(("alpha", "bravo"), model)
+    async with gateway(folder, models, budget_mib=5_000, scheduler={"backoff_s": 0.01}) as app:
+        yield app, journal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_models_change_places_without_a_restart(tmp_path: Path, kind: str) -> None:
+    async with serving(tmp_path, kind) as (app, journal):
+        for name in ("alpha", "bravo", "alpha", "bravo"):
+            assert (await chat(app, name)).text.startswith(name)
+        assert journal.count("start") == 2, "each was started once"
+        assert (journal.count("sleep"), journal.count("wake")) == (3, 2)
+        asleep, ready = await view(app, "alpha"), await view(app, "bravo")
+        assert (asleep["tier"], ready["tier"], asleep["no_sleep"]) == ("asleep", "ready", None)
+        await at_rest(app)
+
+
+# SGLang has no endpoint that tells whether it sleeps.
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [("vllm", "sleep-fails"), ("vllm", "sleep-lies"), ("vllm", "is_sleeping-garbage"), ("sglang", "sleep-fails")],
+)
+async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path, kind: str, fault: str) -> None:
+    async with serving(tmp_path, kind, fault) as (app, journal):
+        for name in ("alpha", "bravo", "alpha"):
+            assert (await chat(app, name)).text.startswith(name)
+        assert journal.count("start") == 3
+        bravo = await view(app, "bravo")
+        assert (bravo["tier"], bravo["memory"], bravo["pid"]) == ("cold", {}, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("wake-fails", "it answered 500 to /"),
+        ("wake-hangs", "it took more than 1 s"),
+        ("wake-garbage", "it woke with other weights than it had"),
+    ],
+)
+async def test_one_that_does_not_wake_is_ended_and_started_anew(
+    tmp_path: Path, kind: str, fault: str, said: str
+) -> None:
+    async with serving(tmp_path, kind, fault, load_timeout_s=1 if fault == "wake-hangs" else 60) as (app, journal):
+        await chat(app, "alpha")
+        await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
+        pid = await pid_of(app, "alpha")
+        answer = await chat(app, "alpha")
+        assert (answer.status, answer.error["code"]) == (503, "model_load_failed")
+        assert "alpha could not be woken: " in answer.error["message"] and said in answer.error["message"]
+        await until(lambda: not app.loop.scheduler.state.slots_of(ModelId("alpha")), "nothing is left of it")
+        assert not is_alive(pid)
+        alpha = await view(app, "alpha")
+        assert (alpha["tier"], alpha["memory"]) == ("cold", {})
+        await app.operations.move(MoveKind.LOAD, ModelId("alpha"))
+        assert (await chat(app, "alpha")).text.startswith("alpha")
+        assert journal.count("start") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_killed_server_takes_its_other_processes_with_it(tmp_path: Path, kind: str) -> None:
+    """The process that computes outlives the one that was killed, and holds its memory until it is ended."""
+    async with serving(tmp_path, kind) as (app, journal):
+        await chat(app, "alpha")
+        (core,) = [line["child"] for line in journal.lines("forked")]
+        assert is_alive(core)
+        os.kill(await pid_of(app, "alpha"), signal.SIGKILL)
+        await until(lambda: not is_alive(core), "the process that computes is gone, too")
+        assert (await chat(app, "alpha")).text.startswith("alpha")
+
+
+async def test_vllm_takes_what_it_was_given_and_no_more(tmp_path: Path) -> None:
+    """The stand-in takes the share of the GPU that its switch says; the fake GPU refuses what does not fit."""
+    file = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-a", 20_000))
+    journal = Journal(tmp_path)
+    model = served("vllm", tmp_path / "server", *journal.switches, "--gpu-file", str(file), memory_mib=12_000)
+    memory = {"probe": "file", "file": str(file), "look_every_s": 0.1}
+    async with gateway(tmp_path, {"alpha": model, "bravo": model}, gpus=[], memory=memory) as app:
+        for name in ("alpha", "bravo") * 3:
+            assert (await chat(app, name)).text.startswith(name)
+        assert (journal.count("start"), journal.count("sleep"), journal.count("wake")) == (2, 5, 4)
+        held = (await view(app, "bravo"))["memory"]["GPU-a"]
+        assert held == 12_000, "the claim is the truth"
+        assert app.loop.scheduler.state.ledger.foreign.get(DeviceId("GPU-a"), 0) == 0
+
+
+@pytest.mark.parametrize(("kind", "switch"), [("vllm", "--tensor-parallel-size"), ("sglang", "--tp-size")])
+async def test_one_that_no_gpu_holds_is_spread_in_equal_shares(tmp_path: Path, kind: str, switch: str) -> None:
+    journal = Journal(tmp_path)
+    model = served(kind, tmp_path / "server", *journal.switches, memory_mib=9_000)
+    small = served(kind, tmp_path / "server", *journal.switches, memory_mib=2_000)
+    gpus = [{"memory_mib": mib, "margin_mib": 0} for mib in (8_000, 6_000, 3_000)]
+    async with gateway(tmp_path, {"alpha": model, "bravo": small}, gpus=gpus) as app:
+        for name in ("bravo", "alpha", "bravo"):
+            assert (await chat(app, name)).text.startswith(name)
+        assert (await view(app, "alpha"))["memory"] == {"gpu0": 4_500, "gpu1": 4_500}
+        argv = {line["name"]: line["argv"] for line in journal.lines("start")}
+        assert [argv[name][argv[name].index(switch) + 1] for name in ("alpha", "bravo")] == ["2", "1"]
+
+
+async def test_transformers_model_that_no_gpu_holds_goes_to_vllm_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    folder = tmp_path / "server"
+    made = served("vllm", folder, *journal.switches, memory_mib=9_000)
+    model = {key: value for key, value in made.items() if key not in ("engine", "program")}
+    gpus = [{"memory_mib": 6_000, "margin_mib": 0}] * 2
+    models = {"alpha": model, "small": {**model, "memory_mib": 5_000}}
+    async with gateway(tmp_path, models, gpus=gpus) as app:
+        refused = await chat(app, "alpha")
+        assert (refused.status, refused.error["code"]) == (503, "model_too_large")
+        assert "cannot be spread over several GPUs; vllm can: `greenroom engines`" in refused.error["message"]
+        assert (await view(app, "alpha"))["engine"] == "transformers"
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    async with gateway(tmp_path, models, gpus=gpus) as app:
+        assert (await chat(app, "alpha")).text.startswith("alpha")
+        alpha = await view(app, "alpha")
+        assert (alpha["engine"], alpha["memory"]) == ("vllm", {"gpu0": 4_500, "gpu1": 4_500})
+        assert (await view(app, "small"))["engine"] == "transformers", "one GPU holds it"
+
+
+async def test_one_that_keeps_more_than_planned_is_not_waited_for_and_what_it_keeps_counts(tmp_path: Path) -> None:
+    file = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-a", 20_000))
+    model = served("vllm", tmp_path / "server", "--gpu-file", str(file), faults="sleep-keeps-half", memory_mib=12_000)
+    memory = {"probe": "file", "file": str(file), "look_every_s": 0.1}
+    patient = replace(TIMEOUTS, memory=replace(TIMEOUTS.memory, back_s=60.0))
+    async with gateway(tmp_path, {"alpha": model}, gpus=[], memory=memory, timeouts=patient) as app:
+        await chat(app, "alpha")
+        begun = app.clock()
+        await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
+        assert app.clock() - begun < 20
+        alpha = await view(app, "alpha")
+        assert alpha["tier"] == "asleep" and 5_000 < alpha["memory"]["GPU-a"] < 6_000
+
+
+async def test_on_a_machine_without_a_gpu_it_is_stopped_instead(tmp_path: Path) -> None:
+    model = served("vllm", tmp_path / "server", *Journal(tmp_path).switches, memory_mib=3_000)
+    models = {"alpha": model, "bravo": model}
+    async with gateway(tmp_path, models, gpus=[], host={"memory_mib": 5_000, "margin_mib": 0}) as app:
+        for name in ("alpha", "bravo", "alpha"):
+            assert (await chat(app, name)).text.startswith(name)
+        journal = Journal(tmp_path)
+        assert (journal.count("start"), journal.count("sleep")) == (3, 0)
+        (argv,) = {tuple(line["argv"]) for line in journal.lines("start", name="bravo")}
+        assert "--enable-sleep-mode" not in argv
+        assert "stopped instead" in (await view(app, "alpha"))["no_sleep"]
+        for kind, says in (("sleep", "cannot put it to sleep here"), ("prepare", "cannot prepare it here")):
+            refused = await http(app, "POST", f"/api/v1/models/alpha/{kind}")
+            assert refused.status == 422 and says in refused.error["message"], refused.error

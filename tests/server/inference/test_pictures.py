@@ -1,0 +1,54 @@
+"""Answers with URLs are made one at a time: each is in memory as a whole until its pictures are on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from greenroom.http.body import BodyBudget
+from greenroom.http.limits import EdgeLimits
+from greenroom.http.request import Head
+from greenroom.runtime.operations.files import OperationFiles
+from greenroom.runtime.operations.pictures import Picture, PictureStore
+from greenroom.runtime.operations.table import KeepLimits
+from greenroom.server.inference.pictures import PictureAnswers, PictureServices
+
+ANSWER = json.dumps({"data": [{"b64_json": base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()}]}).encode()
+HEAD = Head(b"POST", b"/v1/images/generations", [(b"host", b"localhost")], "1.1", "", keep_alive=True)
+
+
+class SlowStore(PictureStore):
+    """Counts the answers whose pictures it is given at the same time."""
+
+    at_once = most = 0
+
+    async def keep(self, tenant: str, pictures: Sequence[Picture]) -> list[str]:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            # Long enough for every other answer to be read meanwhile.
+            await asyncio.sleep(0.05)
+            return await super().keep(tenant, pictures)
+        finally:
+            self.at_once -= 1
+
+
+async def test_answers_are_made_one_at_a_time(tmp_path: Path) -> None:
+    store = SlowStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
+    store.open()
+    bodies = BodyBudget(EdgeLimits())
+    answers = PictureAnswers(PictureServices(store, bodies, lambda: None))
+
+    async def made() -> bytes:
+        one = answers.for_request(HEAD, "ann", "m")
+        body = one.body()
+        body.append(ANSWER)
+        return (await one.remade(200, [], body))[2]
+
+    urls = [json.loads(answer)["data"][0]["url"] for answer in await asyncio.gather(*(made() for _ in range(3)))]
+    assert len(set(urls)) == 3 and store.most == 1
+    assert bodies.memory_bytes == 0
+    await store.close()

@@ -1,0 +1,333 @@
+"""The disk is full at each write in turn; and what a request may reach."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from greenroom.workers.fetching.disk import Disk
+from greenroom.workers.fetching.failures import FetchError
+from greenroom.workers.fetching.main import Fetching, Reporter, trust_bundle
+from greenroom.workers.fetching.places import CachePlace, FolderPlace, Place
+from greenroom.workers.fetching.transfer import Patience, RateLimit, RemoteFile
+from greenroom.workers.fetching.web import Network, Origin, Web, is_public, redirected, retry_after_s
+from tests.standin_hub import StandinHub, git_sha1, standin_hub
+
+DATA = {"sub/model.gguf": random.Random(1).randbytes(30_000), "config.json": b"{}"}
+COMMIT = "0" * 40
+PATIENCE = Patience(attempts_max=3, backoff_s=0.0)
+
+
+class FullDisk(Disk):
+    """Fails at the n-th call that needs room, and at all later ones. A write that fails may have written a part."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.calls = 0
+        self._fails_at = fails_at
+
+    def _use(self) -> None:
+        self.calls += 1
+        if self.calls >= self._fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open(self, path: Path) -> int:
+        self._use()
+        return super().open(path)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        self._use()
+        # A little at a time: more calls to fail at.
+        return super().write(fd, data[:7_000])
+
+    def sync(self, fd: int) -> None:
+        self._use()
+        super().sync(fd)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._use()
+        super().rename(path, to)
+
+    def link(self, target: str, path: Path) -> None:
+        self._use()
+        super().link(target, path)
+
+    def make_folder(self, path: Path) -> None:
+        self._use()
+        super().make_folder(path)
+
+
+class Silent(Reporter):
+    def _say(self, line: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[StandinHub]:
+    with standin_hub() as hub:
+        hub.plain = {f"/{name}": data for name, data in DATA.items()}
+        yield hub
+
+
+def remote(hub: StandinHub) -> list[RemoteFile]:
+    model, config = DATA.values()
+    return [
+        RemoteFile("sub/model.gguf", f"{hub.url}/sub/model.gguf", len(model), hashlib.sha256(model).hexdigest()),
+        RemoteFile("config.json", f"{hub.url}/config.json", len(config), None, git_sha1(config)),
+    ]
+
+
+def fetch(hub: StandinHub, disk: Disk, place: Place) -> Path:
+    fetching = Fetching(Web(hub.url, None, 5.0), disk, RateLimit(None), Silent(), PATIENCE)
+    return fetching.run(place, remote(hub))
+
+
+def named(folder: Path) -> dict[str, bytes]:
+    """What can be found under a real name."""
+    found = folder / "models--org--name" / "snapshots" / COMMIT
+    folder = found if found.parent.parent.exists() else folder
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("kind", ["cache", "folder"])
+def test_full_disk_at_each_write_names_nothing_wrong_and_is_resumed(hub: StandinHub, tmp_path: Path, kind: str) -> None:
+    def place(disk: Disk, folder: Path) -> Place:
+        if kind == "cache":
+            return CachePlace(disk, folder, "org/name", COMMIT, None)
+        return FolderPlace(disk, folder, tmp_path)
+
+    for fails_at in range(1, 200):
+        disk, folder = FullDisk(fails_at), tmp_path / f"{fails_at}"
+        try:
+            fetch(hub, disk, place(disk, folder))
+            break
+        except FetchError as error:
+            assert error.code == "disk_full", error.message
+        assert all(DATA[name] == data for name, data in named(folder).items())
+        fetch(hub, Disk(), place(Disk(), folder))
+        assert named(folder) == DATA
+    assert 15 < fails_at < 199, "it must fail often, and at last succeed"
+    assert named(folder) == DATA
+
+
+def test_other_errors_of_the_disk_are_told_too(hub: StandinHub, tmp_path: Path) -> None:
+    (tmp_path / "models--org--name").write_text("no folder")
+    with pytest.raises(FetchError) as told:
+        fetch(hub, Disk(), CachePlace(Disk(), tmp_path, "org/name", COMMIT, None))
+    assert told.value.code == "disk_error"
+
+
+def test_a_part_that_is_a_link_is_not_followed(hub: StandinHub, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    place = FolderPlace(Disk(), tmp_path / "f", None)
+    (tmp_path / "f" / "sub").mkdir(parents=True)
+    place.prepare(remote(hub))
+    place.part(remote(hub)[0]).symlink_to(victim)
+    with pytest.raises(FetchError) as told:
+        fetch(hub, Disk(), place)
+    assert (told.value.code, victim.read_text()) == ("disk_error", "mine")
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/etc", "a/../b", ""])
+def test_a_revision_stays_below_its_folder(tmp_path: Path, revision: str) -> None:
+    if revision:
+        with pytest.raises(FetchError):
+            CachePlace(Disk(), tmp_path, "org/name", COMMIT, revision)
+
+
+# --- what a request may reach -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
+        *("::1", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "224.0.0.1"),
+    ],
+)
+def test_private_addresses_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "64:ff9b::101:101"])
+def test_public_addresses_are(address: str) -> None:
+    assert is_public(address)
+
+
+class PublicHub(Network):
+    """The hub of the test seems to be at a public address; other names are as they are."""
+
+    def __init__(self, hub: StandinHub) -> None:
+        self._port = hub.port
+
+    def look_up(self, host: str, port: int) -> list[str]:
+        return ["1.1.1.1"] if host == "hub.example" else super().look_up(host, port)
+
+    def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
+        assert is_public(address), "a private address is connected to"
+        return socket.create_connection(("127.0.0.1", self._port))
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [
+        ("http://127.0.0.1", "address_refused"),
+        ("https://127.0.0.1", "address_refused"),
+        ("https://localhost", "address_refused"),
+        ("https://[::1]", "address_refused"),
+        ("https://169.254.169.254", "address_refused"),
+        ("https://[::ffff:10.0.0.1]:8443", "address_refused"),
+        ("https://user:secret@example.com", "bad_url"),
+        ("file:///etc", "bad_url"),
+        ("http://hub.example", "redirect_refused"),
+    ],
+)
+def test_redirects_to_private_addresses_are_refused(hub: StandinHub, target: str, code: str) -> None:
+    hub.faults.redirect = target
+    web = Web("http://hub.example", "hf_token", 5.0, PublicHub(hub))
+    with pytest.raises(FetchError) as told, web.get("http://hub.example/config.json"):
+        pass
+    assert told.value.code == code
+    assert "hf_token" not in told.value.message
+
+
+def test_a_proxy_is_used_and_never_sees_the_token(hub: StandinHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def refuse_one() -> None:
+            connection, _ = proxy.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=refuse_one, daemon=True)
+        thread.start()
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "direct.example")
+        web = Web("https://hub.example", "hf_token", 5.0, PublicHub(hub))
+        # An address that is written as such is refused before the proxy is asked.
+        for url, code in (("https://10.0.0.1/x", "address_refused"), ("https://hub.example/x", "hub_unreachable")):
+            with pytest.raises(FetchError) as told, web.get(url):
+                pass
+            assert told.value.code == code
+        thread.join(10)
+    assert heard[0].startswith(b"CONNECT hub.example:443") and b"hf_token" not in heard[0]
+
+
+class HubOutside(Network):
+    """The hub has a public address; other names are as they are."""
+
+    def look_up(self, host: str, port: int) -> list[str]:
+        return ["1.1.1.1"] if host == "hub.example" else super().look_up(host, port)
+
+
+def test_a_listed_host_may_be_private_and_no_other(hub: StandinHub) -> None:
+    listed = remote(hub)[0].url
+    with Web("http://hub.example", None, 10.0, HubOutside(), listed=listed).get(listed) as answer:
+        assert b"".join(answer.pieces(100_000)) in DATA.values()
+    for allowed, address in ((None, listed), (listed, f"http://127.0.0.2:{hub.port}/x")):
+        web = Web("http://hub.example", None, 10.0, HubOutside(), listed=allowed)
+        with pytest.raises(FetchError) as refused, web.get(address):
+            pass
+        assert refused.value.code == "address_refused"
+    hub.faults.redirect = f"http://localhost:{hub.port}"
+    with (
+        pytest.raises(FetchError) as told,
+        Web("http://hub.example", None, 10.0, HubOutside(), listed=listed).get(listed),
+    ):
+        pass
+    assert told.value.code == "address_refused"
+
+
+@contextlib.contextmanager
+def https_server(authority: trustme.CA, seen: list[bytes]) -> Iterator[int]:
+    """Answers every request with `bytes`, under a certificate for 127.0.0.1."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = listener.accept()
+                with contextlib.suppress(OSError), plain, context.wrap_socket(plain, server_side=True) as secure:
+                    seen.append(secure.recv(65536))
+                    secure.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nbytes")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def test_certificates_are_checked_and_an_authority_of_ones_own_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, seen = trustme.CA(), list[bytes]()
+    bundle = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(bundle))
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with https_server(authority, seen) as port:
+        address = f"https://127.0.0.1:{port}"
+        with pytest.raises(FetchError, match="certificate cannot be trusted"), Web(address, "t", 10.0).get(address):
+            pass
+        assert not seen
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
+        # Restored at the end of the test.
+        monkeypatch.setenv("SSL_CERT_FILE", "")
+        trust_bundle()
+        assert os.environ["SSL_CERT_FILE"] == str(bundle)
+        with Web(address, "secret", 10.0).get(address) as answer:
+            assert b"".join(answer.pieces(100)) == b"bytes"
+        assert b"Bearer secret" in seen[0]
+
+
+def test_redirects_leave_https_only_where_the_hub_never_had_it() -> None:
+    hub, url = Origin.of("https://hub.example"), "https://hub.example/a/b"
+    assert redirected(url, "/c", hub) == "https://hub.example/c"
+    assert redirected(url, "https://cdn.example/x?y=1", hub) == "https://cdn.example/x?y=1"
+    for location in ("http://cdn.example/x", "http://hub.example/x", None, ""):
+        with pytest.raises(FetchError) as told:
+            redirected(url, location, hub)
+        assert told.value.code == "redirect_refused"
+    assert redirected("http://hub.lan/a", "http://cdn.lan/x", Origin.of("http://hub.lan")) == "http://cdn.lan/x"
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("7", 7.0), ("99999999999", 300.0), ("soon", None), (None, None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
+)
+def test_retry_after_is_read_and_bounded(said: str | None, seconds: float | None) -> None:
+    assert retry_after_s(said) == seconds
+
+
+def test_waits_grow_and_are_bounded() -> None:
+    waits: list[float] = []
+    patience = Patience(attempts_max=9, sleep=waits.append, draw=lambda: 1.0)
+    error = FetchError("hub_error", "no", passes=True)
+    for failures in range(1, 9):
+        patience.wait(failures, error)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    with pytest.raises(FetchError):
+        patience.wait(9, error)
+    with pytest.raises(FetchError):
+        patience.wait(1, FetchError("gated", "no"))

@@ -1,0 +1,159 @@
+"""Pipelines over two devices: tensors hop at every boundary, and pictures are those of plain diffusers.
+
+The devices are stand-ins which refuse an operation on tensors of two devices, so that a missing hop is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from greenroom.workers.torch_host.control.device_context import DeviceContext
+from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.failures import OutOfMemory
+from greenroom.workers.torch_host.images import hops
+from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
+from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
+from greenroom.workers.torch_host.weights.device_weights import CopyRate
+from tests.workers.torch_host.images.test_pipelines import ARGUMENTS, is_same, plain
+from tests.workers.torch_host.stand_in_devices import KIND, MixedDevices, StandInDevices
+from tests.workers.torch_host.tiny_pipelines import KINDS, make_pipeline
+
+ONE, OTHER = torch.device(KIND, 0), torch.device(KIND, 1)
+# Which components are on the second device: the denoiser, or all that it is not.
+MAPS: dict[str, dict[str, int]] = {
+    "denoiser away": {"unet": 1, "transformer": 1},
+    "others away": {"text_encoder": 1, "text_encoder_2": 1, "text_encoder_3": 1, "vae": 1},
+    "texts away": {"text_encoder_2": 1, "text_encoder_3": 1},
+}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipelines")
+    for kind in KINDS:
+        make_pipeline(folder / kind, kind)
+    return folder
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = os.memfd_create("arena")
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def devices() -> Iterator[StandInDevices]:
+    with torch.no_grad(), StandInDevices() as made:
+        yield made
+
+
+def spread(folder: Path, descriptor: int, device_map: dict[str, int], *others: torch.device) -> PreparedPipeline:
+    around = DeviceContext(ONE, CopyRate(), on_fatal=lambda error, say: say(), others=others)
+    options = SlotOptions("s", "painter", folder, Path("/unused"), device_map=device_map)
+    return prepare(options, descriptor, around, lambda share: None, threading.Event())
+
+
+def picture(made: PreparedPipeline, kind: str, said: dict[str, Any]) -> Any:
+    """What the pipeline makes in this thread: only here the stand-ins can make new tensors."""
+    pipeline = made.engine.pipelines[kind]
+    return numpy.asarray(pipeline(**said, generator=torch.Generator("cpu").manual_seed(7)).images[0])
+
+
+@pytest.mark.parametrize("device_map", MAPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
+    folders: Path, descriptor: int, devices: StandInDevices, kind: str, device_map: str
+) -> None:
+    made = spread(folders / kind, descriptor, MAPS[device_map], OTHER)
+    try:
+        where = {name: next(part.parameters()).device for name, part in made.weights.module.named_children()}
+        assert where == {name: (ONE, OTHER)[MAPS[device_map].get(name, 0)] for name in where}
+        painted = picture(made, "text", ARGUMENTS)
+        assert devices.hops > 0
+    finally:
+        made.close()
+    assert is_same(painted, plain(folders / kind, ARGUMENTS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edit_over_two_devices_is_that_of_plain_diffusers(
+    folders: Path, descriptor: int, devices: StandInDevices, kind: str
+) -> None:
+    """The encoder answers with a distribution, which hops too."""
+    sent = Image.effect_mandelbrot((64, 48), (-2, -1, 1, 1), 50).convert("RGB")
+    said: dict[str, Any] = {**ARGUMENTS, "image": sent, "strength": 0.7}
+    if kind == "sdxl":
+        # This one takes the size of the picture.
+        del said["width"], said["height"]
+    made = spread(folders / kind, descriptor, MAPS["others away"], OTHER)
+    try:
+        painted = picture(made, "image", said)
+    finally:
+        made.close()
+    assert is_same(painted, plain(folders / kind, said, diffusers.AutoPipelineForImage2Image))
+
+
+def test_the_stand_ins_notice_a_missing_hop(folders: Path, descriptor: int, devices: StandInDevices) -> None:
+    made = spread(folders / "sd3", descriptor, MAPS["others away"], OTHER)
+    try:
+        # The denoiser is at home and has no boundary.
+        with pytest.raises(MixedDevices):
+            made.weights.module.transformer.proj_out(torch.ones(1, 32, device=OTHER))
+    finally:
+        made.close()
+
+
+def test_all_on_one_device_needs_no_hop(folders: Path, descriptor: int, devices: StandInDevices) -> None:
+    made = spread(folders / "flux", descriptor, {"transformer": 1})
+    try:
+        assert made.weights.devices == (ONE,), "there is no second device"
+        picture(made, "text", ARGUMENTS)
+        assert devices.hops == 0
+    finally:
+        made.close()
+
+
+def test_what_a_caller_gave_is_not_changed_and_records_come_back_whole(devices: StandInDevices) -> None:
+    given = {"a": [torch.ones(2, device=ONE)], "b": (1, "two", None)}
+    there = hops.moved(given, OTHER)
+    assert there["a"][0].device == OTHER and given["a"][0].device == ONE and there["b"] == (1, "two", None)
+    record = diffusers.models.modeling_outputs.AutoencoderKLOutput(
+        latent_dist=diffusers.models.autoencoders.vae.DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2, device=ONE))
+    )
+    back = hops.brought((record, [torch.ones(1, device=ONE)]), OTHER)
+    assert back[0].latent_dist.mean.device == back[0]["latent_dist"].std.device == back[1][0].device == OTHER
+
+
+def test_a_wake_without_memory_on_one_device_leaves_nothing_on_the_other(
+    folders: Path, descriptor: int, devices: StandInDevices
+) -> None:
+    class Full(BorrowedArena):
+        def map(self) -> None:
+            raise OutOfMemory("this device is full")
+
+    made = spread(folders / "flux", descriptor, MAPS["others away"], OTHER)
+    try:
+        one, other = made.weights.parts
+        there, other.arena = other.arena, Full(other.arena.tensor)
+        with pytest.raises(OutOfMemory, match="this device is full"):
+            made.weights.wake()
+        assert not one.arena.is_mapped and not made.weights.is_awake
+        other.arena = there
+        assert made.weights.wake().each_device_bytes[1:] == [0], "stand-ins borrow the arena of the host"
+        assert one.arena.is_mapped and other.arena.is_mapped
+        made.weights.sleep()
+        assert not one.arena.is_mapped and not other.arena.is_mapped
+    finally:
+        made.close()
