@@ -6,11 +6,13 @@ away is away for some 12 s; with the default limits it is closed for others afte
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from greenroom.core.decide.decision import Wait, WaitReason
+from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, TenantId, Tier
 from greenroom.core.queue.waitlist import MODELS_FEW
@@ -271,6 +273,17 @@ def test_a_queue_that_is_overdue_has_its_devices_kept_from_models_that_come_late
     assert isinstance(plan, Wait) and (plan.why, plan.behind) == (WaitReason.KEPT_FOR_OTHERS, ("large",))
     world.run()
     assert large.granted_at < late.granted_at and world.fate("late") is Fate.SERVED
+
+
+def test_a_version_that_no_longer_fits_beside_its_model_is_refused_while_devices_are_kept_for_others() -> None:
+    world = overdue_beside_a_newcomer()
+    world.config(replace(model("left@2", 3_000), version_of=ModelId("left")))
+    world.ask("update", MoveKind.LOAD, "left@2")
+    world.run(0.1)
+    assert world.scheduler.state.kept and world.ops["update"] is None
+    world.config(needs={ModelId("left@2"): Need(5_000)})
+    world.run(0.1)
+    assert world.ops["update"] is OpOutcome.TOO_LARGE
 
 
 def test_kept_devices_are_free_again_when_the_request_they_were_kept_for_has_left() -> None:

@@ -119,7 +119,8 @@ class Rounds:
         state, record = self._state, self._state.claimants[queue.model]
         if not state.kept or queue.preparing or state.waitlist.with_choice or record.retry_at > now:
             return False
-        if queue.model in state.slots_by_model:
+        if queue.model in state.slots_by_model or record.spec.version_of is not None:
+            # A coming version may also have to be refused because its own model stays where it is.
             return False
         kept = frozenset[DeviceId]().union(*(on for _, on in state.still_kept()))
         ways = residents.ways(record)
