@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
+from greenroom.library.versions import Version
 from greenroom.server.admin.governed import GOVERNED, UNGOVERNED
 from greenroom.server.admin.management import make_management
 from greenroom.tenancy.governance.audit import verify
@@ -298,6 +299,21 @@ async def test_options_make_no_other_model_for_the_rules(guarded: App) -> None:
     token = signed_token("alice", body={"modelId": name}, operation="model-unload", modelId=name, issuedAt=now())
     answer = await ask(guarded, "POST", "/v1/models/unload", {"modelId": name}, token)
     assert answer.error["code"] == "token_too_few_signers"
+
+
+async def test_a_rule_for_a_model_holds_for_its_coming_version(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    old, new = (shutil.copy(tiny_model(name), tmp_path / "models") for name in ("alpha", "beta"))
+    served = {"m": {**tiny(Path(old)), "versions": {"repo_id": "org/first"}}}
+    rules = [{"operations": ["model-unload"], "models": ["m"], "signers_min": 2}]
+    keys = with_key(tmp_path, signers=PUBLIC, rules=rules)
+    async with gateway(tmp_path, served, governance=keys, server={"api_keys": KEYS}) as app:
+        coming = app.catalog.coming("m", app.config.models["m"], Version(2, "org/second", str(new)))
+        app.catalog.add(coming)
+        for name, path in (("m@2", "/v1/models/unload"), ("m@2", "/api/v1/models/m@2/unload")):
+            body = {"modelId": name} if path.startswith("/v1") else None
+            token = signed_token("alice", body=body or {}, operation="model-unload", modelId=name, issuedAt=now())
+            assert (await ask(app, "POST", path, body, token)).error["code"] == "token_too_few_signers"
 
 
 @pytest.mark.parametrize("operation", ["model-delete", "model-unload"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, Tier
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, http
 from tests.models import tiny as tiny_file
@@ -280,6 +280,26 @@ async def test_after_a_gap_that_failed_the_old_version_serves_again(tmp_path: Pa
         answers.append(await ask(app))
         assert {said(answer)[::2] for answer in answers} == {("1", "alpha")}
         assert (await version(app))["error"]["code"] == "warm_up_failed"
+
+
+async def test_two_models_whose_updates_fail_at_once_both_come_back(tmp_path: Path) -> None:
+    alpha, bravo = weights(tmp_path, "alpha"), weights(tmp_path, "bravo")
+    versions = {"repo_id": "org/first", "warm_up_timeout_s": 0.001}
+    served = {name: tiny(Path(alpha), versions=versions, pinned=True, preload=True) for name in ("m", "n")}
+    ids = [ModelId(name) for name in served]
+    async with gateway(tmp_path, served, **{**options(tmp_path), "budget_mib": 250}) as app:
+
+        def are_ready() -> bool:
+            slots = [app.loop.scheduler.view.slots_of(one) for one in ids]
+            return all(len(ours) == 1 and ours[0].tier is Tier.READY for ours in slots)
+
+        await until(are_ready, "both are loaded")
+        body = {"model_repo_id": bravo, "allow_gap": True}
+        asked = [http(app, "POST", f"/api/v1/models/{name}/update?wait=true", body) for name in served]
+        assert {answer.error["code"] for answer in await asyncio.gather(*asked)} == {"warm_up_failed"}
+        # Nothing asks for them: each comes back because it was there before.
+        await until(are_ready, "both are back")
+        assert not any(app.loop.scheduler.view.models[one].spec.held for one in ids)
 
 
 async def test_a_reload_while_requests_wait_for_the_next_version_lets_them_wait(tmp_path: Path) -> None:

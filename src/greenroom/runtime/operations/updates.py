@@ -123,8 +123,8 @@ class Updates:
         self._running: dict[str, _Running] = {}
         self._errors: dict[str, OperationError] = {}
         self._desired: dict[str, UpdateFacts] = {}
-        # The move that brings an old version back.
-        self._back: asyncio.Task[None] | None = None
+        # The moves that bring old versions back, one for each model whose update failed while it was held.
+        self._coming_back: set[asyncio.Task[None]] = set()
         # Models whose first version is being fetched, with the repository.
         self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
@@ -264,8 +264,10 @@ class Updates:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._back is not None:
-            self._back.cancel()
+        # An update that is cancelled may have begun one just now.
+        for task in self._coming_back:
+            task.cancel()
+        await asyncio.gather(*self._coming_back, return_exceptions=True)
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -436,7 +438,9 @@ class Updates:
             services.post(ConfigChanged(services.clock(), models=(entry.spec,)))
             # It was there before, so it comes back also if nothing waits for it now.
             coming_back = services.moves.move(MoveKind.LOAD, ModelId(name))
-            self._back = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
+            task = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
+            self._coming_back.add(task)
+            task.add_done_callback(self._coming_back.discard)
 
     async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> None:
         """Write the version down, then let it take the name, in one step. Raises, and then nothing has changed."""
