@@ -9,7 +9,6 @@ waits for a place, as the gateway tells them, are compared with those of the sam
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import shutil
@@ -27,7 +26,6 @@ from tests.models import tiny
 NAME, FIRST, SECOND = "m", "alpha", "bravo"
 GOALS = {"failed_max": 0, "mixed_max": 0, "went_back_max": 0}
 BEFORE_S = 5.0
-READY_TRIES = 300
 
 
 @dataclass(slots=True)
@@ -92,16 +90,6 @@ def updated(gate: Gateway, paths: list[Path], count: int) -> list[float]:
     return took
 
 
-def await_ready(gate: Gateway) -> None:
-    """It listens a moment before it knows its models."""
-    for _ in range(READY_TRIES):
-        with contextlib.suppress(SystemExit):
-            gate.fetch("/readyz")
-            return
-        time.sleep(0.1)
-    raise SystemExit("the gateway does not become ready")
-
-
 def measure(folder: Path, clients: int, updates: int) -> dict[str, float]:
     paths = [folder / f"{name}.gguf" for name in (FIRST, SECOND)]
     for path, name in zip(paths, (FIRST, SECOND), strict=True):
@@ -109,7 +97,6 @@ def measure(folder: Path, clients: int, updates: int) -> dict[str, float]:
     model = {"path": str(paths[0]), "ctx_size": 512, "threads": 1, "memory_mib": 100, "parallel": 4, "versions": {}}
     is_over = threading.Event()
     with gateway({NAME: model}, library={"roots": [str(folder)]}, gpus=[{"memory_mib": 4_000}]) as gate:
-        await_ready(gate)
         callers = [Caller(gate.port, is_over) for _ in range(clients)]
         for caller in callers:
             caller.start()

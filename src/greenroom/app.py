@@ -224,6 +224,8 @@ class App:
             state_dir.close()
             raise
         app._begin()
+        # Not before: whoever connected meanwhile has waited, and asks for models that are known now.
+        await app._front.accept()
         if app.sharing is not None:
             await app.sharing.open()
         app.is_starting = False
@@ -235,11 +237,11 @@ class App:
         self.keys.use(config.server, await self.keys.look(config.server.key_file))
 
     async def _open(self, server: Server) -> None:
-        """Listen, then open the recordings: a failed start must not push out those of an earlier run."""
+        """Take the ports, then open the recordings: a failed start must not push out those of an earlier run."""
         if self._front.shared_limits is not None:
             await self._front.shared_limits.open()
         try:
-            await self._front.listen(server)
+            await self._front.bind(server)
             self._front.operations.open()
             self.versions.open()
             begin_versions(self.versions, self.config, time.time())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -17,7 +18,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from greenroom.errors import GreenroomError, Overload
 from greenroom.http import headers as wire
@@ -34,6 +35,8 @@ _LAST_RESORT: Final[Refusal] = (
     [(b"content-type", b"application/json")],
     b'{"error":{"message":"internal error"}}',
 )
+
+_NO_SUCH_ADDRESS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class Edge:
@@ -66,6 +69,7 @@ class Edge:
         self._connections: set[ClientConnection] = set()
         self._per_ip: Counter[str] = Counter()
         self._servers: list[asyncio.AbstractServer] = []
+        self._bound: list[socket.socket] = []
         self._socket_paths: list[str] = []
         self._next_sweep: asyncio.TimerHandle | None = None
         self._read_clock()
@@ -80,15 +84,41 @@ class Edge:
 
     async def listen(self, *, host: str | None = None, port: int | None = None, path: str | None = None) -> None:
         """Accept on a TCP port (0: any free one) or on a Unix socket. Raises OSError. May be called more than once."""
-        self._loop = asyncio.get_running_loop()
         if path is not None:
-            server: asyncio.AbstractServer = await self._listen_unix(path)
-        else:
-            # Any, because uvloop's server is not asyncio's: its sockets come as a list.
-            tcp: Any = await self._loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
-            self.addresses += [_spell(sock.getsockname()) for sock in tcp.sockets]
-            server = tcp
-        self._servers.append(server)
+            self._loop = asyncio.get_running_loop()
+            self._servers.append(await self._listen_unix(path))
+            self._sweep_on()
+            return
+        await self.bind(host, port or 0)
+        await self.accept()
+
+    async def bind(self, host: str | None, port: int) -> None:
+        """Take a TCP port. Whoever connects waits until `accept`. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        missing: OSError | None = None
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                sock = socket.create_server(address, family=family, backlog=self.limits.backlog)
+            except OSError as error:
+                # A name may stand for addresses that this machine lacks, such as those of IPv6; one is enough.
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+                missing = error
+                continue
+            self._bound.append(sock)
+            self.addresses.append(_spell(sock.getsockname()))
+        if missing is not None and not self._bound:
+            raise missing
+
+    async def accept(self) -> None:
+        """Answer on the ports that were taken, first those that wait already."""
+        while self._bound:
+            server = await self._loop.create_server(self._accept, sock=self._bound.pop(), backlog=self.limits.backlog)
+            self._servers.append(server)
+        self._sweep_on()
+
+    def _sweep_on(self) -> None:
         if self._next_sweep is None:
             self._sweep()
 
@@ -97,6 +127,9 @@ class Edge:
         self.state.draining = True
         for server in self._servers:
             server.close()
+        for sock in self._bound:
+            sock.close()
+        self._bound.clear()
         self._servers.clear()
         for path in self._socket_paths:
             with contextlib.suppress(OSError):

@@ -91,17 +91,22 @@ class FrontParts:
         self.limiter.configure(config, self.door.keys)
         self.door.limiter = self.reader.limiter = self.limiter if self.limiter.is_on else None
 
-    async def listen(self, server: Server) -> None:
-        """Accept connections. Raises OSError for `port` and ConfigError for `metrics_port`."""
-        await self.edge.listen(host=server.host, port=server.port)
+    async def bind(self, server: Server) -> None:
+        """Take the ports; connections wait until `accept`. Raises OSError, or ConfigError for `metrics_port`."""
+        await self.edge.bind(server.host, server.port)
         if self.metrics_edge is None:
             return
         try:
-            await self.metrics_edge.listen(host=server.host, port=server.metrics_port)
+            await self.metrics_edge.bind(server.host, server.metrics_port or 0)
         except OSError as error:
             where, why = f"{server.host}:{server.metrics_port}", error.strerror or error
             raise ConfigError(f"server.metrics_port: cannot listen on {where}: {why}. Choose another port.") from error
-        _log.info("serving metrics", address=self.metrics_edge.addresses[0])
+
+    async def accept(self) -> None:
+        for edge in self._edges():
+            await edge.accept()
+        if self.metrics_edge is not None:
+            _log.info("serving metrics", address=self.metrics_edge.addresses[0])
 
     async def close(self) -> None:
         """Stop accepting connections; running answers go on."""
