@@ -26,6 +26,8 @@ MAY_IMPORT = {
     # What models are on disk.
     "library": {"engines", "process", "telemetry", "config", "core"},
     "workers": set(),
+    # Runs inside programs that train: the standard library alone.
+    "trainer": {"library"},
     "runtime": {"library", "engines", "process", "leases", "http", "telemetry", "config", "core"},
     "server": {"runtime", "library", "engines", "process", "leases", "http", "tenancy", "telemetry", "config", "core"},
     # Parts of the wiring, which only `app` puts together.
@@ -68,6 +70,7 @@ MAY_IMPORT = {
         "telemetry",
         "process",
         "engines",
+        "trainer",
     },
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.

@@ -30,6 +30,7 @@ from greenroom.cli.commands import (
     serve,
     simulate,
     token,
+    trainer,
     usage,
 )
 
@@ -38,7 +39,7 @@ COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, flush.COMMAND, logs.COMMAND, chat.COMMAND, explain.COMMAND),
     *(engines.COMMAND, estimate.COMMAND, configuration.RELOAD, key.COMMAND, simulate.COMMAND),
     *(models.MODELS, models.RM, pull.COMMAND, jobs.COMMAND, leases.LEASE, leases.LEASES),
-    *(usage.COMMAND, token.COMMAND, audit.COMMAND),
+    *(usage.COMMAND, token.COMMAND, audit.COMMAND, trainer.COMMAND),
 )
 
 EPILOG: Final = """\

@@ -79,6 +79,8 @@ class UpdateFacts(msgspec.Struct, frozen=True):
     number: int | None = None
     commit: str | None = None
     took_s: float | None = None
+    # The least number that was asked for.
+    number_asked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,8 @@ class Updates:
                 beside={"taskId": other.row},
             )
         asked = order.weights
-        running = self._running[model] = _Running(UpdateFacts(model, asked.repo_id, asked.revision, "queued"))
+        facts = UpdateFacts(model, asked.repo_id, asked.revision, "queued", number_asked=order.number)
+        running = self._running[model] = _Running(facts)
         try:
             row = await self._table.add(
                 OperationKind.UPDATE,

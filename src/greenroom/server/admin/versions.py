@@ -17,7 +17,7 @@ from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, ModelNotFound
 from greenroom.library.versions import Version
 from greenroom.runtime.operations.files import Operation, OperationStatus
-from greenroom.runtime.operations.updates import ROUTE, UpdateOrder
+from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.loads import owner_of
@@ -80,10 +80,12 @@ class UpdateView(BaseModel):
 
 
 class Desired(BaseModel):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     model_repo_id: str
     revision: str | None = None
+    model_version: int | None = None
+    """The least number that was asked for."""
 
 
 class UpdateFault(BaseModel):
@@ -175,7 +177,7 @@ class VersionRoutes:
             model_repo_id=None if version is None else version.repo_id,
             commit=None if version is None else version.commit,
             updating=updates.running(name) is not None,
-            desired=None if desired is None else Desired(model_repo_id=desired.repo_id, revision=desired.revision),
+            desired=None if desired is None else _wanted(desired),
             error=None if error is None else UpdateFault(code=error.code, message=message),
         )
 
@@ -251,6 +253,10 @@ def meant(config: Config, name: str | None, caller: Caller) -> str:
 
 def _of_alias(config: Config, name: str) -> str | None:
     return next((one for one, model in config.models.items() if name in model.aliases), None)
+
+
+def _wanted(update: UpdateFacts) -> Desired:
+    return Desired(model_repo_id=update.repo_id, revision=update.revision, model_version=update.number_asked)
 
 
 def _shown(version: Version, *, serves: bool) -> VersionView:

@@ -1,0 +1,27 @@
+"""`greenroom.trainer`: new weights for all replicas of a model, from the program that trains it.
+
+    from greenroom.trainer import Trainer
+
+    trainer = Trainer(["http://127.0.0.1:8001", "http://127.0.0.1:8002"], api_key="gr-…")
+    report = trainer.update("org/chat-7b", revision="step-1200")
+    if not report.ok:
+        print(report)
+
+Needs only the standard library, so that any training program can import it.
+"""
+
+from greenroom.trainer.replica import ReplicaAway, ReplicaError, ReplicaStatus
+from greenroom.trainer.report import Answer, Outcome, Report, Result
+from greenroom.trainer.trainer import Patience, Trainer
+
+__all__ = [
+    "Answer",
+    "Outcome",
+    "Patience",
+    "ReplicaAway",
+    "ReplicaError",
+    "ReplicaStatus",
+    "Report",
+    "Result",
+    "Trainer",
+]

@@ -1,0 +1,65 @@
+"""`greenroom trainer`: which replicas it asks, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from greenroom.cli.commands.trainer import addresses_of
+from greenroom.cli.main import main
+from tests.trainer.fake_replica import FakeReplica
+
+
+@pytest.fixture
+def pair() -> Iterator[list[FakeReplica]]:
+    made = [FakeReplica(), FakeReplica()]
+    yield made
+    for one in made:
+        one.close()
+
+
+def words(pair: list[FakeReplica]) -> list[str]:
+    return [word for one in pair for word in ("--replica", one.url)]
+
+
+def test_update_prints_what_became_of_each(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer", "update", "org/new", *words(pair)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "All replicas serve org/new as version 2."
+    assert said[1] == f"  {pair[0].url} serves version 2 of org/new (c1)"
+
+
+def test_update_fails_with_1_and_says_why(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
+    pair[1].fails_with = ("fetch_failed", "no such repository")
+    assert main(["trainer", "update", "org/new", "--json", *words(pair)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False and [one["outcome"] for one in told["replicas"]] == ["rolled_back", "failed"]
+    assert main(["trainer", "update", "org/new", "--no-all-or-nothing", *words(pair)]) == 1
+    assert main(["trainer", "verify", *words(pair)]) == 1
+    assert "differs" in capsys.readouterr().out
+
+
+def test_prompt_prints_every_answer(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer", "prompt", "hi", *words(pair)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{one.url} (version 1): hi!" for one in pair]
+
+
+def test_the_environment_names_weights_and_every_address_of_a_name(
+    pair: list[FakeReplica], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = pair[0].url.rpartition(":")[2]
+    monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "127.0.0.1")
+    monkeypatch.setenv("INFERENCE_SERVICE_URL", f"http://inference:{port}")
+    monkeypatch.setenv("MODEL_REPO_ID", "org/new")
+    assert main(["trainer", "update"]) == 0
+    assert pair[0].serves[1] == "org/new" and pair[1].serves[1] == "org/old"
+    assert addresses_of("127.0.0.1", 80) == ["http://127.0.0.1:80"]
+
+
+def test_wrong_usage_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("MODEL_REPO_ID", raising=False)
+    assert main(["trainer", "update"]) == 2
+    assert "MODEL_REPO_ID" in capsys.readouterr().err
+    assert main(["trainer", "verify", "--replica", "ftp://x"]) == 2

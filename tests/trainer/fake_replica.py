@@ -1,0 +1,87 @@
+"""A replica as far as a trainer can tell: its version changes when it is asked, or it fails as it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeReplica:
+    """Serves version `number` of `repo_id` at `commit`. What it is told to do wrong is in the attributes."""
+
+    def __init__(self, number: int = 1, repo_id: str = "org/old", commit: str | None = "c0") -> None:
+        self.versions: list[tuple[int, str, str | None]] = [(number, repo_id, commit)]
+        # The commit that it finds for every repository.
+        self.finds = "c1"
+        self.fails_with: tuple[str, str] | None = None
+        # It ends in the middle of so many updates, before or after the version is promised.
+        self.restarts = 0
+        self.promises_before_restart = False
+        self.keeps_nothing = False
+        self.asked: list[tuple[str, str, Any]] = []
+        self._tasks: dict[str, dict[str, Any]] = {}
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer("GET", None)
+
+            def do_POST(self) -> None:
+                self._answer("POST", json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+            def _answer(self, method: str, body: Any) -> None:
+                fake.asked.append((method, self.path, body))
+                status, said, headers = fake.answer(method, self.path.partition("?")[0], body)
+                content = json.dumps(said).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def serves(self) -> tuple[int, str, str | None]:
+        return self.versions[-1]
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
+        number, repo_id, commit = self.serves
+        if path == "/status":
+            known = {"model": "m", "model_version": number, "model_repo_id": repo_id, "commit": commit}
+            return 200, {**known, "updating": False, "desired": None, "error": None}, {}
+        if path == "/generate":
+            headers = {"X-Model-Version": str(number), "X-Model-Repo-Id": repo_id}
+            return 200, {"choices": [{"text": f"{body['prompt']}!"}]}, headers
+        if method == "GET":
+            return 200, self._tasks[path.rpartition("/")[2]], {}
+        if path.endswith("/rollback"):
+            if self.keeps_nothing:
+                return 400, {"error": {"code": "invalid_request", "message": "none is kept"}}, {}
+            back = next(one for one in self.versions if one[0] == body["version"])
+            return 202, self._begun((number + 1, *back[1:])), {}
+        wanted = max(number + 1, body.get("model_version") or 0)
+        return 202, self._begun((wanted, body["model_repo_id"], body.get("revision") or self.finds)), {}
+
+    def _begun(self, version: tuple[int, str, str | None]) -> dict[str, Any]:
+        id, failure = f"t{len(self._tasks)}", self.fails_with
+        if self.restarts:
+            self.restarts -= 1
+            failure = ("restarted", "The gateway ended while this ran.")
+        if failure is None or (failure[0] == "restarted" and self.promises_before_restart):
+            self.versions.append(version)
+        code, message = failure or (None, None)
+        ended = {"taskId": id, "status": "failed" if failure else "completed", "step": "loading"}
+        self._tasks[id] = {**ended, "errorCode": code, "error": message}
+        return {"taskId": id, "status": "updating", "step": "queued", "errorCode": None, "error": None}

@@ -1,0 +1,156 @@
+"""What a trainer does with replicas that take, refuse, lose or misread an update."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from greenroom.trainer import Outcome, Patience, Report, Trainer
+from tests.trainer.fake_replica import FakeReplica
+
+QUICK = Patience(answer_s=5, away_s=0.2, update_s=60, poll_s=0.01)
+Make = Callable[..., FakeReplica]
+
+
+@pytest.fixture
+def replica() -> Iterator[Make]:
+    made: list[FakeReplica] = []
+
+    def make(number: int = 1, repo_id: str = "org/old", commit: str | None = "c0") -> FakeReplica:
+        made.append(FakeReplica(number, repo_id, commit))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def trainer(*replicas: FakeReplica | str) -> Trainer:
+    urls = [one if isinstance(one, str) else one.url for one in replicas]
+    return Trainer(urls, api_key="k", patience=QUICK)
+
+
+def nobody() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def outcomes(report: Report) -> list[Outcome]:
+    return [result.outcome for result in report.results]
+
+
+def orders(one: FakeReplica) -> list[str]:
+    return [path for method, path, _ in one.asked if method == "POST"]
+
+
+def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make) -> None:
+    first, second = replica(3), replica(4)
+    answers = trainer(first, second, nobody()).prompt("hi", max_tokens=5)
+    assert [(one.text, one.model_version, one.code) for one in answers] == [
+        ("hi!", 3, None),
+        ("hi!", 4, None),
+        (None, None, "unreachable"),
+    ]
+    assert first.asked[0][2] == {"prompt": "hi", "max_tokens": 5}
+
+
+def test_all_take_one_number_which_is_larger_than_every_earlier_one(replica: Make) -> None:
+    first, second = replica(3), replica(7)
+    report = trainer(first, second).update("org/new")
+    assert report.ok and outcomes(report) == [Outcome.SERVES, Outcome.SERVES]
+    assert first.serves == second.serves == (8, "org/new", "c1")
+    assert "version 8" in report.summary
+
+
+def test_the_same_weights_agree_under_different_numbers(replica: Make) -> None:
+    assert trainer(replica(3), replica(7)).verify().ok
+
+
+@pytest.mark.parametrize("other", [("org/other", "c0"), ("org/old", "c9")])
+def test_another_repository_or_commit_does_not_agree(replica: Make, other: tuple[str, str]) -> None:
+    report = trainer(replica(3), replica(2, *other)).verify()
+    assert not report.ok and outcomes(report) == [Outcome.SERVES, Outcome.DIFFERS]
+
+
+def test_a_replica_that_is_away_does_not_agree(replica: Make) -> None:
+    report = trainer(replica(), nobody()).verify()
+    assert not report.ok and (report.results[1].outcome, report.results[1].code) == (Outcome.FAILED, "unreachable")
+
+
+def test_one_that_fails_lets_the_others_go_back_and_is_named(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    second.fails_with = ("fetch_failed", "no such repository")
+    report = trainer(first, second).update("org/new")
+    assert not report.ok and outcomes(report) == [Outcome.ROLLED_BACK, Outcome.FAILED]
+    assert first.serves == (5, "org/old", "c0") and second.serves == (3, "org/old", "c0")
+    assert (report.results[1].code, report.results[1].message) == ("fetch_failed", "no such repository")
+    assert second.url in str(report) and "no such repository" in str(report)
+
+
+def test_one_that_keeps_no_version_goes_back_by_an_update(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    first.keeps_nothing, second.fails_with = True, ("warm_up_failed", "it said nothing")
+    assert outcomes(trainer(first, second).update("org/new"))[0] is Outcome.ROLLED_BACK
+    assert first.serves == (5, "org/old", "c0")
+
+
+def test_without_all_or_nothing_those_that_took_it_keep_it(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    second.fails_with = ("fetch_failed", "no such repository")
+    report = trainer(first, second, nobody()).update("org/new", all_or_nothing=False)
+    assert outcomes(report) == [Outcome.SERVES, Outcome.FAILED, Outcome.LOST]
+    assert first.serves[1] == "org/new"
+
+
+def test_nothing_is_asked_for_where_one_cannot_be_asked(replica: Make) -> None:
+    first = replica(3)
+    report = trainer(first, nobody()).update("org/new")
+    assert outcomes(report) == [Outcome.UNTOUCHED, Outcome.FAILED] and orders(first) == []
+
+
+@pytest.mark.parametrize("promises", [False, True])
+def test_one_that_is_restarted_in_the_middle_is_asked_again_unless_it_serves_it(replica: Make, promises: bool) -> None:
+    first = replica(3)
+    first.restarts, first.promises_before_restart = 1, promises
+    report = trainer(first).update("org/new")
+    assert report.ok and first.serves == (4, "org/new", "c1")
+    assert len(orders(first)) == (1 if promises else 2)
+
+
+def test_one_that_is_always_restarted_has_failed(replica: Make) -> None:
+    first = replica(3)
+    first.restarts = 100
+    report = trainer(first).update("org/new")
+    assert not report.ok and report.results[0].code == "restarted"
+
+
+def test_a_branch_that_moved_between_two_replicas_is_no_success(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    second.finds = "c2"
+    report = trainer(first, second).update("org/new")
+    assert not report.ok and outcomes(report) == [Outcome.ROLLED_BACK, Outcome.ROLLED_BACK]
+    assert report.results[1].code == "commits_differ"
+
+
+def test_reconcile_updates_only_those_that_are_behind_to_the_commit_of_the_newest(replica: Make) -> None:
+    first, second = replica(8, "org/new", "c5"), replica(3)
+    report = trainer(first, second).reconcile("org/new")
+    assert report.ok and orders(first) == []
+    assert second.serves == (8, "org/new", "c5")
+    assert "1 caught up" in report.summary
+
+
+def test_reconcile_updates_all_where_none_serves_it_and_then_none(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    keeper = trainer(first, second)
+    for _ in range(2):
+        assert keeper.reconcile("org/new", "main").ok
+    assert len(orders(first)) == len(orders(second)) == 1
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for wrong in (["ftp://x"], ["http://user:word@x"], []):
+        with pytest.raises(ValueError):
+            Trainer(wrong)
