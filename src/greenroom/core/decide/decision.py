@@ -327,14 +327,15 @@ def _keeps(
         return frozenset()
     residents.may_keep = False
     there = residents.those(may_sleep=False, but=asleep)
-    then = [one.fixed(_stays(state, urgency, queue, one, soon, now)) for one in there]
+    stay = [_stays(state, urgency, queue, one, soon, now) for one in there]
     room_mib = {**residents.room_mib}
-    for resident in then:
-        if not resident.is_fixed:
+    for resident, stays in zip(there, stay, strict=True):
+        if not stays:
             for device, mib in resident.gives_mib.items():
                 room_mib[device] += mib
     for way in ways:
         if _fits(way.wants, room_mib):
+            then = [resident.fixed(stays) for resident, stays in zip(there, stay, strict=True)]
             only = replace(target, options=(way.wants,))
             # Coresidency, or another swapper, may still object.
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)

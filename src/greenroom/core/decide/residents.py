@@ -80,9 +80,11 @@ class Residents:
 
     def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
         """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""
-        if may_sleep not in self._made:
-            self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
-        made = self._made[may_sleep]
+        made = self._made.get(may_sleep)
+        if made is None and not may_sleep and True in self._made and not self.may_fall_asleep:
+            made = self._made[False] = self._made[True]
+        if made is None:
+            made = self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
         if but is None:
             return made
         others = [resident for resident in made if resident.slot != but.id]
