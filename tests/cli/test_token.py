@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.cli.commands.token import OPERATIONS
 from greenroom.cli.main import main
-from greenroom.config.governance_section import Operation
+from greenroom.config.sections.governance import Operation
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.canonical_json import sha256_of
 from greenroom.tenancy.governance.tokens import BySigners, read_token

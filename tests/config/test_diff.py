@@ -16,8 +16,8 @@ from greenroom.config.diff import (
     diff,
     refuse_restart,
 )
-from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.config.schema import Config, Model, Section
+from greenroom.config.sections.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.errors import ConfigError
 
 from .conftest import Loads

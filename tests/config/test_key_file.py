@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, joined, parsed, read_keys, rendered
-from greenroom.config.keys_section import ApiKey
+from greenroom.config.sections.keys import ApiKey
 from greenroom.errors import ConfigError
 
 HASH = "0123456789abcdef" * 4

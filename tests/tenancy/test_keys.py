@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from greenroom.config.key_file import FileKey
-from greenroom.config.keys_section import ApiKey, Verb
+from greenroom.config.sections.keys import ApiKey, Verb
 from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy import keys as keys_module
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, new_key, presented_key

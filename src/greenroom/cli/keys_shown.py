@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from greenroom.config.key_file import FileKey
-    from greenroom.config.keys_section import ApiKey
     from greenroom.config.schema import Server
+    from greenroom.config.sections.keys import ApiKey
 
 TITLES: Final = ("key", "tenant", "from", "state", "expires", "may")
 

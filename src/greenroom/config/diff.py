@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.config.kinds import Section
-from greenroom.config.model_section import Model
 from greenroom.config.schema import Config
+from greenroom.config.sections.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
+from greenroom.config.sections.model import Model
 from greenroom.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from greenroom.config.reader import Problem, Value, Where
 from greenroom.config.schema import Config
-from greenroom.config.tenants_section import requests_per_minute
+from greenroom.config.sections.tenants import requests_per_minute
 
 # In the name and key of a row: what follows the name's beginning, such as a tenant.
 ANY: Final = "*"

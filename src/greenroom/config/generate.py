@@ -17,16 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
-from greenroom.config.engine_keys import (
-    COMFYUI_KEYS,
-    COMMAND_KEYS,
-    DIFFUSERS_KEYS,
-    KEYS_OF_ENGINES,
-    LLAMACPP_KEYS,
-    SERVER_KEYS,
-    TRANSFORMERS_KEYS,
-    WHISPER_KEYS,
-)
 from greenroom.config.environment import TABLE
 from greenroom.config.reader import plain
 from greenroom.config.schema import (
@@ -41,6 +31,16 @@ from greenroom.config.schema import (
     RateLimits,
     Section,
     TenantLimits,
+)
+from greenroom.config.sections.engine_keys import (
+    COMFYUI_KEYS,
+    COMMAND_KEYS,
+    DIFFUSERS_KEYS,
+    KEYS_OF_ENGINES,
+    LLAMACPP_KEYS,
+    SERVER_KEYS,
+    TRANSFORMERS_KEYS,
+    WHISPER_KEYS,
 )
 
 WIDTH = 118

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from greenroom.config.keys_section import ApiKey, Moment, digest_of, equal_api_keys
 from greenroom.config.kinds import Section
 from greenroom.config.plain_file import NotPrivate, read_private, why
 from greenroom.config.reader import Problem, break_on, dotted
+from greenroom.config.sections.keys import ApiKey, Moment, digest_of, equal_api_keys
 from greenroom.errors import ConfigError
 
 VERSION: Final = 1

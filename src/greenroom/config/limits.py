@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from greenroom.config.coresidency import rules_of
 from greenroom.config.plugins import POLICY_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, StayWarm, TenantLimits
-from greenroom.config.tenants_section import DEFAULT_TENANT
+from greenroom.config.sections.coresidency import rules_of
+from greenroom.config.sections.tenants import DEFAULT_TENANT
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
 from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory, make_policy

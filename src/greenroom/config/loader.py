@@ -19,11 +19,11 @@ from pydantic_core import ErrorDetails
 from greenroom.config import environment, kinds, macros
 from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
 from greenroom.config.limits import limits_of, plugin_problems
-from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Lines, Problem, Value, Where, read, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Section
+from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.errors import ConfigError
 
 ENVIRONMENT_NAME = "GREENROOM_CONFIG"

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.coresidency import rules_of
-from greenroom.config.governance_section import quorum_warnings
 from greenroom.config.kinds import words
-from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.reader import Problem
 from greenroom.config.schema import Config, Model, Server
+from greenroom.config.sections.coresidency import rules_of
+from greenroom.config.sections.governance import quorum_warnings
+from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency import coresidency_under
 

@@ -14,9 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from greenroom.config import coresidency, kinds
-from greenroom.config.governance_section import Governance, Quorum
-from greenroom.config.keys_section import ApiKey, equal_api_keys
+from greenroom.config import kinds
 from greenroom.config.kinds import (
     Count,
     CountFromZero,
@@ -33,12 +31,15 @@ from greenroom.config.kinds import (
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.model_section import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
 from greenroom.config.reader import Problem, break_on
-from greenroom.config.scheduler_section import Company, Group, Matrix, Scheduler
-from greenroom.config.server_section import Heartbeat, Server
-from greenroom.config.tenants_section import LimitStore, RateLimits, TenantLimits, Tenants
-from greenroom.config.versions_section import ModelVersions, Versions
+from greenroom.config.sections import coresidency
+from greenroom.config.sections.governance import Governance, Quorum
+from greenroom.config.sections.keys import ApiKey, equal_api_keys
+from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
+from greenroom.config.sections.scheduler import Company, Group, Matrix, Scheduler
+from greenroom.config.sections.server import Heartbeat, Server
+from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
+from greenroom.config.sections.versions import ModelVersions, Versions
 
 # Other packages import every section from here.
 __all__ = [

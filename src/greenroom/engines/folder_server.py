@@ -17,8 +17,8 @@ from typing import ClassVar, Final, TypeVar
 
 import msgspec
 
-from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Ability, Model
+from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.engines.base import (
     SPLIT_COUNTS,
     CacheFigures,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Model
-from greenroom.config.shared_caches import sharing_variables
+from greenroom.config.sections.model import TEMPLATE_ENDING
+from greenroom.config.sections.shared_caches import sharing_variables
 from greenroom.engines.base import (
     CacheFigures,
     EngineFacts,

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from greenroom.config.engine_keys import WITH_PATH
 from greenroom.config.schema import Model, Vllm
+from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.core.model import DeviceId
 from greenroom.errors import BadRequest
 from greenroom.library.records import ENGINE_OF_KIND, Record

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered
-from greenroom.config.keys_section import digest_of
+from greenroom.config.sections.keys import digest_of
 from greenroom.errors import ConfigError
 
 # A change takes some milliseconds; many may be queued on a slow disk.

@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Final
 
 from greenroom.config.key_file import FileKey
-from greenroom.config.keys_section import ApiKey, ModelScope, digest_of
 from greenroom.config.schema import PRIORITY_NAMES, RateLimits
+from greenroom.config.sections.keys import ApiKey, ModelScope, digest_of
 from greenroom.core.model import TenantId
 from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy.tenants import PRIORITY_MIN

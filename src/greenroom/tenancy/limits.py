@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from greenroom.config.schema import Config, RateLimits
-from greenroom.config.tenants_section import DEFAULT_TENANT
+from greenroom.config.sections.tenants import DEFAULT_TENANT
 from greenroom.errors import RateLimited
 from greenroom.tenancy.keys import Caller
 

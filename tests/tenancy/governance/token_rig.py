@@ -8,7 +8,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from greenroom.config.governance_section import Governance as Section
+from greenroom.config.sections.governance import Governance as Section
 from greenroom.tenancy.governance import signing
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.canonical_json import sha256_of

@@ -114,7 +114,7 @@ def _next(app: App, url: str) -> list[str]:
 
 def _can_chat(entry: Entry) -> bool:
     """True if it can, or if only its engine can tell."""
-    from greenroom.config.model_section import Ability
+    from greenroom.config.sections.model import Ability
 
     return entry.facts.abilities is None or Ability.CHAT in entry.facts.abilities
 

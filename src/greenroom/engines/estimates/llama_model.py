@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Ability, Model
+from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.engines.estimates.gguf import header_of, split_names
 from greenroom.engines.estimates.gguf_header import has_tools
 from greenroom.engines.estimates.llama_options import BATCH, UBATCH, LlamaOptions, read

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import greenroom
-from greenroom.config.engine_keys import KEYS_OF_ENGINES
-from greenroom.config.model_section import Ability
+from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
+from greenroom.config.sections.model import Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.runtime.catalogue import Entry

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
-from greenroom.config.governance_section import Operation
+from greenroom.config.sections.governance import Operation
 from greenroom.errors import (
     AuditUnavailable,
     BadRequest,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from greenroom.config.governance_section import Operation
+from greenroom.config.sections.governance import Operation
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.library.quantization import choose
 from greenroom.library.records import Record

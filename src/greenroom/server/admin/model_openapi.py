@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from greenroom.config.engine_keys import WITH_PATH
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
 from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
+from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.errors import (
     BadRequest,
     BodiesFull,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from greenroom.config.governance_section import Governance as Section
-from greenroom.config.governance_section import Operation, Quorum
+from greenroom.config.sections.governance import Governance as Section
+from greenroom.config.sections.governance import Operation, Quorum
 from greenroom.errors import (
     GreenroomError,
     TokenBodyChanged,

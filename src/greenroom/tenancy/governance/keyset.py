@@ -13,8 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from greenroom.config.governance_section import Governance
 from greenroom.config.plain_file import FileTooLarge, NotPrivate, read_private, why
+from greenroom.config.sections.governance import Governance
 from greenroom.errors import (
     ConfigError,
     TokenBadSignature,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from greenroom.config.governance_section import Governance
+from greenroom.config.sections.governance import Governance
 from greenroom.errors import ConfigError
 from greenroom.tenancy.governance.keyset import SHARED, load_keys
 

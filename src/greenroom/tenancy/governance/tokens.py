@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from greenroom.config.governance_section import SIGNERS_MAX
+from greenroom.config.sections.governance import SIGNERS_MAX
 from greenroom.errors import TokenMalformed, TokenSignerRepeated
 from greenroom.tenancy.governance.canonical_json import NUMBER_MAX, NotCanonical, canonical, read
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from greenroom.config.kinds import ID_CHARS_MAX, Name, RoutePattern, Section
 from greenroom.config.reader import Problem, break_on
-from greenroom.config.tenants_section import RateLimits
+from greenroom.config.sections.tenants import RateLimits
 
 PATTERNS_MAX: Final = 100
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from greenroom.config.reader import Problem, Where
-from greenroom.config.scheduler_section import Company, Group, Matrix
+from greenroom.config.sections.scheduler import Company, Group, Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy import coresidency as core
 from greenroom.core.policy.coresidency import Group as CoreGroup

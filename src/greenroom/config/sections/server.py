@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from greenroom.config.keys_section import ApiKey
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
@@ -20,6 +19,7 @@ from greenroom.config.kinds import (
     SecondsAboveZero,
     Section,
 )
+from greenroom.config.sections.keys import ApiKey
 
 
 class Heartbeat(StrEnum):

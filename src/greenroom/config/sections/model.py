@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from greenroom.config.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES, WITH_EMBEDDING, WITH_PATH
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
@@ -31,9 +30,10 @@ from greenroom.config.kinds import (
 )
 from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem, break_on
-from greenroom.config.shared_caches import sharing_arguments, sharing_variables
-from greenroom.config.tenants_section import RateLimits
-from greenroom.config.versions_section import ModelVersions
+from greenroom.config.sections.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES, WITH_EMBEDDING, WITH_PATH
+from greenroom.config.sections.shared_caches import sharing_arguments, sharing_variables
+from greenroom.config.sections.tenants import RateLimits
+from greenroom.config.sections.versions import ModelVersions
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 _Int8 = Literal["int8", "int8_float32", "int8_float16", "int8_bfloat16"]
