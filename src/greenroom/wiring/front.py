@@ -35,8 +35,8 @@ from greenroom.server.admin.versions import meant
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
 from greenroom.server.inference.ask import AskReader, Settings
-from greenroom.server.inference.job_routes import AsyncRequests
-from greenroom.server.inference.jobs import Jobs, JobServices
+from greenroom.server.inference.jobs.jobs import Jobs, JobServices
+from greenroom.server.inference.jobs.routes import AsyncRequests
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from greenroom.server.inference.requests import Inference, RequestLog
 from greenroom.telemetry.hub import Hub

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.server.inference.jobs import Jobs
+from greenroom.server.inference.jobs.jobs import Jobs
 
 
 class EmptyTable:

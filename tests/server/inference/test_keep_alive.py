@@ -8,8 +8,8 @@ import pytest
 
 from greenroom.config.kinds import SECONDS_MAX
 from greenroom.errors import BadRequest
-from greenroom.server.inference.multipart import MultipartForm, scan
-from greenroom.server.inference.peek import FOR_EVER, capped, join, keep_alive_s, peek
+from greenroom.server.inference.body.multipart import MultipartForm, scan
+from greenroom.server.inference.body.peek import FOR_EVER, capped, join, keep_alive_s, peek
 from tests.server.inference.test_multipart import Pieces
 
 

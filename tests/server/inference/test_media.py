@@ -11,8 +11,8 @@ import pytest
 from greenroom.errors import BadRequest, BodyTooLarge, MediaRefused
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.limits import EdgeLimits
-from greenroom.server.inference.media import check_body, check_media
-from greenroom.server.inference.peek import peek
+from greenroom.server.inference.body.media import check_body, check_media
+from greenroom.server.inference.body.peek import peek
 
 HOSTS = ("pictures.example.org",)
 PIXEL = "data:image/png;base64,iVBORw0KGgo="

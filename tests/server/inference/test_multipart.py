@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from greenroom.errors import BadRequest, GatewayBug
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.limits import EdgeLimits
-from greenroom.server.inference.multipart import (
+from greenroom.server.inference.body.multipart import (
     FIELD_BYTES_MAX,
     PARTS_MAX,
     FormScanner,
@@ -26,7 +26,7 @@ from greenroom.server.inference.multipart import (
     scan,
     scan_in_turns,
 )
-from greenroom.server.inference.part_head import HEAD_BYTES_MAX, read_boundary
+from greenroom.server.inference.body.part_head import HEAD_BYTES_MAX, read_boundary
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import BadRequest
-from greenroom.server.inference.peek import FIELDS_MAX, ask_for_usage, join, peek
+from greenroom.server.inference.body.peek import FIELDS_MAX, ask_for_usage, join, peek
 from greenroom.tenancy.tenants import parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.

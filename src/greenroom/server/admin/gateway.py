@@ -29,7 +29,7 @@ from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
-from greenroom.server.inference.jobs import Jobs
+from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub

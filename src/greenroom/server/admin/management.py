@@ -42,7 +42,7 @@ from greenroom.server.admin.versions import VersionRoutes
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.admin.watching import Streams, Watching
 from greenroom.server.asgi import Message, scope_of
-from greenroom.server.inference.job_routes import JobRoutes
+from greenroom.server.inference.jobs.routes import JobRoutes
 from greenroom.server.inference.pictures import PictureRoutes
 from greenroom.tenancy.keys import Permission
 

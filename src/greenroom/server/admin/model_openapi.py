@@ -45,7 +45,7 @@ from greenroom.errors import (
     Unloaded,
 )
 from greenroom.http.sse import StreamShape
-from greenroom.server.inference.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
+from greenroom.server.inference.body.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX
 from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES, Route
 from greenroom.tenancy import tenants

@@ -26,7 +26,6 @@ from greenroom.library.versions import Version
 from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
-from greenroom.server.inference import model_options, multipart, peek
 from greenroom.server.inference.answers import (
     AS_BASE64,
     AS_URL,
@@ -36,7 +35,8 @@ from greenroom.server.inference.answers import (
     RemadeAnswer,
     expect_no_stream,
 )
-from greenroom.server.inference.media import check_body, check_media, is_upload
+from greenroom.server.inference.body import model_options, multipart, peek
+from greenroom.server.inference.body.media import check_body, check_media, is_upload
 from greenroom.server.inference.prefix_cache import CacheSalts, CacheScope, cache_scope
 from greenroom.server.inference.routes import (
     COMPLETIONS_PATH,

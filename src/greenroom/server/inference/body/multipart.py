@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from greenroom.errors import BadRequest, GatewayBug
-from greenroom.server.inference.part_head import HEAD_BYTES_MAX, PartHead, quoted, read_boundary, read_part_head
-from greenroom.server.inference.peek import (
+from greenroom.server.inference.body.part_head import HEAD_BYTES_MAX, PartHead, quoted, read_boundary, read_part_head
+from greenroom.server.inference.body.peek import (
     KEEP_ALIVE,
     KEEP_ALIVE_S,
     OURS,

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from greenroom.errors import BadRequest, BodyTooLarge, MediaRefused
 from greenroom.http.body import Chunked
-from greenroom.server.inference.peek import Fields
+from greenroom.server.inference.body.peek import Fields
 
 # Fields of requests for text and vectors that may hold content parts.
 MESSAGES: Final = "messages"

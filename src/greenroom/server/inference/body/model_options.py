@@ -14,7 +14,7 @@ import msgspec
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
 from greenroom.errors import BadRequest
 from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions, check_backend
-from greenroom.server.inference.peek import Fields
+from greenroom.server.inference.body.peek import Fields
 
 _DEVICES: Final = ("cuda", "cpu")
 

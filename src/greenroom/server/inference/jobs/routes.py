@@ -35,8 +35,8 @@ from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
 from greenroom.server.asgi import asked_by_admin
-from greenroom.server.inference.job_files import route_of
-from greenroom.server.inference.jobs import JobFacts, Jobs
+from greenroom.server.inference.jobs.files import route_of
+from greenroom.server.inference.jobs.jobs import JobFacts, Jobs
 from greenroom.server.inference.pictures import HARMLESS
 from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger

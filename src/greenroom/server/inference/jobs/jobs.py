@@ -35,8 +35,8 @@ from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
-from greenroom.server.inference.job_files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
-from greenroom.server.inference.job_progress import ASK_EVERY_S, JobProgress
+from greenroom.server.inference.jobs.files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
+from greenroom.server.inference.jobs.progress import ASK_EVERY_S, JobProgress
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger

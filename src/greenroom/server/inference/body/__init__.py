@@ -1,0 +1,1 @@
+"""The body of a request: what the gateway reads of it, and what it passes on unread."""

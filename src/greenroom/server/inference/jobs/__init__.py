@@ -1,0 +1,1 @@
+"""Jobs: requests to models that are answered later, and their results as files."""
