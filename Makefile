@@ -117,7 +117,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
 	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
-	$(COMPILED)/bin/python -c 'from greenroom.server.admin.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
+	$(COMPILED)/bin/python -c 'from greenroom.server.admin.reports.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
 	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
 # One test draws records from their annotations, which compiled classes do not keep.

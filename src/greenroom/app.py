@@ -41,8 +41,8 @@ from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
-from greenroom.server.admin.loads import gpu_mib
-from greenroom.server.admin.snapshot import BUILD
+from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.server.admin.reports.snapshot import BUILD
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.server.admin.snapshot import BUILD
+from greenroom.server.admin.reports.snapshot import BUILD
 from tests.integration.request_way import PAGE, ROOT, listed, rewritten, ways
 from tests.test_setup import load_setup
 

@@ -31,7 +31,7 @@ from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
-from greenroom.server.admin.versions import meant
+from greenroom.server.admin.models.versions import meant
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
 from greenroom.server.inference.ask import AskReader, Settings

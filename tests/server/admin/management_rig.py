@@ -53,9 +53,9 @@ from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.loads import gpu_mib
 from greenroom.server.admin.management import make_management
-from greenroom.server.admin.watching import Streams
+from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.server.admin.reports.watching import Streams
 from greenroom.server.asgi import Application
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity

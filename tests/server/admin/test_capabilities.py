@@ -11,7 +11,7 @@ from greenroom.engines.base import CacheFigures
 from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot
-from greenroom.server.admin.capabilities import KEPT_S
+from greenroom.server.admin.reports.capabilities import KEPT_S
 from tests.runtime.memory.readings import gpu, reading
 from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, model
 

@@ -11,7 +11,7 @@ from greenroom.core.model import ModelId, Need, RequestId, Tier
 from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.runtime.memory.book import Measured
 from greenroom.runtime.memory.needs import Account
-from greenroom.server.admin.snapshot import need_view
+from greenroom.server.admin.reports.snapshot import need_view
 from tests.server.admin.management_rig import NOW, Client, FakeGateway, model
 
 

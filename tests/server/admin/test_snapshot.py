@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, Slot, SlotId, Tier
-from greenroom.server.admin.snapshot import is_failing, status_word, tier_of
+from greenroom.server.admin.reports.snapshot import is_failing, status_word, tier_of
 from greenroom.server.admin.views import StatusWord
 from tests.server.admin.management_rig import GPU, NOW, FakeGateway, model
 

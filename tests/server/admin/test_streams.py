@@ -8,8 +8,8 @@ import pytest
 
 from greenroom.core.model import ModelId
 from greenroom.process.logs import Subscription
-from greenroom.server.admin import watching
-from greenroom.server.admin.watching import event_frame, line_frame, plain_frame, shown_line
+from greenroom.server.admin.reports import watching
+from greenroom.server.admin.reports.watching import event_frame, line_frame, plain_frame, shown_line
 from greenroom.telemetry.hub import Event, Hub
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
 from tests.waiting import until

@@ -9,7 +9,7 @@ from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, Move
 from greenroom.core.queue.waitlist import WaiterKind
 from greenroom.errors import LeaseDenied, LoadFailed
 from greenroom.http import edge
-from greenroom.server.admin.snapshot import WAITING_SHOWN_MAX
+from greenroom.server.admin.reports.snapshot import WAITING_SHOWN_MAX
 from greenroom.server.admin.views import RequestView
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import lost_lines

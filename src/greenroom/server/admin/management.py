@@ -23,24 +23,24 @@ import greenroom
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
 from greenroom.server import render
-from greenroom.server.admin.capabilities import CapabilityRoutes
-from greenroom.server.admin.downloads import DownloadRoutes
-from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.governed import GovernedRoutes
 from greenroom.server.admin.governed_models import GovernedModels
 from greenroom.server.admin.leases import LeaseRoutes
-from greenroom.server.admin.library import LibraryRoutes
-from greenroom.server.admin.listing import Listing, ModelStatuses
-from greenroom.server.admin.loads import LoadRoutes
-from greenroom.server.admin.memory import Gpus
-from greenroom.server.admin.model_openapi import with_model_routes
+from greenroom.server.admin.models.downloads import DownloadRoutes
+from greenroom.server.admin.models.library import LibraryRoutes
+from greenroom.server.admin.models.listing import Listing, ModelStatuses
+from greenroom.server.admin.models.loads import LoadRoutes
+from greenroom.server.admin.models.model_openapi import with_model_routes
+from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
-from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.admin.usage import UsageRoutes
-from greenroom.server.admin.versions import VersionRoutes
+from greenroom.server.admin.reports.capabilities import CapabilityRoutes
+from greenroom.server.admin.reports.explaining import Explaining
+from greenroom.server.admin.reports.memory import Gpus
+from greenroom.server.admin.reports.snapshot import Snapshot
+from greenroom.server.admin.reports.usage import UsageRoutes
+from greenroom.server.admin.reports.watching import Streams, Watching
 from greenroom.server.admin.views import ErrorBody
-from greenroom.server.admin.watching import Streams, Watching
 from greenroom.server.asgi import Message, scope_of
 from greenroom.server.inference.jobs.routes import JobRoutes
 from greenroom.server.inference.pictures import PictureRoutes

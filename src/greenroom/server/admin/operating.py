@@ -27,11 +27,10 @@ from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.listing import ModelPath, addressed
-from greenroom.server.admin.loads import LoadTaken, begin, owner_of
-from greenroom.server.admin.snapshot import Snapshot, tier_of
-from greenroom.server.admin.views import GovernedOrder, View
-from greenroom.server.admin.watching import (
+from greenroom.server.admin.models.listing import ModelPath, addressed
+from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
+from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
+from greenroom.server.admin.reports.watching import (
     PLAIN,
     SSE,
     LogFeed,
@@ -41,6 +40,7 @@ from greenroom.server.admin.watching import (
     refuse_head,
     shown_line,
 )
+from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.server.inference.routes import name_before

@@ -16,7 +16,7 @@ from greenroom.errors import ModelNotFound
 from greenroom.library.records import Record
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
-from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
 from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.server.inference.routes import split_model

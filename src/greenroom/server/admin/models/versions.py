@@ -20,7 +20,7 @@ from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.loads import owner_of
+from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.server.inference.routes import name_before

@@ -22,7 +22,7 @@ from greenroom.runtime.slots import LiveSlots
 from greenroom.server import render
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.memory import GpuPicture, green_room_view
+from greenroom.server.admin.reports.memory import GpuPicture, green_room_view
 from greenroom.server.admin.views import StatusWord
 
 # Whether the hot path is Python or machine code.

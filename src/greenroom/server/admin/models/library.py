@@ -24,9 +24,9 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.listing import MODELS, ModelPath
-from greenroom.server.admin.loads import owner_of
-from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.models.listing import MODELS, ModelPath
+from greenroom.server.admin.models.loads import owner_of
+from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.telemetry.logs import get_logger

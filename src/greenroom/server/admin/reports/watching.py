@@ -27,8 +27,8 @@ from greenroom.errors import MethodNotAllowed, NotFound, Overload
 from greenroom.process.logs import LogRing
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.memory import green_room_used_mib, memory_split
-from greenroom.server.admin.snapshot import Snapshot, cache_view
+from greenroom.server.admin.reports.memory import green_room_used_mib, memory_split
+from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
 from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.telemetry.hub import Event, Hub
 from greenroom.telemetry.logs import lost_lines

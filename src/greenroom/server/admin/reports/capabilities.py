@@ -24,9 +24,9 @@ from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.loads import gpu_mib
-from greenroom.server.admin.memory import kv_mib
-from greenroom.server.admin.snapshot import Snapshot, cache_view
+from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.server.admin.reports.memory import kv_mib
+from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
 from greenroom.server.admin.views import StatusWord, View
 from greenroom.server.asgi import caller_of
 from greenroom.tenancy.keys import Caller
