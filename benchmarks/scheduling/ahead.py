@@ -35,7 +35,7 @@ from greenroom.core import events as ev
 from greenroom.core.model import DeviceKind, ModelId, MoveKind, Tier
 from greenroom.sim.config import SimConfig
 from greenroom.sim.records import Fate, SimArrival, SimPlace
-from greenroom.sim.stats import waits_of
+from greenroom.sim.results.stats import waits_of
 from greenroom.sim.workloads import Recorded
 from greenroom.sim.world import World
 

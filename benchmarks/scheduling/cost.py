@@ -39,7 +39,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpe
 from greenroom.core.scheduler import Scheduler
 from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.records import SimCall
-from greenroom.sim.stats import quantile
+from greenroom.sim.results.stats import quantile
 from greenroom.sim.workloads import zipf
 from greenroom.sim.world import World
 

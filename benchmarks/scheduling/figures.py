@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 
 from benchmarks.scheduling.workloads import FLOODER
-from greenroom.sim.stats import Waits, quantile, stats_of, waits_of
+from greenroom.sim.results.stats import Waits, quantile, stats_of, waits_of
 from greenroom.sim.world import World
 
 

@@ -21,7 +21,7 @@ from benchmarks.scheduling.machines import model_names
 from benchmarks.scheduling.workloads import generated
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.sim.records import SimArrival
-from greenroom.sim.traces import Known, read_trace
+from greenroom.sim.traces.traces import Known, read_trace
 from greenroom.sim.workloads import Agents, Draw, Mix, Recorded, Workload, zipf
 
 PROMPT_LEN = 300.0

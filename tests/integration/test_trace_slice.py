@@ -26,8 +26,8 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
 from greenroom.sim.cases import simulate
 from greenroom.sim.config import SimConfig, SimModel, Timings
-from greenroom.sim.stats import Stats
-from greenroom.sim.traces import read_trace
+from greenroom.sim.results.stats import Stats
+from greenroom.sim.traces.traces import read_trace
 from greenroom.sim.workloads import Recorded
 from tests.harness import gateway, tiny
 from tests.integration.facts import at_rest

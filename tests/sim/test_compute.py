@@ -11,7 +11,7 @@ from greenroom.sim.cases import simulate
 from greenroom.sim.config import MEASURED_STEPS, ONE_PROCESS, OWN_PROCESSES, SimModel, SpeedCurve
 from greenroom.sim.hooks import TraceHash
 from greenroom.sim.records import Fate
-from greenroom.sim.stats import Stats, stats_of
+from greenroom.sim.results.stats import Stats, stats_of
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import MANNERS, gpu, host, names, setting, sim_model

@@ -10,7 +10,7 @@ import pytest
 
 from greenroom.core.model import TenantId
 from greenroom.sim.cases import Case, Result, cases, run_all
-from greenroom.sim.plots import (
+from greenroom.sim.results.plots import (
     HEIGHT,
     MARKS_MAX,
     WIDTH,
@@ -23,9 +23,9 @@ from greenroom.sim.plots import (
     plot,
     thinned,
 )
-from greenroom.sim.report import columns, comparison, html, over_time_plot, tiers_plot, wait_plots
-from greenroom.sim.stats import stats_of
-from greenroom.sim.verdict import advice
+from greenroom.sim.results.report import columns, comparison, html, over_time_plot, tiers_plot, wait_plots
+from greenroom.sim.results.stats import stats_of
+from greenroom.sim.results.verdict import advice
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import names, setting, sim_model

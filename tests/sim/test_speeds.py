@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.sim.config import OWN_PROCESSES, SpeedCurve
-from greenroom.sim.speeds import ROWS_MIN, Answer, recorded_answers, speeds
+from greenroom.sim.traces.speeds import ROWS_MIN, Answer, recorded_answers, speeds
 
 HEAD = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
 # Two answers at a time take twice as long, and so does an answer beside a busy model.

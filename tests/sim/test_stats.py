@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.model import ModelId, TenantId
 from greenroom.sim.cases import simulate
-from greenroom.sim.stats import CURVE_MAX, jain, quantile, stats_of, waits_of
+from greenroom.sim.results.stats import CURVE_MAX, jain, quantile, stats_of, waits_of
 from greenroom.sim.truth import STRETCHES_MAX, TierTimes
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World

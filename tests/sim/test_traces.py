@@ -11,10 +11,10 @@ import pytest
 from greenroom.core.events import RequestArrived, ServeDone
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.record.recording import encode
-from greenroom.sim import traces
 from greenroom.sim.records import SimArrival
-from greenroom.sim.trace_columns import TraceError
-from greenroom.sim.traces import Known, read_trace, trace_of
+from greenroom.sim.traces import traces
+from greenroom.sim.traces.columns import TraceError
+from greenroom.sim.traces.traces import Known, read_trace, trace_of
 
 HEADER = "t,model,prompt_len,output_len"
 

@@ -7,8 +7,8 @@ import pytest
 
 from greenroom.sim.cases import Case, Result, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
+from greenroom.sim.results.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.truth import Delays
-from greenroom.sim.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
 from tests.sim.settings import gpu, host, names, setting, sim_model
 

@@ -21,9 +21,9 @@ from greenroom.engines.registry import engine_for, facts_of, split_keys
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
-from greenroom.sim.speeds import Answer, recorded_answers, speeds
-from greenroom.sim.traces import Known, trace_of
-from greenroom.sim.verdict import counted
+from greenroom.sim.results.verdict import counted
+from greenroom.sim.traces.speeds import Answer, recorded_answers, speeds
+from greenroom.sim.traces.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.sim.config import SimConfig, SimModel
 from greenroom.sim.hooks import Watcher
-from greenroom.sim.stats import Stats, stats_of
+from greenroom.sim.results.stats import Stats, stats_of
 from greenroom.sim.workloads import Workload
 from greenroom.sim.world import World
 

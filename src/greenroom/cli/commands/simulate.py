@@ -21,15 +21,15 @@ from greenroom.cli.simulation_options import add_options
 
 if TYPE_CHECKING:
     from greenroom.sim.cases import Case, Result
-    from greenroom.sim.stats import Stats, Waits
+    from greenroom.sim.results.stats import Stats, Waits
     from greenroom.sim.truth import Delays
 
 
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
+    from greenroom.sim.results.verdict import advice, counted
     from greenroom.sim.runs import CaseFailed, CaseRuns
-    from greenroom.sim.verdict import advice, counted
 
     path = loader.find(args.config)
     config = loader.load(path).config
@@ -216,7 +216,7 @@ def _waits(waits: Waits) -> dict[str, float]:
 
 def _delays(delays: Delays) -> dict[str, Any]:
     """Seconds are means over requests that were served."""
-    from greenroom.sim.verdict import bottleneck
+    from greenroom.sim.results.verdict import bottleneck
 
     cause = bottleneck(delays)
     return {
@@ -228,7 +228,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
 
 
 def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None:
-    from greenroom.sim.report import html
+    from greenroom.sim.results.report import html
 
     page = html(results, assumed)
     try:

@@ -21,7 +21,7 @@ from random import Random
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.sim.records import Arrivals, SimArrival
-from greenroom.sim.trace_columns import MARK_BYTES, TITLES, TraceCells, TraceError, plain, refuse_packed, table_of
+from greenroom.sim.traces.columns import MARK_BYTES, TITLES, TraceCells, TraceError, plain, refuse_packed, table_of
 from greenroom.sim.workloads import ARRIVALS_MAX, Draw, zipf
 
 ROWS_MAX = ARRIVALS_MAX

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from greenroom.sim.cases import Case, Result
-from greenroom.sim.stats import Stats, Waits
+from greenroom.sim.results.stats import Stats, Waits
 from greenroom.sim.truth import Delays
 
 # Waits below this are not noticed; differences below this share do not count.

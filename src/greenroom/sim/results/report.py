@@ -11,10 +11,10 @@ from html import escape
 from typing import NamedTuple
 
 from greenroom.sim.cases import Case, Result, short_labels
-from greenroom.sim.plots import Bar, Line, bars, linear, logarithmic, plot
-from greenroom.sim.stats import CLASS_NAMES, Stats, Waits
+from greenroom.sim.results.plots import Bar, Line, bars, linear, logarithmic, plot
+from greenroom.sim.results.stats import CLASS_NAMES, Stats, Waits
+from greenroom.sim.results.verdict import Advice, advice, bottleneck, seconds
 from greenroom.sim.truth import Delays
-from greenroom.sim.verdict import Advice, advice, bottleneck, seconds
 
 # Where a logarithmic axis shows requests that did not wait.
 AT_ONCE_S = 0.01
