@@ -79,7 +79,7 @@ CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum",
 CORE_IS_SEEN_BY = {"model", "events", "effects", "scheduler", "view", "explain", "policy"}
 # The simulated world knows where a sleeping copy lies without asking the scheduler that it judges.
 # An engine finds its parts in its shares by the arithmetic with which they were planned.
-CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}, "engines/diffusers.py": {"packing"}}
+CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}, "engines/builtin/diffusers.py": {"packing"}}
 # Programs for child processes that must start quickly or under another Python: the standard library and one engine.
 STANDALONE = {
     "process/keeper.py": set(),

@@ -10,7 +10,7 @@ import pytest
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.base import LaunchPlace
-from greenroom.engines.comfyui import ComfyUiEngine, checkpoint_names
+from greenroom.engines.builtin.comfyui import ComfyUiEngine, checkpoint_names
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, warn

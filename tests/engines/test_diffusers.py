@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LAUNCH, Split
-from greenroom.engines.diffusers import DiffusersEngine, device_map
+from greenroom.engines.builtin.diffusers import DiffusersEngine, device_map
+from greenroom.engines.builtin.transformers import TransformersEngine
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
 from greenroom.engines.registry import engine_for, split_keys
-from greenroom.engines.transformers import TransformersEngine
 from greenroom.errors import UnusableModel
 from tests.hf_folder import write_safetensors
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.config.schema import Model
-from greenroom.engines.command import estimate_command, files_of_command, folder_options
+from greenroom.engines.builtin.command import estimate_command, files_of_command, folder_options
 from greenroom.engines.estimates.hf_folder import FolderOptions
 from greenroom.engines.identity import arguments_identity, embedded_identity
 from greenroom.engines.registry import engine_for

@@ -12,13 +12,13 @@ import pytest
 
 from greenroom.config.schema import Model
 from greenroom.core.model import Need
+from greenroom.engines.builtin.llamacpp import LlamaCppEngine
 from greenroom.engines.estimates import gguf as module
 from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.gguf_header import read_header
 from greenroom.engines.estimates.kv_cache import Cells, attention_bytes, gguf_cache, state_bytes
 from greenroom.engines.estimates.llama_options import LlamaOptions, read
-from greenroom.engines.llamacpp import LlamaCppEngine
 from tests.engines import estimate_models
 from tests.engines.llamacpp_worker import SMALL, Worker, worker
 from tests.models import tiny, tiny_embedding

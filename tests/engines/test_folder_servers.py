@@ -14,10 +14,10 @@ import pytest
 from greenroom.config.schema import Ability, Config, Model
 from greenroom.core.model import DeviceId, ModelId, Need
 from greenroom.engines.base import CacheFigures, EngineFacts, Launch, LaunchPlace, ProcessEngine, Split, equal_counts
+from greenroom.engines.builtin.sglang import SglangEngine
+from greenroom.engines.builtin.vllm import VllmEngine, utilization
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
 from greenroom.engines.registry import engine_for
-from greenroom.engines.sglang import SglangEngine
-from greenroom.engines.vllm import VllmEngine, utilization
 from greenroom.errors import LoadFailed
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.needs import Needs, Subject

@@ -10,8 +10,8 @@ import pytest
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LaunchPlace, Split, environment
-from greenroom.engines.command import takes_free_memory
-from greenroom.engines.llamacpp import WORKER, LlamaCppEngine
+from greenroom.engines.builtin.command import takes_free_memory
+from greenroom.engines.builtin.llamacpp import WORKER, LlamaCppEngine
 from greenroom.engines.registry import engine_for, facts_of
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command

@@ -12,9 +12,9 @@ import pytest
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LAUNCH, EngineFacts, HostKey
+from greenroom.engines.builtin.torch_engine import PROGRAM
+from greenroom.engines.builtin.transformers import TransformersEngine
 from greenroom.engines.registry import engine_for
-from greenroom.engines.torch_engine import PROGRAM
-from greenroom.engines.transformers import TransformersEngine
 from greenroom.errors import LoadFailed
 
 ENGINE = TransformersEngine()

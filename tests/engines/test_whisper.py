@@ -14,8 +14,8 @@ import pytest
 from greenroom.config import loader
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import LaunchPlace
+from greenroom.engines.builtin.whisper import PROGRAM_MIB, SOUND_MIB, WhisperEngine, is_multilingual, stored_type
 from greenroom.engines.registry import engine_for
-from greenroom.engines.whisper import PROGRAM_MIB, SOUND_MIB, WhisperEngine, is_multilingual, stored_type
 from greenroom.errors import LoadFailed, UnusableModel
 from tests.models import tiny_ears
 

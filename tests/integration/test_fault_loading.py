@@ -19,7 +19,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.engines.llamacpp import WORKER
+from greenroom.engines.builtin.llamacpp import WORKER
 from greenroom.errors import LoadFailed
 from greenroom.process import ports
 from tests.harness import FAKE_ENGINE, fake, gateway, left_behind, tiny

@@ -19,7 +19,7 @@ from greenroom.app import App
 from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LaunchPlace
-from greenroom.engines.vllm import VllmEngine
+from greenroom.engines.builtin.vllm import VllmEngine
 from tests.harness import gateway
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive

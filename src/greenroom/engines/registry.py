@@ -13,14 +13,14 @@ from typing import Final, TypedDict
 from greenroom.config.plugins import ENGINE_GROUP, Named
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import Engine, EngineFacts, HostedEngine, ProcessEngine, Split, equal_counts
-from greenroom.engines.comfyui import ComfyUiEngine
-from greenroom.engines.command import CommandEngine
-from greenroom.engines.diffusers import DiffusersEngine
-from greenroom.engines.llamacpp import LlamaCppEngine
-from greenroom.engines.sglang import SglangEngine
-from greenroom.engines.transformers import TransformersEngine
-from greenroom.engines.vllm import VllmEngine
-from greenroom.engines.whisper import WhisperEngine
+from greenroom.engines.builtin.comfyui import ComfyUiEngine
+from greenroom.engines.builtin.command import CommandEngine
+from greenroom.engines.builtin.diffusers import DiffusersEngine
+from greenroom.engines.builtin.llamacpp import LlamaCppEngine
+from greenroom.engines.builtin.sglang import SglangEngine
+from greenroom.engines.builtin.transformers import TransformersEngine
+from greenroom.engines.builtin.vllm import VllmEngine
+from greenroom.engines.builtin.whisper import WhisperEngine
 from greenroom.errors import ConfigError
 
 _OURS: Final[tuple[type[Engine], ...]] = (

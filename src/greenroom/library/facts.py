@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from greenroom.config.schema import Model
+from greenroom.engines.builtin.whisper import STORED_BYTES, stored_type
 from greenroom.engines.estimates.gguf import header_of, weights_of
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import Facts, SafetensorsHeader, folder_config, read_all
 from greenroom.engines.registry import engine_for
-from greenroom.engines.whisper import STORED_BYTES, stored_type
 from greenroom.library.records import ENGINE_OF_KIND, ModelKind
 
 # No number of a model takes less than a bit.

@@ -13,6 +13,7 @@ from typing import Final
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId
 from greenroom.engines.base import EngineFacts
+from greenroom.engines.builtin.torch_engine import PIPELINE_INDEX, TorchEngine
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf_header import BadModelFile, has_tools
 from greenroom.engines.estimates.hf_folder import folder_config, folder_fault
@@ -26,7 +27,6 @@ from greenroom.engines.estimates.hosted import (
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
 from greenroom.engines.installed import packages_missing
-from greenroom.engines.torch_engine import PIPELINE_INDEX, TorchEngine
 from greenroom.errors import UnusableModel
 
 # Without one of these no model can be loaded.

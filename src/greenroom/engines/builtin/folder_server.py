@@ -28,13 +28,13 @@ from greenroom.engines.base import (
     ProcessEngine,
     Split,
 )
+from greenroom.engines.builtin.transformers import embeds, template_has_tools
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import folder_config, folder_fault, weight_files
 from greenroom.engines.estimates.paged import PagedOptions, attention_heads, estimate_paged, estimate_paged_asleep
 from greenroom.engines.identity import file_identity, packages_identity, program_identity
 from greenroom.engines.installed import packages_missing
-from greenroom.engines.transformers import embeds, template_has_tools
 from greenroom.engines.usage import Usage
 from greenroom.errors import LoadFailed, UnusableModel
 

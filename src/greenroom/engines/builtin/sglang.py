@@ -12,9 +12,7 @@ from typing import Final
 
 from greenroom.config.schema import Model
 from greenroom.engines.base import CallEngine, Launch, LaunchPlace, environment
-from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
-from greenroom.engines.estimates.paged import GRAPHS_MIB, estimate_paged
-from greenroom.engines.folder_server import (
+from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
     FolderServer,
     asked,
@@ -23,7 +21,9 @@ from greenroom.engines.folder_server import (
     metric_sum,
     on_gpus,
 )
-from greenroom.engines.transformers import embeds
+from greenroom.engines.builtin.transformers import embeds
+from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
+from greenroom.engines.estimates.paged import GRAPHS_MIB, estimate_paged
 from greenroom.process.spawn import Command
 
 # It serves the files of the folder and fetches nothing. Its /health would generate a token each time, for a second.

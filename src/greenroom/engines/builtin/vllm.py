@@ -15,9 +15,7 @@ import msgspec
 
 from greenroom.config.schema import Model
 from greenroom.engines.base import CallEngine, Launch, LaunchPlace, Listens, environment
-from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
-from greenroom.engines.estimates.paged import cache_mib
-from greenroom.engines.folder_server import (
+from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
     SERIES_MAX,
     FolderServer,
@@ -27,7 +25,9 @@ from greenroom.engines.folder_server import (
     folder_of,
     on_gpus,
 )
-from greenroom.engines.transformers import embeds
+from greenroom.engines.builtin.transformers import embeds
+from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
+from greenroom.engines.estimates.paged import cache_mib
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 

@@ -14,6 +14,7 @@ from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId
 from greenroom.core.packing import pack
 from greenroom.engines.base import EngineFacts, Split
+from greenroom.engines.builtin.torch_engine import TorchEngine
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.pipeline import (
     component_mib,
@@ -26,7 +27,6 @@ from greenroom.engines.estimates.pipeline import (
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
 from greenroom.engines.installed import packages_missing
-from greenroom.engines.torch_engine import TorchEngine
 
 # Without one of these no pipeline can be loaded.
 PACKAGES: Final = ("torch", "transformers", "diffusers", "pillow", "h11")

@@ -38,7 +38,7 @@ from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
-WORKER = Path(__file__).parent.parent / "workers" / "llamacpp_server.py"
+WORKER = Path(__file__).parents[2] / "workers" / "llamacpp_server.py"
 # No prompt cache in host memory: it is not part of the plan.
 CACHE_RAM_MIB = 0
 
