@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.explain import words
+from greenroom.cli.commands.operating.explain import words
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer, error
 

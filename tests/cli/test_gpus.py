@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands import gpus
+from greenroom.cli.commands.operating import gpus
 from greenroom.cli.main import main
 from tests import fake_gpu
 from tests.cli.fake_gateway import FakeGateway, answer

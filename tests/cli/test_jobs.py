@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands import jobs
+from greenroom.cli.commands.models import jobs
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error
 from tests.cli.test_ps import in_terminal

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom.cli.commands.models import size
+from greenroom.cli.commands.models.models import size
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.cli.test_ps import in_terminal

@@ -7,7 +7,7 @@ import pytest
 
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
-from greenroom.cli.commands import moves
+from greenroom.cli.commands.operating import moves
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.cli.test_ps import LOADING, in_terminal, model, status

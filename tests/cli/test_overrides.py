@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli.commands.serve import Overrides
+from greenroom.cli.commands.gateway.serve import Overrides
 from greenroom.cli.parser import parser
 from greenroom.config.schema import Config, LogLevel, Server
 

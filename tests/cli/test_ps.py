@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands import ps
+from greenroom.cli.commands.operating import ps
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands import pull
+from greenroom.cli.commands.models import pull
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.standin_hub import StandinHub, standin_hub

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands import explain
+from greenroom.cli.commands.operating import explain
 from greenroom.cli.failures import ExitStatus
 from greenroom.cli.main import main
 from greenroom.cli.parser import parser

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from greenroom.cli.commands.token import OPERATIONS
+from greenroom.cli.commands.access.token import OPERATIONS
 from greenroom.cli.main import main
 from greenroom.config.sections.governance import Operation
 from greenroom.tenancy.governance.audit import AuditLog

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from greenroom.cli.commands.trainer import addresses_of
+from greenroom.cli.commands.models.trainer import addresses_of
 from greenroom.cli.main import main
 from tests.trainer.fake_replica import FakeReplica
 

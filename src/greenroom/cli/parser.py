@@ -7,32 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from greenroom import __version__
-from greenroom.cli.commands import (
-    Subcommand,
-    audit,
-    chat,
-    check,
-    configuration,
-    demo,
-    engines,
-    estimate,
-    explain,
-    flush,
-    gpus,
-    jobs,
-    key,
-    leases,
-    logs,
-    models,
-    moves,
-    ps,
-    pull,
-    serve,
-    simulate,
-    token,
-    trainer,
-    usage,
-)
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands.access import audit, key, token, usage
+from greenroom.cli.commands.gateway import check, configuration, demo, serve, simulate
+from greenroom.cli.commands.models import chat, engines, estimate, jobs, models, pull, trainer
+from greenroom.cli.commands.operating import explain, flush, gpus, leases, logs, moves, ps
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(serve.COMMAND, demo.COMMAND, check.COMMAND, ps.COMMAND, gpus.COMMAND),

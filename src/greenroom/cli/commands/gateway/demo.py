@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import failures, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.commands.serve import Overrides, add_override_options
+from greenroom.cli.commands.gateway.serve import Overrides, add_override_options
 from greenroom.cli.failures import CommandFailed
 from greenroom.errors import StateDirBusy
 

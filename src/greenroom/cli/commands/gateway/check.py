@@ -230,7 +230,7 @@ def _short_waits(config: Config) -> list[str]:
 
 def _no_packages(config: Config) -> list[str]:
     """Warnings for hosted models whose Python lacks packages. Each Python is asked once; nothing is imported."""
-    from greenroom.cli.commands.engines import HOSTED, looked_at
+    from greenroom.cli.commands.models.engines import HOSTED, looked_at
 
     hosted = {name: model for name, model in config.models.items() if model.engine in HOSTED}
     rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
@@ -239,7 +239,7 @@ def _no_packages(config: Config) -> list[str]:
 
 def _no_engine(loaded: LoadedConfig) -> list[str]:
     """Warnings for models whose engine is missing. The loader has told of programs, and others of hosted models."""
-    from greenroom.cli.commands.engines import HOSTED
+    from greenroom.cli.commands.models.engines import HOSTED
     from greenroom.engines.registry import engine_for
 
     found = []

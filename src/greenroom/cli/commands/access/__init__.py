@@ -1,0 +1,1 @@
+"""Commands about keys and signed operations, and what was used with them."""

@@ -1,0 +1,1 @@
+"""Commands for a gateway that runs: what it does, why, and orders to change that."""
