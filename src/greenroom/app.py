@@ -33,6 +33,7 @@ from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
+from greenroom.runtime.operations.state_follower import StateFollower
 from greenroom.runtime.operations.updates import Updates, UpdateServices
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import Weights
@@ -159,6 +160,7 @@ class App:
         )
 
         self.updates = self._wire_updates()
+        self.state_follower = StateFollower(self.updates, lambda: self.config)
 
     def _wire_updates(self) -> Updates:
         return Updates(
@@ -271,6 +273,7 @@ class App:
         self.jobs.start()
         self.downloads.start()
         self.updates.start()
+        self.state_follower.start()
         self.memory_watch.start()
         self.figures.start()
         self.keys.follow()
@@ -356,6 +359,7 @@ class App:
         )
         self.resolver.reloaded()
         self.updates.start()
+        self.state_follower.reloaded()
         self._forget_removed()
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
@@ -389,6 +393,7 @@ class App:
         await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
         await self.figures.close()
         await self.loads.close()
+        await self.state_follower.close()
         await self.updates.close()
         await _in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
         await _close(common, memory, leases, front)

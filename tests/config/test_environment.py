@@ -29,6 +29,7 @@ FILE = "server: {port: 1, wait_max_s: 7}\nmodels: {q: {path: q.gguf}}\n"
         ("VLLM_MAX_MODEL_LEN", "32768", "vllm.ctx_size", 32768),
         ("VLLM_GPU_MEMORY_UTILIZATION", "0.9", "vllm.gpu_memory_utilization", 0.9),
         ("VLLM_ENABLE_PREFIX_CACHING", "false", "vllm.prefix_caching", False),
+        ("SYNC_STATE_FILE", "/models/sync_state.json", "versions.state_file", "/models/sync_state.json"),
         ("LOG_LEVEL", "WARN", "log.level", "warning"),
         ("LOG_FORMAT", "JSON", "log.format", "json"),
     ],
@@ -66,6 +67,11 @@ def test_wrong_value_is_an_error_that_names_the_variable(
     with pytest.raises(ConfigError) as refused:
         load(None, environ)
     assert refused.value.message == f"the environment variable {told}"
+
+
+def test_a_file_of_the_desired_state_and_signed_operations_exclude_each_other(complaints: Complaints) -> None:
+    (told,) = complaints("governance: {key_path: /k}\n" + FILE, {"SYNC_STATE_FILE": "/models/sync_state.json"})
+    assert told.startswith("the environment variable SYNC_STATE_FILE (versions.state_file): does not go together")
 
 
 def test_problems_of_file_and_environment_are_told_together(complaints: Complaints) -> None:

@@ -204,6 +204,7 @@ AT_ONCE_KEYS = frozenset(
         "library.adhoc_models_max",
         "library.exclusive",
         "versions.default",
+        "versions.state_file",
         "runner.id",
         "runner.type",
         "server.multi_tenant",

@@ -80,6 +80,15 @@ TABLE: Final[tuple[Variable, ...]] = (
     Variable("MODEL_BASE_PATH", "library.roots", "Folders of models, separated as in PATH; added.", adds=True),
     Variable("HF_HOME", "library.roots", "Its folder `hub` is added beside other folders of models.", adds=True),
     Variable("HF_HUB_CACHE", "library.roots", "The same folder, named itself; wins over HF_HOME.", adds=True),
+    Variable("TRANSFORMERS_CACHE", "library.roots", "The same where neither of them is set.", adds=True),
+    Variable(
+        "HF_TOKEN", "", "Opens private repositories of the hub to downloads; engines never see it.", is_secret=True
+    ),
+    Variable(
+        "SYNC_STATE_FILE",
+        "versions.state_file",
+        "The file in which a trainer says what to serve.",
+    ),
     Variable(
         "VLLM_MAX_MODEL_LEN", "vllm.ctx_size", "Context length of models of vLLM that have no ctx_size of their own."
     ),

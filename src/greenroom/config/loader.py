@@ -163,6 +163,9 @@ def resolved(config: Config, folder: Path) -> Config:
     changed: dict[str, Any] = {"server": server, "memory": memory, "models": models, "state_dir": state_dir}
     files = ("key_path", "audit_path")
     paths = {key: _absolute(path, folder) for key in files if (path := getattr(config.governance, key)) is not None}
+    if config.versions.state_file is not None:
+        state_file = _absolute(config.versions.state_file, folder)
+        changed |= {"versions": config.versions.model_copy(update={"state_file": state_file})}
     changed |= {"governance": config.governance.model_copy(update=paths)}
     changed |= {"model_roots": roots, "library": config.library.model_copy(update={"roots": shelves})}
     return config.model_copy(update=changed)

@@ -335,6 +335,11 @@ def _version_problems(config: Config) -> Iterator[Problem]:
     default = config.versions.default
     if default is not None and (default not in config.models or config.models[default].versions is None):
         yield Problem(("versions", "default"), f"there is no model {default} under version control (key `versions`)")
+    if config.versions.state_file is not None and config.governance.is_on:
+        yield Problem(
+            ("versions", "state_file"),
+            "does not go together with signed operations: whoever writes the file would change models without a token",
+        )
     if config.scheduler.company is not None:
         for name in [name for name, model in config.models.items() if model.versions is not None]:
             yield Problem(

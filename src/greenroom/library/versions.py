@@ -30,14 +30,20 @@ class Version(msgspec.Struct, frozen=True):
     # An update fetched it, so its files may be deleted when it is no longer kept.
     is_fetched: bool = False
     since: float = 0.0
+    # The number of the desired state that asked for it; 0 if none did.
+    state: int = 0
 
 
 class NamedVersions(msgspec.Struct, frozen=True):
-    """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded."""
+    """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded.
+
+    `state` is the number of the newest desired state that was taken.
+    """
 
     current: Version | None = None
     kept: tuple[Version, ...] = ()
     prepared: Version | None = None
+    state: int = 0
 
     @property
     def last_number(self) -> int:
@@ -47,7 +53,8 @@ class NamedVersions(msgspec.Struct, frozen=True):
         """This version serves from now on. Returns also those that are no longer kept."""
         before = () if self.current is None else (self.current,)
         earlier = tuple(one for one in (*before, *self.kept) if one.path != version.path)
-        return NamedVersions(version, earlier[: keep - 1]), earlier[keep - 1 :]
+        state = max(self.state, version.state)
+        return NamedVersions(version, earlier[: keep - 1], state=state), earlier[keep - 1 :]
 
 
 class _Stored(msgspec.Struct, frozen=True):

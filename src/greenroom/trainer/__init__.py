@@ -10,9 +10,10 @@
 Needs only the standard library, so that any training program can import it.
 """
 
+from greenroom.trainer.following import Patience
 from greenroom.trainer.replica import ReplicaAway, ReplicaError, ReplicaStatus
 from greenroom.trainer.report import Answer, Outcome, Report, Result
-from greenroom.trainer.trainer import Patience, Trainer
+from greenroom.trainer.trainer import Trainer
 
 __all__ = [
     "Answer",

@@ -7,47 +7,13 @@ one has proved itself. Everything here blocks; replicas are called in threads, a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from dataclasses import replace
 
-from greenroom.trainer.replica import (
-    Replica,
-    ReplicaAway,
-    ReplicaError,
-    ReplicaStatus,
-    UpdateTask,
-    WantedVersion,
-)
+from greenroom.trainer.following import PATIENCE, Patience, look
+from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, WantedVersion
 from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
-
-# An update is asked for again if its replica ends meanwhile, so often.
-RESTARTS_MAX: Final = 3
-_ENDED: Final = ReplicaError("restarted", "it ended during the update")
-
-Thing = TypeVar("Thing")
-Made = TypeVar("Made")
-Looked = ReplicaStatus | ReplicaError
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a trainer waits, in seconds."""
-
-    # For the answer to one call that is answered at once.
-    answer_s: float = 10.0
-    # For a replica that has stopped answering during an update.
-    away_s: float = 60.0
-    # For a whole update, fetching included.
-    update_s: float = 3_600.0
-    # For the answer to a prompt.
-    generate_s: float = 300.0
-    poll_s: float = 0.5
-
-
-PATIENCE: Final = Patience()
+from greenroom.trainer.sync import ApiSync, FileSync, Looked, Sync, at_once
 
 
 class Trainer:
@@ -57,16 +23,19 @@ class Trainer:
         *,
         api_key: str | None = None,
         model: str | None = None,
+        state_file: str | None = None,
         patience: Patience = PATIENCE,
     ) -> None:
         """`replicas` are addresses, or find them anew for each call. The key is an admin's.
 
-        `model` is needed where several models are under version control. Raises ValueError for an invalid address.
+        `model` is needed where several models are under version control. With `state_file` updates are written there,
+        where the replicas find them, instead of asked for. Raises ValueError for an invalid address.
         """
         self._addresses = replicas if callable(replicas) else lambda: replicas
         self._api_key = api_key
         self._model = model
         self._patience = patience
+        self._sync: Sync = ApiSync(patience) if state_file is None else FileSync(state_file, model, patience)
         # What branches and tags meant when they were last updated to.
         self._commits: dict[tuple[str, str | None], str | None] = {}
         if not callable(replicas):
@@ -81,12 +50,12 @@ class Trainer:
             except ReplicaError as error:
                 return Answer(replica.url, None, code=error.code, message=error.message)
 
-        return _at_once(ask, self._replicas())
+        return at_once(ask, self._replicas())
 
     def verify(self) -> Report:
         """Whether all replicas serve the same weights: the same repository at the same commit."""
         replicas = self._replicas()
-        looked = _at_once(_look, replicas)
+        looked = at_once(look, replicas)
         there = [one for one in looked if isinstance(one, ReplicaStatus)]
         results, newest = [], _newest(there)
         for replica, status in zip(replicas, looked, strict=True):
@@ -108,11 +77,11 @@ class Trainer:
         With `all_or_nothing`, replicas that took them go back if one replica did not.
         """
         replicas = self._replicas()
-        looked = _at_once(_look, replicas)
+        looked = at_once(look, replicas)
         if all_or_nothing and any(isinstance(one, ReplicaError) for one in looked):
             return _untouched(replicas, looked)
         wanted = WantedVersion(repo_id, revision, _next_number(looked), allow_gap)
-        results = self._updated(replicas, wanted)
+        results = self._updated(replicas, wanted, is_new=True)
         ok = all(result.outcome is Outcome.SERVES for result in results)
         if ok:
             self._commits[repo_id, revision] = results[0].commit
@@ -121,7 +90,7 @@ class Trainer:
         words = f"{failed} of {len(results)} replicas did not take {repo_id}"
         if not all_or_nothing:
             return Report(False, tuple(results), f"{words}.")
-        results = self._rolled_back(replicas, looked, results)
+        results = self._sync.rolled_back(replicas, looked, results)
         return Report(False, tuple(results), f"{words}; the others went back.")
 
     def reconcile(self, repo_id: str, revision: str | None = None) -> Report:
@@ -130,7 +99,7 @@ class Trainer:
         What the newest version of a replica serves decides which commit a branch means, until it is updated anew.
         """
         replicas = self._replicas()
-        looked = _at_once(_look, replicas)
+        looked = at_once(look, replicas)
         leader = _newest(one for one in looked if isinstance(one, ReplicaStatus) and self._is(one, repo_id, revision))
         if leader is None:
             return self.update(repo_id, revision, all_or_nothing=False)
@@ -140,7 +109,7 @@ class Trainer:
             for replica, status in zip(replicas, looked, strict=True)
             if isinstance(status, ReplicaStatus) and status.weights != leader.weights
         ]
-        told = {result.url: result for result in self._updated(behind, wanted)}
+        told = {result.url: result for result in self._updated(behind, wanted, is_new=False)}
         results = tuple(
             told.get(replica.url) or _unchanged(replica, status)
             for replica, status in zip(replicas, looked, strict=True)
@@ -166,11 +135,8 @@ class Trainer:
             return True
         return self._commits.get((repo_id, revision), "") == status.commit
 
-    def _updated(self, replicas: Sequence[Replica], wanted: WantedVersion) -> list[Result]:
-        def serves(status: ReplicaStatus) -> bool:
-            return status.repo_id == wanted.repo_id and (status.number or 0) >= (wanted.number or 1)
-
-        results = _at_once(lambda replica: self._brought(replica, lambda: replica.update(wanted), serves), replicas)
+    def _updated(self, replicas: Sequence[Replica], wanted: WantedVersion, *, is_new: bool) -> list[Result]:
+        results = self._sync.updated(replicas, wanted, is_new=is_new)
         commits = [result.commit for result in results if result.outcome is Outcome.SERVES]
         # A branch may move between two replicas.
         return [
@@ -184,129 +150,6 @@ class Trainer:
             else result
             for result in results
         ]
-
-    def _rolled_back(
-        self, replicas: Sequence[Replica], before: Sequence[Looked], results: Sequence[Result]
-    ) -> list[Result]:
-        def back(one: tuple[Replica, Looked, Result]) -> Result:
-            replica, status, result = one
-            if result.outcome not in (Outcome.SERVES, Outcome.DIFFERS):
-                return result
-            return self._brought_back(replica, status, result)
-
-        return _at_once(back, list(zip(replicas, before, results, strict=True)))
-
-    # --- one of them ------------------------------------------------------------------------------------------------
-
-    def _brought_back(self, replica: Replica, before: Looked, result: Result) -> Result:
-        if isinstance(before, ReplicaError) or before.number is None or before.repo_id is None:
-            return replace(result, code="no_earlier_version", message="it had no version to go back to")
-        model, number, repo_id = before.model, before.number, before.repo_id
-
-        def ask() -> UpdateTask:
-            try:
-                return replica.roll_back(model, number)
-            except ReplicaError as error:
-                if error.code != "invalid_request":
-                    raise
-                # It keeps no earlier version.
-                return replica.update(WantedVersion(repo_id, before.commit))
-
-        back = self._brought(replica, ask, lambda status: status.weights == before.weights)
-        if back.outcome is Outcome.SERVES:
-            return replace(back, outcome=Outcome.ROLLED_BACK, code=result.code, message=result.message)
-        return replace(back, message=f"it did not go back: {back.message}")
-
-    def _brought(
-        self, replica: Replica, ask: Callable[[], UpdateTask], serves: Callable[[ReplicaStatus], bool]
-    ) -> Result:
-        """Ask for an update and follow it to its end, also over restarts of the replica."""
-        following = _Following(replica, ask, serves)
-        patience, began = self._patience, time.monotonic()
-        heard = began
-        while True:
-            try:
-                if (status := following.step()) is not None:
-                    return Result.of(replica.url, Outcome.SERVES, status)
-                heard = time.monotonic()
-            except ReplicaAway as away:
-                if time.monotonic() - heard > patience.away_s:
-                    return Result.of(replica.url, Outcome.LOST, None, away)
-            except ReplicaError as error:
-                looked = _look(replica)
-                status = looked if isinstance(looked, ReplicaStatus) else None
-                return Result.of(replica.url, Outcome.FAILED, status, error)
-            if time.monotonic() - began > patience.update_s:
-                late = ReplicaError("timeout", f"it has not ended within {patience.update_s:g} s")
-                return Result.of(replica.url, Outcome.LOST, None, late)
-            time.sleep(patience.poll_s)
-
-
-class _Following:
-    """One update of one replica, asked for again if the replica was restarted in the middle."""
-
-    def __init__(
-        self, replica: Replica, ask: Callable[[], UpdateTask], serves: Callable[[ReplicaStatus], bool]
-    ) -> None:
-        self._replica = replica
-        self._ask = ask
-        self._serves = serves
-        self._task: UpdateTask | None = None
-        self._is_asked = False
-        self._restarts = 0
-
-    def step(self) -> ReplicaStatus | None:
-        """What it serves, once that is what was wanted. Raises ReplicaError if it has failed for good."""
-        if self._task is None:
-            return self._begin()
-        try:
-            self._task = self._look_up(self._task)
-            if self._task.is_running:
-                return None
-            if self._task.code is not None:
-                raise ReplicaError(self._task.code, self._task.error or "it did not say why")
-            return self._replica.status()
-        except ReplicaError as error:
-            if error.code != _ENDED.code or self._restarts == RESTARTS_MAX:
-                raise
-            # It may have promised the version before it ended, so that is looked at first.
-            self._restarts += 1
-            self._task = None
-            return None
-
-    def _begin(self) -> ReplicaStatus | None:
-        if self._is_asked and self._serves(status := self._replica.status()):
-            return status
-        self._is_asked = True
-        try:
-            self._task = self._ask()
-        except ReplicaError as error:
-            # Another update, or this one, whose answer did not arrive.
-            if error.code != "update_in_progress":
-                raise
-        return None
-
-    def _look_up(self, task: UpdateTask) -> UpdateTask:
-        try:
-            return self._replica.task(task.id)
-        except ReplicaError as error:
-            if error.code == "not_found":
-                raise _ENDED from None
-            raise
-
-
-def _at_once(work: Callable[[Thing], Made], things: Sequence[Thing]) -> list[Made]:
-    if not things:
-        return []
-    with ThreadPoolExecutor(len(things)) as pool:
-        return list(pool.map(work, things))
-
-
-def _look(replica: Replica) -> Looked:
-    try:
-        return replica.status()
-    except ReplicaError as error:
-        return error
 
 
 def _newest(statuses: Iterable[ReplicaStatus]) -> ReplicaStatus | None:

@@ -34,3 +34,6 @@ class Versions(Section):
     default: ModelId | None = None
     """The model that /status, /generate and /update-model mean where several are under version control and the call
     names none by ?model=."""
+    state_file: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
+    """A file in which a trainer says what to serve, as /models/sync_state.json on a volume that all replicas share.
+    Whoever can write it can change the model."""

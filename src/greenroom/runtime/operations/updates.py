@@ -67,6 +67,8 @@ class UpdateOrder:
     allow_gap: bool = False
     # To kept weights instead of new ones.
     back_to: Version | None = None
+    # The number of the desired state that asks for it.
+    state: int = 0
 
 
 class UpdateFacts(msgspec.Struct, frozen=True):
@@ -233,6 +235,10 @@ class Updates:
         order = UpdateOrder(WeightsOrder(back_to.repo_id, back_to.commit), back_to=back_to)
         return await self.submit(model, order, tenant=tenant, key=key)
 
+    async def settle(self, model: str, state: int) -> None:
+        """Note that what serves is what this desired state wants. Raises OperationStoreFull."""
+        await self._write(model, msgspec.structs.replace(self.of(model), state=state))
+
     async def ended(self, id: str) -> Version:
         """Wait for the end of an update that runs. Raises why it failed."""
         running = next((one for one in self._running.values() if one.row == id), None)
@@ -349,7 +355,8 @@ class Updates:
         number = max(known.last_number + 1, order.number or 0)
         earlier = (one for one in (known.current, *known.kept) if one is not None)
         is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
-        return Version(number, found.repo_id, found.path, found.commit, is_fetched, round(self._services.wall(), 3))
+        since = round(self._services.wall(), 3)
+        return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
     async def _checked(self, name: str, model: Model, version: Version) -> Entry:
         """The coming version, whose files its engine can use as far as they tell. Raises UnusableModel."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, WrongUsage
+from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 
 if TYPE_CHECKING:
     from greenroom.trainer import Report, Trainer
@@ -23,6 +23,7 @@ DEFAULT_REPLICAS: Final = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
 HOST_NAME: Final = "INFERENCE_REPLICAS_HOST"
 SERVICE_NAME: Final = "INFERENCE_SERVICE_URL"
 REPO_NAME: Final = "MODEL_REPO_ID"
+FILE_NAME: Final = "SYNC_STATE_FILE"
 EVERY_S: Final = 30.0
 
 
@@ -63,6 +64,12 @@ def _add_update_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     parser.add_argument(
+        "--sync",
+        choices=("api", "file"),
+        default="api",
+        help=f"ask each replica, or write ${FILE_NAME}, which they follow (default: api)",
+    )
+    parser.add_argument(
         "--away-s", type=float, default=60.0, metavar="S", help="a replica silent for so long is lost (default: 60)"
     )
 
@@ -101,12 +108,12 @@ def _add_update(commands: Any) -> None:
 
 
 def _update(args: argparse.Namespace) -> int:
-    return _told(
-        args,
-        _trainer(args).update(
-            _repo_id(args), args.revision, allow_gap=args.allow_gap, all_or_nothing=args.all_or_nothing
-        ),
-    )
+    trainer, repo_id = _trainer(args), _repo_id(args)
+    try:
+        report = trainer.update(repo_id, args.revision, allow_gap=args.allow_gap, all_or_nothing=args.all_or_nothing)
+    except OSError as error:
+        raise CommandFailed(f"the replicas cannot be updated: {error}") from None
+    return _told(args, report)
 
 
 def _add_verify(commands: Any) -> None:
@@ -174,10 +181,19 @@ def _trainer(args: argparse.Namespace) -> Trainer:
 
     key = os.environ.get(args.api_key_env, "").strip() or None
     patience = Patience(away_s=args.away_s) if "away_s" in args else Patience()
+    state_file = _state_file() if "sync" in args and args.sync == "file" else None
+    replicas = _replicas(args.replica, os.environ)
     try:
-        return Trainer(_replicas(args.replica, os.environ), api_key=key, model=args.model, patience=patience)
+        return Trainer(replicas, api_key=key, model=args.model, state_file=state_file, patience=patience)
     except ValueError as error:
         raise WrongUsage(str(error)) from None
+
+
+def _state_file() -> str:
+    path = os.environ.get(FILE_NAME)
+    if not path:
+        raise WrongUsage(f"--sync file needs {FILE_NAME}, the file that the replicas follow")
+    return path
 
 
 def _replicas(said: Sequence[str] | None, environ: Mapping[str, str]) -> Sequence[str] | Callable[[], Sequence[str]]:

@@ -1,0 +1,140 @@
+"""The two ways in which replicas learn what to serve: each is asked by its API, or all follow one file.
+
+Owns how an update and the way back are asked for, and what became of each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from greenroom.library.desired import DesiredState, read_state, write_state
+from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed
+from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
+from greenroom.trainer.report import Outcome, Result
+
+Thing = TypeVar("Thing")
+Made = TypeVar("Made")
+Looked = ReplicaStatus | ReplicaError
+_TOOK_IT = (Outcome.SERVES, Outcome.DIFFERS)
+
+
+class Sync(Protocol):
+    def updated(self, replicas: Sequence[Replica], wanted: WantedVersion, *, is_new: bool) -> list[Result]:
+        """Let the replicas serve this. `is_new` is false if others serve it already."""
+
+    def rolled_back(
+        self, replicas: Sequence[Replica], before: Sequence[Looked], results: Sequence[Result]
+    ) -> list[Result]:
+        """Let replicas that took a version serve what they did before."""
+
+
+class ApiSync:
+    """Each replica is asked."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+
+    def updated(self, replicas: Sequence[Replica], wanted: WantedVersion, *, is_new: bool) -> list[Result]:
+        serves = _serving(wanted)
+        return at_once(lambda replica: self._brought(replica, lambda: replica.update(wanted), serves), replicas)
+
+    def rolled_back(
+        self, replicas: Sequence[Replica], before: Sequence[Looked], results: Sequence[Result]
+    ) -> list[Result]:
+        def back(one: tuple[Replica, Looked, Result]) -> Result:
+            replica, status, result = one
+            return self._brought_back(replica, status, result) if result.outcome in _TOOK_IT else result
+
+        return at_once(back, list(zip(replicas, before, results, strict=True)))
+
+    def _brought_back(self, replica: Replica, before: Looked, result: Result) -> Result:
+        if isinstance(before, ReplicaError) or before.number is None or before.repo_id is None:
+            return _stays(result)
+        model, number, repo_id = before.model, before.number, before.repo_id
+
+        def ask() -> UpdateTask:
+            try:
+                return replica.roll_back(model, number)
+            except ReplicaError as error:
+                if error.code != "invalid_request":
+                    raise
+                # It keeps no earlier version.
+                return replica.update(WantedVersion(repo_id, before.commit))
+
+        return _gone_back(self._brought(replica, ask, lambda status: status.weights == before.weights), result)
+
+    def _brought(self, replica: Replica, ask: Callable[[], UpdateTask], serves: Serves) -> Result:
+        return followed(replica, OrderedUpdate(replica, ask, serves).step, self._patience)
+
+
+class FileSync:
+    """The desired state is written once, and each replica takes it from there."""
+
+    def __init__(self, path: str, model: str | None, patience: Patience) -> None:
+        self._path = path
+        self._model = model
+        self._patience = patience
+
+    def updated(self, replicas: Sequence[Replica], wanted: WantedVersion, *, is_new: bool) -> list[Result]:
+        """Raises OSError if the file cannot be written."""
+        known = self._known()
+        if is_new or known is None or known.repo_id != wanted.repo_id or known.rollback:
+            number = max(wanted.number or 1, known.number + 1 if known else 1)
+            known = DesiredState(number, wanted.repo_id, wanted.revision, self._model, wanted.allow_gap)
+            write_state(self._path, known)
+        return self._watched(replicas, known.number, _serving(replace(wanted, number=known.number)))
+
+    def rolled_back(
+        self, replicas: Sequence[Replica], before: Sequence[Looked], results: Sequence[Result]
+    ) -> list[Result]:
+        """All go back to what the newest of them served before, also those that are away now."""
+        there = [one for one in before if isinstance(one, ReplicaStatus) and one.number is not None]
+        old = max(there, key=lambda status: status.number or 0, default=None)
+        if old is None or old.repo_id is None:
+            return [_stays(result) if result.outcome in _TOOK_IT else result for result in results]
+        known = self._known()
+        number = 1 + max(known.number if known else 0, *(result.model_version or 0 for result in results))
+        write_state(self._path, DesiredState(number, old.repo_id, old.commit, self._model, rollback=True))
+        took = [replica for replica, result in zip(replicas, results, strict=True) if result.outcome in _TOOK_IT]
+        back = {one.url: one for one in self._watched(took, number, lambda now: now.weights == old.weights)}
+        return [_gone_back(back[result.url], result) if result.url in back else result for result in results]
+
+    def _known(self) -> DesiredState | None:
+        try:
+            return read_state(self._path)
+        except ValueError:
+            # Not a state; it is replaced.
+            return None
+
+    def _watched(self, replicas: Sequence[Replica], number: int, serves: Serves) -> list[Result]:
+        patience = self._patience
+
+        def watch(replica: Replica) -> Result:
+            return followed(replica, WatchedUpdate(replica, number, serves, patience.away_s).step, patience)
+
+        return at_once(watch, replicas)
+
+
+def at_once(work: Callable[[Thing], Made], things: Sequence[Thing]) -> list[Made]:
+    """The work on each, in threads."""
+    if not things:
+        return []
+    with ThreadPoolExecutor(len(things)) as pool:
+        return list(pool.map(work, things))
+
+
+def _serving(wanted: WantedVersion) -> Serves:
+    return lambda status: status.repo_id == wanted.repo_id and (status.number or 0) >= (wanted.number or 1)
+
+
+def _stays(result: Result) -> Result:
+    return replace(result, code="no_earlier_version", message="it had no version to go back to")
+
+
+def _gone_back(back: Result, result: Result) -> Result:
+    if back.outcome is Outcome.SERVES:
+        return replace(back, outcome=Outcome.ROLLED_BACK, code=result.code, message=result.message)
+    return replace(back, message=f"it did not go back: {back.message}")

@@ -1,0 +1,122 @@
+"""Sync by file: replicas take what the trainer has written, once, and catch up when they were away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from greenroom.app import App
+from greenroom.library.desired import DesiredState, write_state
+from greenroom.runtime.operations.state_follower import FileWatch
+from greenroom.trainer import Outcome, Trainer
+from tests.harness import gateway, url, write_config
+from tests.integration.test_trainer import PATIENCE, told
+from tests.integration.test_versions import models, options, update, version, weights
+from tests.waiting import PATIENCE_S, until
+
+
+def following(tmp_path: Path, **library: Any) -> dict[str, Any]:
+    return {**options(tmp_path), **library, "versions": {"state_file": str(tmp_path / "sync_state.json")}}
+
+
+async def serves(app: App, number: int) -> None:
+    async def does() -> bool:
+        return bool((await version(app))["model_version"] == number)
+
+    await until(does, f"version {number} serves")
+
+
+async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path) -> None:
+    path = tmp_path / "sync_state.json"
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        weights(tmp_path, "bravo"), weights(tmp_path, "charlie")
+        write_state(str(path), DesiredState(5, "bravo.gguf"))
+        await serves(app, 5)
+        whole = path.read_bytes()
+        # Half a state, an equal one and an older one, each with other weights.
+        for content in (
+            whole[:-9],
+            whole.replace(b"bravo", b"alpha"),
+            json.dumps({**json.loads(whole), "model_version": 4, "model_repo_id": "alpha.gguf"}).encode(),
+        ):
+            path.write_bytes(content)
+            await asyncio.sleep(0.3)
+            now = await version(app)
+            assert (now["model_version"], now["updating"]) == (5, False)
+        # Its own number may be beyond that of the state, which is taken all the same.
+        await update(app, "alpha.gguf", model_version=9)
+        write_state(str(path), DesiredState(6, "charlie.gguf"))
+        await serves(app, 10)
+        assert (await version(app))["model_repo_id"] == "charlie.gguf"
+
+
+async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_path: Path) -> None:
+    weights(tmp_path, "bravo")
+    write_state(str(tmp_path / "sync_state.json"), DesiredState(11, "bravo.gguf"))
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        await serves(app, 11)
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        await asyncio.sleep(0.3)
+        now = await version(app)
+        assert (now["model_version"], now["updating"], now["error"]) == (11, False, None)
+
+
+async def test_a_state_that_cannot_be_taken_is_tried_again(tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        write_state(str(tmp_path / "sync_state.json"), DesiredState(2, str(tmp_path / "models" / "bravo.gguf")))
+
+        async def is_told() -> bool:
+            now = await version(app)
+            return now["error"] is not None and now["desired"]["model_version"] == 2
+
+        await until(is_told, "the error is told")
+        weights(tmp_path, "bravo")
+        await serves(app, 2)
+        assert (await version(app))["error"] is None
+
+
+async def test_a_reload_names_the_file_and_one_for_another_model_is_ignored(tmp_path: Path) -> None:
+    served = models(tmp_path)
+    weights(tmp_path, "bravo")
+    write_state(str(tmp_path / "sync_state.json"), DesiredState(2, "bravo.gguf", model="other"))
+    async with gateway(tmp_path, served, **options(tmp_path)) as app:
+        write_config(tmp_path, served, **following(tmp_path))
+        await app.reload()
+        write_state(str(tmp_path / "sync_state.json"), DesiredState(3, "bravo.gguf", model="m"))
+        await serves(app, 3)
+
+
+async def test_a_trainer_writes_the_file_and_all_go_back_where_one_fails(tmp_path: Path) -> None:
+    state_file, two = str(tmp_path / "sync_state.json"), tmp_path / "two"
+    two.mkdir()
+    only_there = {"library": {"roots": [str(two)]}}
+    async with (
+        gateway(tmp_path, models(tmp_path), **following(tmp_path)) as first,
+        gateway(two, models(tmp_path), **following(tmp_path, **only_there)) as second,
+    ):
+        trainer = Trainer([url(first), url(second)], state_file=state_file, patience=PATIENCE)
+        delta = weights(tmp_path, "delta")
+        report = await asyncio.to_thread(trainer.update, delta)
+        assert not report.ok, report
+        assert told(report) == [(Outcome.ROLLED_BACK, 3, "org/first"), (Outcome.FAILED, 1, "org/first")], report
+        assert (report.results[1].code, str(delta) in str(report.results[1].message)) == ("not_found", True)
+        assert (await asyncio.to_thread(trainer.verify)).ok
+        # The one that failed is told by the file that it serves what it shall.
+        await until(lambda: second.updates.of("m").state == 3, "the second one has settled")
+        assert (await version(second))["model_version"] == 1
+
+
+async def test_a_file_is_told_of_at_once_and_others_beside_it_are_not(tmp_path: Path) -> None:
+    watch, path = FileWatch(), tmp_path / "later" / "state.json"
+    watch.watch(str(path))
+    path.parent.mkdir()
+    watch.watch(str(path))
+    (path.parent / "other").write_text("x")
+    waiting = asyncio.create_task(watch.changed(PATIENCE_S))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    write_state(str(path), DesiredState(1, "org/a"))
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    watch.close()
