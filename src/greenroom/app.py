@@ -34,7 +34,8 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
-from greenroom.runtime.operations.updates import Updates, UpdateServices
+from greenroom.runtime.operations.updates import Updates
+from greenroom.runtime.operations.version_changes import UpdateServices
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes

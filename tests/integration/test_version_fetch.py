@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from greenroom.app import App
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import http
 from tests.integration.test_versions import CHAT, ask, said, update, version
@@ -40,15 +42,17 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"library": {"roots": [str(tmp_path / "models")]}}
 
 
+async def has_first_version(app: App) -> None:
+    updates = app.updates
+    await until(lambda: updates.of("m").current is not None and not updates.running("m"), "it has its first version")
+
+
 async def test_the_first_version_and_the_next_are_fetched_and_the_last_but_one_deleted(
     hub: StandinHub, tmp_path: Path
 ) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-
-        async def is_ready() -> bool:
-            return (await http(app, "GET", "/readyz")).status == 200
-
-        await until(is_ready, "it has its first version")
+        await has_first_version(app)
+        assert (await http(app, "GET", "/readyz")).status == 200
         assert said(await ask(app)) == ("1", "org/alpha", "alpha")
         hub.faults.refuse = 1
         done = await update(app, "org/bravo")
@@ -64,11 +68,7 @@ async def test_the_first_version_and_the_next_are_fetched_and_the_last_but_one_d
 
 async def test_a_repository_that_is_not_there_changes_nothing(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-
-        async def has_version() -> bool:
-            return (await version(app))["model_version"] == 1
-
-        await until(has_version, "it has its first version")
+        await has_first_version(app)
         answer = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/nothing"})
         assert (answer.status, answer.error["code"]) == (502, "fetch_failed")
         assert said(await ask(app)) == ("1", "org/alpha", "alpha")
@@ -123,7 +123,7 @@ def files(folder: Path, name: str) -> list[Path]:
 
 async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await until(lambda: app.updates.of("m").current is not None, "it has its first version")
+        await has_first_version(app)
         await update(app, "org/alpha")
         await update(app, "org/bravo")
         assert not files(tmp_path, "alpha") and files(tmp_path, "bravo")
@@ -132,10 +132,64 @@ async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub
 async def test_files_that_another_model_needs_by_another_path_stay(hub: StandinHub, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "models")
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await until(lambda: app.updates.of("m").current is not None, "it has its first version")
+        await has_first_version(app)
         (path,) = files(tmp_path, "alpha")
         other = tiny(tmp_path / "link" / path.relative_to(tmp_path / "models"))
         write_config(tmp_path, {**models(keep=1), "other": other}, **options(tmp_path))
         await app.reload()
         await update(app, "org/bravo")
         assert files(tmp_path, "alpha")
+
+
+@pytest.mark.parametrize("what", ["two models", "no warm-up"])
+async def test_what_an_update_that_fails_has_fetched_is_deleted(hub: StandinHub, tmp_path: Path, what: str) -> None:
+    served = models()
+    if what == "two models":
+        hub.repos["org/bravo"]["other.gguf"] = tiny_file("charlie").read_bytes()
+    async with gateway(tmp_path, served, **options(tmp_path)) as app:
+        await has_first_version(app)
+        if what == "no warm-up":
+            served = models(warm_up_timeout_s=0.001)
+            write_config(tmp_path, served, **options(tmp_path))
+            await app.reload()
+        failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+        assert failed.error["code"] == ("bad_model" if what == "two models" else "warm_up_failed")
+        assert not files(tmp_path, "bravo") and files(tmp_path, "alpha")
+        # What serves stays, also if an update to it fails; and so does what was there before.
+        again = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/alpha", "revision": "gone"})
+        assert again.status >= 400 and files(tmp_path, "alpha")
+        assert said(await ask(app)) == ("1", "org/alpha", "alpha")
+
+
+async def test_files_that_were_there_before_an_update_that_fails_stay(hub: StandinHub, tmp_path: Path) -> None:
+    own = tmp_path / "models" / "own.gguf"
+    own.write_bytes(tiny_file("bravo").read_bytes())
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        fetched = await http(app, "POST", "/v1/models/download", {"model": "org/charlie"})
+        assert fetched.status < 300, fetched.body
+        await until(lambda: files(tmp_path, "charlie"), "an operator has fetched it")
+        write_config(tmp_path, models(warm_up_timeout_s=0.001), **options(tmp_path))
+        await app.reload()
+        for name in (str(own), "org/charlie"):
+            failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": name})
+            assert failed.error["code"] == "warm_up_failed"
+        assert own.exists() and files(tmp_path, "charlie")
+
+
+async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next(
+    hub: StandinHub, tmp_path: Path
+) -> None:
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        await update(app, "org/bravo")
+    # As if it had been killed before the second version was promised.
+    store = tmp_path / "state" / "versions.json"
+    written = json.loads(store.read_text())
+    now = written["models"]["m"]
+    written["models"]["m"] = {"current": now["kept"][0], "prepared": now["current"]}
+    store.write_text(json.dumps(written))
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        assert (await version(app))["error"]["code"] == "restarted"
+        await update(app, "org/charlie")
+        assert files(tmp_path, "alpha") and files(tmp_path, "charlie") and not files(tmp_path, "bravo")

@@ -220,6 +220,21 @@ async def test_a_reload_that_leaves_the_model_alone_does_not_end_its_update(tmp_
         assert said(await ask(app))[::2] == ("2", "bravo")
 
 
+async def test_orders_for_a_version_that_is_on_its_way_are_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
+        await ask(app)
+        begun = await http(app, "POST", "/update-model", {"model_repo_id": weights(tmp_path, "bravo")})
+        task = begun.json()["taskId"]
+        await until(lambda: app.catalog.is_known("m@2"), "the second version is on its way")
+        orders = [("m@2", "unload", {}), ("m@2", "load", {}), ("m", "load", {"evict": ["m@2"]})]
+        answers = [await http(app, "POST", f"/api/v1/models/{name}/{verb}", body) for name, verb, body in orders]
+        for refused in answers:
+            assert (refused.status, refused.error["code"]) == (409, "update_in_progress"), refused.body
+            assert refused.error["taskId"] == task and "the next version of m" in refused.error["message"]
+        await app.updates.ended(task)
+        assert said(await ask(app))[::2] == ("2", "bravo")
+
+
 async def test_a_model_with_the_id_of_a_coming_version_serves_on(tmp_path: Path) -> None:
     served = {**models(tmp_path), "m@2": tiny(tiny_file("charlie"))}
     async with gateway(tmp_path, served, **options(tmp_path)) as app:
@@ -238,6 +253,27 @@ async def test_a_version_that_is_kept_is_deleted_by_force_only(tmp_path: Path) -
         assert back.status == 200
         assert (await http(app, "DELETE", "/v1/models/inventory/bravo.gguf?force=true")).status == 200
         assert said(await ask(app))[::2] == ("3", "alpha")
+
+
+async def test_where_weights_lie_is_told_to_operators_only(tmp_path: Path) -> None:
+    keys = [{"name": "boss", "key": "b" * 20, "admin": True}, {"name": "guest", "key": "g" * 20, "tenant": "t"}]
+    path = weights(tmp_path, "alpha")
+    served = {"m": tiny(Path(path), versions={})}
+    boss, guest = ({"authorization": "Bearer " + letter * 20} for letter in "bg")
+    async with gateway(tmp_path, served, server={"api_keys": keys}, **options(tmp_path)) as app:
+        failed = {"model_repo_id": str(tmp_path / "models" / "gone.gguf")}
+        assert (await http(app, "POST", "/update-model?wait=true", failed, headers=boss)).status == 404
+        for key, told, wanted in ((boss, path, failed["model_repo_id"]), (guest, "alpha.gguf", "gone.gguf")):
+            answer = await http(app, "POST", CHAT, {"model": "m", "messages": []}, headers=key)
+            assert (answer.status, answer.headers["x-model-repo-id"]) == (200, told)
+            wrong = await http(app, "POST", "/v1/embeddings", {"model": "m", "input": "x"}, headers=key)
+            assert (wrong.status, wrong.headers["x-model-repo-id"]) == (400, told)
+            now = (await http(app, "GET", "/status", headers=key)).json()
+            assert (now["model_repo_id"], now["desired"]["model_repo_id"]) == (told, wanted)
+            id = answer.headers["x-request-id"]
+            request = (await http(app, "GET", f"/api/v1/requests/{id}", headers=key)).json()
+            listed = (await http(app, "GET", "/api/v1/models/m/versions", headers=key)).json()["data"]
+            assert [request["model_repo_id"], *(one["model_repo_id"] for one in listed)] == [told, told]
 
 
 # --- where the GPU holds only one of them ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ FILE_NAME: Final = "versions.json"
 
 
 class Version(msgspec.Struct, frozen=True):
-    """`repo_id` is told to callers; `path` is what the key `path` of a model takes."""
+    """`repo_id` is told to callers, see `told_as`; `path` is what the key `path` of a model takes."""
 
     number: int
     repo_id: str
@@ -55,6 +55,12 @@ class NamedVersions(msgspec.Struct, frozen=True):
         earlier = tuple(one for one in (*before, *self.kept) if one.path != version.path)
         state = max(self.state, version.state)
         return NamedVersions(version, earlier[: keep - 1], state=state), earlier[keep - 1 :]
+
+
+def told_as(repo_id: str, *, to_operator: bool) -> str:
+    """What a caller is told of where weights come from: of an absolute path, only operators see more than its name."""
+    is_path = repo_id.startswith(("/", "~"))
+    return os.path.basename(repo_id.rstrip("/")) if is_path and not to_operator else repo_id
 
 
 class _Stored(msgspec.Struct, frozen=True):

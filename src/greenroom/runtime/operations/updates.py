@@ -1,26 +1,20 @@
 """Updates: a new version of a model is fetched, loaded beside the old one, proves itself, and takes its name.
 
-Owns the steps and their order, one update of a model at a time, and what is told of the last one. Whatever fails before
-the version is promised on disk leaves the old one serving, untouched; once it is promised, the name flips in the same
-step of the loop. How weights are found is `weights.py`, how moves run is the scheduler's.
+Owns which update runs, one of a model at a time, what is told of the last one, and the files that updates fetched. How
+weights are found is `weights.py`; how a version comes to serve, or leaves the old one serving, `version_changes.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from greenroom.config.schema import Config, Model, ModelVersions
-from greenroom.core.events import ConfigChanged, Event, Learned, VersionPromoted
-from greenroom.core.model import ModelId, ModelSpec, MoveKind
-from greenroom.core.view import SchedulerView
+from greenroom.config.schema import Model, ModelVersions
 from greenroom.errors import (
     BadRequest,
     GatewayBug,
@@ -29,24 +23,15 @@ from greenroom.errors import (
     NotFound,
     OperationStoreFull,
     ShuttingDown,
-    TooLarge,
-    UnusableModel,
     UpdateInProgress,
-    WouldInterrupt,
 )
-from greenroom.library.roots import is_below
-from greenroom.library.versions import NamedVersions, Version, VersionStore
-from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
+from greenroom.library.versions import NamedVersions, Version
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.loads import MoveOrders
-from greenroom.runtime.operations.result_part import disk_failed
 from greenroom.runtime.operations.table import OperationTable
-from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import TENANT, FoundWeights, Weights, WeightsOrder
-from greenroom.runtime.slots import LiveSlots
-from greenroom.runtime.workers.hosted_slots import HostedSlots
+from greenroom.runtime.operations.version_changes import UpdateServices, VersionChanges, replace_prepared
+from greenroom.runtime.operations.weights import TENANT, FoundWeights, WeightsOrder
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("versions")
@@ -85,29 +70,6 @@ class UpdateFacts(msgspec.Struct, frozen=True):
     number_asked: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateServices:
-    """`unchanging` is held while the configuration must stay as it is; `forgotten` is called when a model has left."""
-
-    config: Callable[[], Config]
-    catalog: Catalog
-    store: VersionStore
-    weights: Weights
-    moves: MoveOrders
-    warm_up: WarmUp
-    slots: LiveSlots
-    hosted_slots: HostedSlots
-    post: Callable[[Event], None]
-    clock: Callable[[], float]
-    learned: Callable[[], Mapping[ModelId, Learned]]
-    unchanging: asyncio.Lock
-    is_draining: Callable[[], bool]
-    forgotten: Callable[[], None]
-    view: Callable[[], SchedulerView]
-    until: Callable[[Callable[[], bool]], Awaitable[None]]
-    wall: Callable[[], float] = time.time
-
-
 @dataclass(slots=True)
 class _Running:
     """An update that runs. `row` is empty until it is on disk."""
@@ -127,8 +89,10 @@ class Updates:
         self._running: dict[str, _Running] = {}
         self._errors: dict[str, OperationError] = {}
         self._desired: dict[str, UpdateFacts] = {}
-        # The moves that bring old versions back, one for each model whose update failed while it was held.
-        self._coming_back: set[asyncio.Task[None]] = set()
+        self._changes = VersionChanges(services)
+        self.still_held = self._changes.still_held
+        # Paths that updates of a model fetched and of which none became a version yet.
+        self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
         self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
@@ -190,6 +154,17 @@ class Updates:
             return self._errors.get(model)
         return None if self.of(model).prepared is None else INTERRUPTED
 
+    def expect_movable(self, entry: Entry) -> None:
+        """Raises UpdateInProgress for a version that is on its way: only its update moves it."""
+        name = entry.spec.version_of
+        if name is None:
+            return
+        running = self._running.get(name)
+        raise UpdateInProgress(
+            f"{entry.id} is the next version of {name} and moves only by its update. Ask again after that.",
+            beside=None if running is None else {"taskId": running.row},
+        )
+
     async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
         """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""
         self.options(model)
@@ -237,7 +212,7 @@ class Updates:
 
     async def settle(self, model: str, state: int) -> None:
         """Note that what serves is what this desired state wants. Raises OperationStoreFull."""
-        await self._write(model, msgspec.structs.replace(self.of(model), state=state))
+        await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
 
     async def ended(self, id: str) -> Version:
         """Wait for the end of an update that runs. Raises why it failed."""
@@ -273,10 +248,8 @@ class Updates:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # An update that is cancelled may have begun one just now.
-        for task in self._coming_back:
-            task.cancel()
-        await asyncio.gather(*self._coming_back, return_exceptions=True)
+        # After the updates: one that is cancelled may have begun a move just now.
+        await self._changes.close()
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -313,9 +286,12 @@ class Updates:
         said = OperationError(error.code, "Something went wrong in the gateway." if is_bug else error.message)
         self._errors[model] = said
         _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
-        del self._running[model]
         with contextlib.suppress(OperationStoreFull):
-            await self._write(model, replace_prepared(self.of(model), None))
+            await self._changes.write(model, replace_prepared(self.of(model), None))
+        # A first version is tried again, with what is there already.
+        if self.of(model).current is not None:
+            await self._remove(running.facts, ())
+        del self._running[model]
         await end_with(self._table, row.id, OperationStatus.FAILED, said, running.facts)
 
     async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
@@ -323,31 +299,22 @@ class Updates:
         model = services.config().models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
+        fetched = self._fetched.setdefault(name, set())
+        if (left := self.of(name).prepared) is not None and left.is_fetched:
+            # Of an update that the end of the gateway broke off.
+            fetched.add(left.path)
         running.at("fetching")
-        found = await self._found(model, order)
+        found = await self._found(model, order, fetched)
         running.at("checking")
         version = self._numbered(name, order, found)
-        coming = await self._checked(name, model, version)
-        await self._write(name, replace_prepared(self.of(name), version))
-        running.at("loading")
-        try:
-            self._add(coming)
-            await self._ready(coming, running, order.allow_gap)
-            running.at("warming")
-            await services.warm_up(coming, model.versions)
-            running.at("flipping")
-            await self._promised(name, model, coming, version)
-        except BaseException:
-            self._give_up(coming)
-            raise
-        finally:
-            self._release(name)
+        dropped = await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
+        await self._remove(running.facts, dropped)
         return version
 
-    async def _found(self, model: Model, order: UpdateOrder) -> FoundWeights:
+    async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
         back = order.back_to
         if back is None:
-            return await self._services.weights.found(model, order.weights)
+            return await self._services.weights.found(model, order.weights, fetched)
         return FoundWeights(back.path, back.repo_id, back.commit, back.is_fetched)
 
     def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
@@ -358,171 +325,15 @@ class Updates:
         since = round(self._services.wall(), 3)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
-    async def _checked(self, name: str, model: Model, version: Version) -> Entry:
-        """The coming version, whose files its engine can use as far as they tell. Raises UnusableModel."""
-        catalog = self._services.catalog
-
-        def look() -> tuple[Entry, str | None]:
-            if not os.path.exists(version.path):
-                return catalog.coming(name, model, version), f"there is nothing at {version.path}"
-            entry = catalog.coming(name, model, version)
-            return entry, entry.engine.unusable(entry.config)
-
-        entry, problem = await run_detached(look, f"look at {name}")
-        if problem is not None:
-            raise UnusableModel(f"{version.repo_id} cannot be served by {name}: {problem}.")
-        return entry
-
-    async def _write(self, name: str, versions: NamedVersions) -> None:
-        """Raises OperationStoreFull if the disk does not take it."""
-        try:
-            await run_detached(lambda: self._services.store.put(name, versions), "write versions")
-        except OSError as error:
-            raise disk_failed(error) from error
-
-    def _add(self, coming: Entry) -> None:
-        services, name = self._services, coming.spec.version_of
-        assert name is not None
-        services.slots.coming(coming.id, name)
-        services.catalog.add(coming)
-        known = services.learned().get(name)
-        learned = None if known is None else {coming.id: known}
-        services.post(ConfigChanged(services.clock(), models=(coming.spec,), learned=learned))
-
-    async def _ready(self, coming: Entry, running: _Running, allow_gap: bool) -> None:
-        """Load it beside the old version, or in its place where both do not fit. Raises why it is not ready."""
-        moves = self._services.moves
-        try:
-            await moves.move(MoveKind.LOAD, coming.id)
-            return
-        except TooLarge as error:
-            if not await self._is_prepared(coming) and not allow_gap:
-                raise WouldInterrupt(
-                    f"{coming.id} does not fit beside the version that serves, and host memory or its engine does not "
-                    "let the two change places quickly. `allow_gap: true` lets requests wait for a whole load."
-                ) from error
-        running.at("draining")
-        await self._hold(coming)
-        running.at("loading")
-        await moves.move(MoveKind.LOAD, coming.id)
-
-    async def _is_prepared(self, coming: Entry) -> bool:
-        """Bring it into host memory. False if its engine cannot, or if there is no room for it beside the old one."""
-        if not (coming.facts.can_sleep and coming.engine.hosted):
-            return False
-        try:
-            await self._services.moves.move(MoveKind.PREPARE, coming.id)
-        except TooLarge:
-            return False
-        return True
-
-    async def _hold(self, coming: Entry) -> None:
-        """Let requests for the model wait and its answers end; then its slots leave. Raises WouldInterrupt."""
-        services, name = self._services, coming.spec.version_of
-        assert name is not None
-        entry = services.catalog.find(name)
-        if entry is None or entry.config.versions is None:
-            return
-        limit_s = entry.config.versions.drain_s
-        services.post(ConfigChanged(services.clock(), models=(replace(entry.spec, held=True),)))
-        try:
-            async with asyncio.timeout(limit_s):
-                await services.until(lambda: all(not slot.in_flight for slot in services.view().slots_of(name)))
-        except TimeoutError:
-            raise WouldInterrupt(
-                f"Answers of {name} took longer than {limit_s:g} s (versions.drain_s), so that it could not leave for "
-                "its next version."
-            ) from None
-
-    def still_held(self, spec: ModelSpec) -> ModelSpec:
-        """What a reload makes of a model that is held: it stays so, unless it has other processes now."""
-        record = self._services.view().models.get(spec.id)
-        is_held = record is not None and record.spec.held and record.spec.revision == spec.revision
-        return replace(spec, held=True) if is_held else spec
-
-    def _release(self, name: str) -> None:
-        """The model is no longer held. What waits for it brings it back."""
-        services, record = self._services, self._services.view().models.get(ModelId(name))
-        entry = services.catalog.find(name)
-        if record is not None and record.spec.held and entry is not None:
-            services.post(ConfigChanged(services.clock(), models=(entry.spec,)))
-            # It was there before, so it comes back also if nothing waits for it now.
-            coming_back = services.moves.move(MoveKind.LOAD, ModelId(name))
-            task = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
-            self._coming_back.add(task)
-            task.add_done_callback(self._coming_back.discard)
-
-    async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> None:
-        """Write the version down, then let it take the name, in one step. Raises, and then nothing has changed."""
-        services = self._services
-        assert model.versions is not None
-        async with services.unchanging:
-            now = services.catalog.find(coming.id)
-            if services.config().models.get(name) != model or now is None or now.spec.version_of is None:
-                raise BadRequest(
-                    f"The configuration of {name} was changed during its update. Ask again.", param="model"
-                )
-            # A reload may have made it anew.
-            coming, before = now, self.of(name)
-            after, dropped = before.promoted(version, model.versions.keep)
-            writing = asyncio.ensure_future(self._write(name, after))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                # What was written counts, so it is flipped to even while shutting down.
-                await asyncio.wait((writing,))
-                if writing.exception() is None:
-                    self._flip(coming, model, version)
-                raise
-            self._flip(coming, model, version)
-        await self._remove(dropped)
-
-    def _flip(self, coming: Entry, model: Model, version: Version) -> None:
-        """From here on the name means the new version; answers that were granted end on the old one."""
-        services = self._services
-        entry = services.catalog.promote(coming, model, version)
-        services.slots.promoted(entry, coming.id)
-        services.hosted_slots.promoted(entry, coming.id)
-        services.slots.ended(coming.id)
-        services.post(VersionPromoted(services.clock(), coming.id, entry.spec))
-
-    def _give_up(self, coming: Entry) -> None:
-        """Take a version away that did not make it. Does nothing for one that was promoted."""
-        services = self._services
-        if (known := services.catalog.find(coming.id)) is None or known.spec.version_of is None:
-            return
-        services.catalog.remove(coming.id)
-        services.slots.ended(coming.id)
-        services.post(ConfigChanged(services.clock(), removed=(coming.id,)))
-        services.forgotten()
-
-    async def _remove(self, dropped: Iterable[Version]) -> None:
-        """Delete the files of versions that are no longer kept, if an update fetched them and no model needs them."""
-        if not (fetched := [one.path for one in dropped if one.is_fetched]):
+    async def _remove(self, ended: UpdateFacts, dropped: Iterable[Version]) -> None:
+        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed."""
+        fetched = {*self._fetched.pop(ended.model, ()), *(one.path for one in dropped if one.is_fetched)}
+        others = (one.facts for one in self._running.values() if one.facts.model != ended.model)
+        if any(other.repo_id == ended.repo_id for other in others):
             return
         in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
         for name in self._services.config().models:
             known = self.of(name)
-            in_use += [one.path for one in (known.current, *known.kept) if one is not None]
-        for path in await run_detached(lambda: _unused(fetched, in_use), "compare versions"):
-            await self._services.weights.remove(path)
-
-
-async def _quietly(work: Awaitable[None]) -> None:
-    """What it raises is told to those that ask for the model."""
-    with contextlib.suppress(GreenroomError):
-        await work
-
-
-def _unused(paths: Iterable[str], in_use: Iterable[str]) -> list[str]:
-    """Those that are not in use by any name: a link, or a folder and a file in it. Blocks."""
-    used = [one for path in in_use for one in (path, os.path.realpath(path))]
-
-    def is_used(path: str) -> bool:
-        return any(is_below(path, one) or is_below(one, path) for one in used)
-
-    return [path for path in paths if not (is_used(path) or is_used(os.path.realpath(path)))]
-
-
-def replace_prepared(versions: NamedVersions, version: Version | None) -> NamedVersions:
-    return msgspec.structs.replace(versions, prepared=version)
+            in_use += [one.path for one in (known.current, *known.kept, known.prepared) if one is not None]
+        if unused := fetched.difference(in_use):
+            await self._services.weights.remove_unused(unused, in_use)

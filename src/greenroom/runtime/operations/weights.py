@@ -6,6 +6,8 @@ the library's.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,18 +49,21 @@ class Weights:
         self._library = library
         self._downloads = downloads
 
-    async def found(self, model: Model, order: WeightsOrder) -> FoundWeights:
-        """The weights on disk. Raises PathNotFound, BadRequest, UnusableModel or FetchFailed."""
+    async def found(self, model: Model, order: WeightsOrder, fetched: set[str]) -> FoundWeights:
+        """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails.
+
+        Raises PathNotFound, BadRequest, UnusableModel or FetchFailed.
+        """
         name = order.repo_id
         path = await run_detached(lambda: self._library.roots.locate(name), "look for weights")
         if path is not None:
             await self._library.refresh()
-            return FoundWeights(path, name, self._commit_at(path, model), is_fetched=False)
+            return FoundWeights(path, name, self._commit_at(path, model), is_fetched=path in fetched)
         if name.startswith(("/", "./", "../", "~")):
             raise PathNotFound(
                 f"There is nothing at {shown(name)} below the folders of models (library.roots).", param="model_repo_id"
             )
-        return await self._fetched(model, order)
+        return await self._fetched(model, order, fetched)
 
     def _commit_at(self, path: str, model: Model) -> str | None:
         """The commit of what lies there. Raises UnusableModel if another engine runs it."""
@@ -68,7 +73,7 @@ class Weights:
         _expect_kind(record, model)
         return record.source.commit
 
-    async def _fetched(self, model: Model, order: WeightsOrder) -> FoundWeights:
+    async def _fetched(self, model: Model, order: WeightsOrder, fetched: set[str]) -> FoundWeights:
         downloads = self._downloads
         try:
             wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
@@ -83,23 +88,18 @@ class Weights:
                 f"{order.repo_id} could not be fetched: {why}", public=f"{order.repo_id} was not fetched."
             )
         (facts,) = await downloads.facts([state])
-        record = self._choose(facts.destination, wanted.quantization, model, order)
-        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched=record.path not in known)
+        place, records = facts.destination, self._library.records
+        there = [record for record in records if is_below(record.path, place) or record.folder == place]
+        fetched.update(record.path for record in there if record.path not in known)
+        record = _choose(there, wanted.quantization, model, order)
+        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched=record.path in fetched)
 
-    def _choose(self, place: str, quantization: str | None, model: Model, order: WeightsOrder) -> Record:
-        there = [record for record in self._library.records if is_below(record.path, place) or record.folder == place]
-        fitting = [record for record in there if _fits(record.kind, model)]
-        if quantization is not None:
-            fitting = [one for one in fitting if (one.quantization or "").lower() == quantization.lower()]
-        if len(fitting) != 1:
-            names = ", ".join(record.id for record in fitting[:8]) or "none"
-            raise UnusableModel(
-                f"{order.repo_id} must have one model that {model.engine} can run; it has {names}. "
-                "Name one as org/name:QUANTIZATION."
-            )
-        return fitting[0]
+    async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> None:
+        """Delete what lies at these paths, unless it is in use by any name."""
+        for path in await run_detached(lambda: _unused(paths, in_use), "compare versions"):
+            await self._remove(path)
 
-    async def remove(self, path: str) -> None:
+    async def _remove(self, path: str) -> None:
         """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
         record = self._library.find(path)
         if record is None:
@@ -111,6 +111,20 @@ class Weights:
             _log.warning("version cannot be deleted", path=path, error=error.message)
 
 
+def _choose(there: Sequence[Record], quantization: str | None, model: Model, order: WeightsOrder) -> Record:
+    """The one of these that the model's engine runs. Raises UnusableModel."""
+    fitting = [record for record in there if _fits(record.kind, model)]
+    if quantization is not None:
+        fitting = [one for one in fitting if (one.quantization or "").lower() == quantization.lower()]
+    if len(fitting) != 1:
+        names = ", ".join(record.id for record in fitting[:8]) or "none"
+        raise UnusableModel(
+            f"{order.repo_id} must have one model that {model.engine} can run; it has {names}. "
+            "Name one as org/name:QUANTIZATION."
+        )
+    return fitting[0]
+
+
 def _fits(kind: ModelKind, model: Model) -> bool:
     if model.engine in ("vllm", "sglang"):
         return kind in (ModelKind.SAFETENSORS, ModelKind.GGUF)
@@ -120,3 +134,13 @@ def _fits(kind: ModelKind, model: Model) -> bool:
 def _expect_kind(record: Record, model: Model) -> None:
     if not _fits(record.kind, model):
         raise UnusableModel(f"{record.id} has files of kind {record.kind.value}, which {model.engine} does not run.")
+
+
+def _unused(paths: Iterable[str], in_use: Iterable[str]) -> list[str]:
+    """Those that are not in use by any name: a link, or a folder and a file in it. Blocks."""
+    used = [one for path in in_use for one in (path, os.path.realpath(path))]
+
+    def is_used(path: str) -> bool:
+        return any(is_below(path, one) or is_below(one, path) for one in used)
+
+    return [path for path in paths if not (is_used(path) or is_used(os.path.realpath(path)))]

@@ -121,7 +121,7 @@ class Operating:
 
         With `wait=false` it is answered at once, with 202: `GET /v1/models/load/{taskId}` tells how far it is.
         """
-        entry = await self._entry(request, model_id, "/load")
+        entry = await self._movable(request, model_id, "/load")
         if not wait:
             self._refuse_while_draining()
             response.status_code = 202
@@ -131,7 +131,7 @@ class Operating:
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        entry = await self._entry(request, model_id, "/unload")
+        entry = await self._movable(request, model_id, "/unload")
         grace_s, owner = None if order is None else order.grace_s, owner_of(request)
         return await self._moved(entry, lambda: self._gateway.loads.unload(entry.id, grace_s, **owner))
 
@@ -141,7 +141,7 @@ class Operating:
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
         stays where it is. 422 if its engine cannot sleep.
         """
-        entry = await self._entry(request, model_id, "/sleep")
+        entry = await self._movable(request, model_id, "/sleep")
         return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
 
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
@@ -149,7 +149,7 @@ class Operating:
 
         422 if its engine cannot sleep.
         """
-        entry = await self._entry(request, model_id, "/prepare")
+        entry = await self._movable(request, model_id, "/prepare")
         if entry.facts.can_sleep and not entry.engine.hosted:
             raise Unsupported(
                 f"{entry.id} runs on {entry.engine.name}, which loads a model on a GPU before it can sleep. Load it, "
@@ -211,6 +211,12 @@ class Operating:
         if self._gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
 
+    async def _movable(self, request: Request, model_id: str, order: str) -> Entry:
+        """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
+        entry = await self._entry(request, model_id, order)
+        self._gateway.updates.expect_movable(entry)
+        return entry
+
     async def _entry(self, request: Request, model_id: str, order: str) -> Entry:
         try:
             return addressed(self._gateway.catalog, request, MODELS, model_id, order)
@@ -226,6 +232,9 @@ class Operating:
         known = [] if order is None else [(name, self._gateway.catalog.find(name)) for name in order.evict]
         if unknown := next((name for name, entry in known if entry is None or not caller.sees(entry.base_id)), None):
             raise ModelNotFound.named(unknown, "evict")
+        for _, entry in known:
+            if entry is not None:
+                self._gateway.updates.expect_movable(entry)
         return tuple(entry.id for _, entry in known if entry is not None)
 
 

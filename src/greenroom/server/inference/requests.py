@@ -207,9 +207,10 @@ class Inference:
             error = GatewayBug("Something went wrong in the gateway.")
         self.count_refused(error, exchange.head, caller, ask)
         if not exchange.started and not exchange.gone:
-            status, headers, body = render.response(error, request_id, to_operator=caller.may(Permission.READ))
+            to_operator = caller.may(Permission.READ)
+            status, headers, body = render.response(error, request_id, to_operator=to_operator)
             if (asked := exchange.head.asked) is not None:
-                headers += version_headers(self._reader.version_of(asked))
+                headers += version_headers(self._reader.version_of(asked), to_operator=to_operator)
             exchange.respond(status, headers, body)
 
     # --- tasks ----------------------------------------------------------------------------------------------------

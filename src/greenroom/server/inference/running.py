@@ -338,7 +338,7 @@ class Running:
         slot = ticket.slot
         if slot is not None and (version := slot.entry.version) is not None:
             self.record.model_version, self.record.model_repo_id = version.number, version.repo_id
-            headers += version_headers(version)
+            headers += version_headers(version, to_operator=self.ask.to_operator)
         return headers
 
     def _version(self) -> Version | None:
@@ -410,7 +410,7 @@ class Running:
         if not exchange.started:
             status, headers, body = render.response(error, self.request_id, to_operator=self.ask.to_operator)
             headers.append((_WAIT, b"%d" % self._wait_ms()))
-            headers += version_headers(self._version())
+            headers += version_headers(self._version(), to_operator=self.ask.to_operator)
             exchange.respond(status, headers, body)
             return
         event = render.error_event(error, self.request_id, to_operator=self.ask.to_operator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from greenroom.http.headers import Headers
-from greenroom.library.versions import Version
+from greenroom.library.versions import Version, told_as
 
 VERSION = b"x-model-version"
 REPO_ID = b"x-model-repo-id"
@@ -13,8 +13,9 @@ REPO_ID = b"x-model-repo-id"
 _PLAIN = "/:@._-+,= "
 
 
-def version_headers(version: Version | None) -> Headers:
+def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
     """Two headers; none for a model that is not under version control."""
     if version is None:
         return []
-    return [(VERSION, b"%d" % version.number), (REPO_ID, quote(version.repo_id, safe=_PLAIN).encode("ascii"))]
+    repo_id = quote(told_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
+    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]

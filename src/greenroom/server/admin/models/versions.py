@@ -15,7 +15,7 @@ from starlette.responses import Response
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, ModelNotFound
-from greenroom.library.versions import Version
+from greenroom.library.versions import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
@@ -168,25 +168,25 @@ class VersionRoutes:
 
     async def version_status(self, request: Request, model: ModelName = None) -> ModelStatus:
         """Which version of a model serves, and whether it is being updated."""
-        name, updates = self._meant(model, caller_of(request)), self._gateway.updates
+        name, updates, is_admin = self._meant(model, caller_of(request)), self._gateway.updates, asked_by_admin(request)
         version, desired, error = updates.of(name).current, updates.desired(name), updates.error(name)
-        message = "" if error is None else error.message if asked_by_admin(request) else "An operator can see why."
+        message = "" if error is None else error.message if is_admin else "An operator can see why."
         return ModelStatus(
             model=name,
             model_version=None if version is None else version.number,
-            model_repo_id=None if version is None else version.repo_id,
+            model_repo_id=None if version is None else told_as(version.repo_id, to_operator=is_admin),
             commit=None if version is None else version.commit,
             updating=updates.running(name) is not None,
-            desired=None if desired is None else _wanted(desired),
+            desired=None if desired is None else _wanted(desired, to_operator=is_admin),
             error=None if error is None else UpdateFault(code=error.code, message=message),
         )
 
     async def list_versions(self, request: Request, model_id: str) -> VersionList:
         """The versions of a model that can be served without fetching anything."""
         name = self._named(request, b"/versions")
-        known = self._gateway.updates.of(name)
-        current = [] if known.current is None else [_shown(known.current, serves=True)]
-        return VersionList(data=current + [_shown(version, serves=False) for version in known.kept])
+        known, is_admin = self._gateway.updates.of(name), asked_by_admin(request)
+        versions = [version for version in (known.current, *known.kept) if version is not None]
+        return VersionList(data=[_shown(one, serves=one is known.current, to_operator=is_admin) for one in versions])
 
     async def _update(
         self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
@@ -255,14 +255,15 @@ def _of_alias(config: Config, name: str) -> str | None:
     return next((one for one, model in config.models.items() if name in model.aliases), None)
 
 
-def _wanted(update: UpdateFacts) -> Desired:
-    return Desired(model_repo_id=update.repo_id, revision=update.revision, model_version=update.number_asked)
+def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:
+    repo_id = told_as(update.repo_id, to_operator=to_operator)
+    return Desired(model_repo_id=repo_id, revision=update.revision, model_version=update.number_asked)
 
 
-def _shown(version: Version, *, serves: bool) -> VersionView:
+def _shown(version: Version, *, serves: bool, to_operator: bool) -> VersionView:
     return VersionView(
         model_version=version.number,
-        model_repo_id=version.repo_id,
+        model_repo_id=told_as(version.repo_id, to_operator=to_operator),
         commit=version.commit,
         since=version.since,
         serves=serves,

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import MethodNotAllowed, NotFound, Overload
+from greenroom.library.versions import told_as
 from greenroom.process.logs import LogRing
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
@@ -312,7 +313,10 @@ class Watching:
         # A request of another tenant is answered like an unknown one, so that ids cannot be guessed.
         if record is None or not (is_admin or (record.tenant == caller.tenant and self._sees(caller, record.model))):
             raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
-        return views.RequestView(**record.as_dict() | ({} if is_admin else _DISCREET))
+        shown = record.as_dict() | ({} if is_admin else _DISCREET)
+        if (repo_id := record.model_repo_id) is not None:
+            shown["model_repo_id"] = told_as(repo_id, to_operator=is_admin)
+        return views.RequestView(**shown)
 
     def _sees(self, caller: Caller, model: str) -> bool:
         entry = self._gateway.catalog.find(model)
