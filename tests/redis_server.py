@@ -48,6 +48,7 @@ class RedisServer:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._clock = folder / "clock"
+        self.clock_s = 0
         self._env = clock_env(self._clock) if has_own_clock else None
         self.port = free_port()
         self.set_clock(0)
@@ -91,6 +92,7 @@ class RedisServer:
 
     def set_clock(self, seconds: int) -> None:
         """So far ahead of this machine's clock, or behind it, is the server's; from its next look at it on."""
+        self.clock_s = seconds
         written = self._clock.with_suffix(".new")
         written.write_text(f"{seconds:+d}\n")
         written.replace(self._clock)

@@ -183,3 +183,29 @@ async def test_a_disk_that_hangs_is_told_and_the_keys_go_on(tmp_path: Path) -> N
     await until(lambda: followed.opens("b"))
     assert not followed.ring.problems
     await followed.ring.close()
+
+
+@pytest.mark.parametrize("part", ["the look", "what hears of it"])
+async def test_a_look_that_breaks_is_told_and_not_the_last(tmp_path: Path, part: str) -> None:
+    followed, breaks = Followed(tmp_path), False
+    followed.add("a")
+
+    async def looked(work: Callable[[], Look], name: str) -> Look:
+        if breaks and part == "the look":
+            raise RuntimeError("can't start new thread")
+        return await asyncio.to_thread(work)
+
+    def changed() -> None:
+        if breaks and part == "what hears of it":
+            raise RuntimeError("nobody listens")
+
+    followed.ring = KeyRing(looked, changed, look_every_s=0.01)
+    await followed.begin()
+    breaks = True
+    followed.add("b")
+    await until(lambda: followed.ring.problems)
+    assert "RuntimeError" in followed.ring.problems[0] and followed.opens("a")
+    breaks = False
+    followed.add("c")
+    await until(lambda: followed.opens("b") and followed.opens("c") and not followed.ring.problems)
+    await followed.ring.close()

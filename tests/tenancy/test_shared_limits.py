@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -47,7 +47,8 @@ class Gateway:
     def __init__(self, url: str, name: str, *, limit: int = LIMIT, period_s: float = PERIOD_S) -> None:
         # What it was told of the store, and in which minute.
         self.told: list[tuple[bool, int]] = []
-        self.store = SharedLimits(url, name, self._told, period_s=period_s)
+        self.clock: Callable[[], float] = time.time
+        self.store = SharedLimits(url, name, self._told, wall=lambda: self.clock(), period_s=period_s)
         self.window: SharedWindow = self.store.window("rate_limit:lab", limit)
         self.used: Counter[int] = Counter()
 
@@ -56,10 +57,10 @@ class Gateway:
 
     @property
     def minute(self) -> int:
-        return self.store.minute(time.time())
+        return self.store.minute(self.clock())
 
     def ask(self, amount: int = 1) -> bool:
-        now = time.time()
+        now = self.clock()
         if not self.window.has(amount, now):
             return False
         self.used[self.window.take(amount, now)] += amount
@@ -154,10 +155,24 @@ async def test_a_gateway_alone_uses_what_an_idle_one_leaves(redis: RedisServer) 
         busy, idle = made
         whole = await press_in_quiet(redis, made, [busy])
         expect_no_excess(made)
-        # The idle one has a block in hand, and both take one ahead while the minute still has room.
-        block = busy.window.block
-        assert all(busy.used[minute] >= least - block for minute, least in whole.items()), (busy.used, whole)
+        # The idle one has a block in hand; what both take ahead is less than another.
+        assert all(busy.used[minute] >= least for minute, least in whole.items()), (busy.used, whole)
         await until(idle.ask, "it has a block of its own")
+
+
+async def test_permits_asked_for_as_a_minute_ends_never_count_for_the_minute_after_the_next(early: RedisServer) -> None:
+    """In the store the minute is over, for the gateway it is not: what it wants ahead is what it gets at once."""
+    async with gateways(early, 1, period_s=LONG_S) as made:
+        (one,) = made
+        minute, block = one.minute, one.window.block
+        late = time.time() + (0.95 - one.store.passed(time.time())) * LONG_S
+        early.set_clock(early.clock_s + int(LONG_S))
+        one.clock = lambda: late
+        assert one.ask(block), "and asks for more"
+        await until(lambda: one.minute == minute + 1, "it heard from the store")
+        with Redis.from_url(early.url, decode_responses=True) as client:
+            counted = [client.get(f"rate_limit:lab:{minute + later}") for later in (1, 2)]
+        assert (counted, one.window.in_hand) == ([str(block), None], block)
 
 
 async def test_store_killed_and_back_stays_within_the_stated_excess(redis: RedisServer) -> None:
@@ -261,6 +276,17 @@ async def test_a_request_for_the_whole_limit_reserves_what_the_others_leave(earl
         most = one.window.reservable(time.time())
         assert most == LIMIT - one.window.block
         await until(lambda: one.ask(most), "it gets all that the other does not hold")
+
+
+async def test_a_large_request_at_the_end_of_a_minute_is_told_to_come_in_the_next(early: RedisServer) -> None:
+    """What both took ahead counts in this minute, too, so that there is no room for it."""
+    async with gateways(early, 2, period_s=LONG_S) as made:
+        one, _ = made
+        await until(lambda: one.store.others == 1, "it knows of the other")
+        now = one.clock()
+        late, most = now + (0.95 - one.store.passed(now)) * LONG_S, one.window.reservable(now)
+        assert one.window.wait_s(most, late) == pytest.approx(0.05 * LONG_S + 2 * one.store.tick_s)
+        assert one.window.wait_s(LIMIT // 2, late) == one.store.tick_s, "for this there is"
 
 
 async def test_what_a_large_request_did_not_come_back_for_is_given_to_others(redis: RedisServer) -> None:

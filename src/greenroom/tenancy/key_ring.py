@@ -83,7 +83,8 @@ class KeyRing:
         looking = asyncio.ensure_future(self._run(lambda: _looked(path, None), "read keys"))
         done, _ = await asyncio.wait((looking,), timeout=self._answer_max_s)
         if done:
-            return looking.result()
+            bug = looking.exception()
+            return looking.result() if bug is None else _broken(path, bug)
         looking.cancel()
         return Look(problem=_unanswered(path))
 
@@ -114,22 +115,28 @@ class KeyRing:
         while path is not None:
             await asyncio.sleep(self._look_every_s)
             known = None if self._reads_again else self._last.mark
-            look = await self._answered(path, known)
-            if self._take(look):
+            try:
+                self._use_look(await self._answered(path, known))
+            except Exception as bug:
+                # The next look reads the file again. Without one, a key that is revoked would be good for ever.
+                self._take(_broken(path, bug))
                 self._join()
-                self._changed()
 
     async def _answered(self, path: str, known: Mark | None) -> Look:
         """One look, however long it takes: a second thread would hang, too. Says when it takes long."""
         looking = asyncio.ensure_future(self._run(lambda: _looked(path, known), "read keys"))
         try:
             done, _ = await asyncio.wait((looking,), timeout=self._answer_max_s)
-            if not done and self._take(Look(problem=_unanswered(path))):
-                self._join()
-                self._changed()
+            if not done:
+                self._use_look(Look(problem=_unanswered(path)))
             return await looking
         finally:
             looking.cancel()
+
+    def _use_look(self, look: Look) -> None:
+        if self._take(look):
+            self._join()
+            self._changed()
 
     def _take(self, look: Look) -> bool:
         """True if keys or problem are others than before."""
@@ -148,6 +155,10 @@ class KeyRing:
 
 def _unanswered(path: str) -> str:
     return f"the key file {path} cannot be read: its disk does not answer"
+
+
+def _broken(path: str, bug: BaseException) -> Look:
+    return Look(problem=f"the key file {path} cannot be read: {bug!r}")
 
 
 def _looked(path: str, known: Mark | None) -> Look:

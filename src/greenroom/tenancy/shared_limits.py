@@ -63,9 +63,11 @@ local function count(name, which, amount)
   end
 end
 for _, one in ipairs(asked) do
-  local name, limit, wanted, least, plain, ahead, used, unused, of = unpack(one)
+  local name, limit, wanted, least, plain, ahead, used, unused, its_minute = unpack(one)
+  -- For a gateway this minute has not begun: what it wants ahead is what it is given at once.
+  if its_minute < minute then ahead = 0 end
   count(name, minute, used)
-  if of >= minute - 1 then count(name, of, -unused) end
+  if its_minute >= minute then count(name, its_minute - 1, -unused) end
   local before, current, later = counted(name, minute - 1), counted(name, minute), counted(name, minute + 1)
   local free = math.floor(limit - math.max(before * (1 - passed), later)) - current
   local given = math.max(0, math.min(free >= least and wanted or plain, free))

@@ -50,8 +50,9 @@ class Asked(NamedTuple):
     used: int
     """Used in this minute without being counted; below 0: counted and not needed."""
     unused: int
-    """Counted in the minute `unused_of` and never used."""
-    unused_of: int
+    """Counted in the minute before and never used."""
+    minute: int
+    """This minute, as the gateway knows it."""
 
 
 class SharedWindow(Budget):
@@ -140,8 +141,13 @@ class SharedWindow(Budget):
 
     def wait_s(self, amount: int, now: float) -> float:
         self._seen.limit = self.limit
+        store, passed = self._store, self._store.passed(now)
+        sure = max(self.block, self.limit - (2 * store.others + 1) * self.block)
+        if passed > 1 - AHEAD and amount > sure:
+            # What gateways took ahead counts in this minute, too. In the next one it is fetched first.
+            return (1 - passed) * store.period_s + 2 * store.tick_s
         missing = max(1, amount - max(0, self.in_hand))
-        return max(self._store.tick_s, self._seen.wait_s(missing, self._store.by_its_clock(now)))
+        return max(store.tick_s, self._seen.wait_s(missing, store.by_its_clock(now)))
 
     def lend(self) -> None:
         """One block on credit."""
@@ -170,14 +176,14 @@ class SharedWindow(Budget):
         least = max(0, self._large - self.in_hand) if wanted > plain else 0
         asked = Asked(
             *(self.name, self.limit, wanted, least, plain, ahead),
-            *(self.uncounted, self.unused_before, self.minute - 1),
+            *(self.uncounted, self.unused_before, self.minute),
         )
         self.uncounted = self.unused_before = 0
         self._is_used = False
         return asked
 
     def given(self, asked: Asked, minute: int, given: int, ahead: int, current: int, before: int, now: float) -> None:
-        """The store's answer, as of this minute. Permits of a minute that is over have lapsed."""
+        """The store's answer, as of this minute. Permits of a minute that is over are given back to it."""
         self._roll(now)
         for of, amount in ((minute, given), (minute + 1, ahead)):
             if of == self.minute:
@@ -185,6 +191,8 @@ class SharedWindow(Budget):
                 self.taken += amount
             elif of == self.minute + 1:
                 self.ahead += amount
+            elif of == self.minute - 1:
+                self.unused_before += amount
         self._seen.set_counts(minute, current, before)
         if given < asked.wanted:
             self._ask_from = now + self._store.tick_s
