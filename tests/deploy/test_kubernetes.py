@@ -14,6 +14,8 @@ import yaml
 
 from greenroom import __version__
 from greenroom.app import STOP_MAX_S
+from greenroom.cli.commands.models.trainer import FILE_NAME, HOST_NAME, REPO_NAME, SERVICE_NAME
+from greenroom.cli.parser import parser
 from greenroom.config import environment, loader
 from greenroom.config.schema import Config
 from greenroom.server.front import HostRule
@@ -151,6 +153,17 @@ def test_the_trainer_has_no_gpu() -> None:
     spec = named(render(KUBERNETES / "overlays" / "trainer"), "Deployment", "trainer")["spec"]
     assert spec["replicas"] == 1
     assert "nvidia.com/gpu" not in container(spec["template"]["spec"])["resources"]["limits"]
+
+
+def test_the_trainer_keeps_every_replica_at_the_weights_it_is_told() -> None:
+    objects = render(KUBERNETES / "overlays" / "trainer")
+    words = container(named(objects, "Deployment", "trainer")["spec"]["template"]["spec"])["args"]
+    said = parser().parse_args(words)
+    environ = named(objects, "ConfigMap", "trainer-environment")["data"]
+    assert (words, said.sync, said.replica, environ[REPO_NAME] != "") == (["trainer", "keep"], "api", None, True)
+    # The replicas are found by a Service without an address of its own, on the port of the other one.
+    assert named(objects, "Service", environ[HOST_NAME])["spec"]["clusterIP"] == "None"
+    assert environ[SERVICE_NAME].endswith(":8000") and environ[FILE_NAME].startswith("/models/")
 
 
 def test_no_pod_has_rights_or_writes_to_its_root(objects: list[Object]) -> None:

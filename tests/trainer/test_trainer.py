@@ -117,6 +117,7 @@ def test_one_that_is_restarted_in_the_middle_is_asked_again_unless_it_serves_it(
     report = trainer(first).update("org/new")
     assert report.ok and first.serves == (4, "org/new", "c1")
     assert len(orders(first)) == (1 if promises else 2)
+    assert "it ended during the update" in str(report)
 
 
 def test_one_that_is_always_restarted_has_failed(replica: Make) -> None:

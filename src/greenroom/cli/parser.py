@@ -9,12 +9,12 @@ from typing import Final
 from greenroom import __version__
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.commands.access import audit, key, token, usage
-from greenroom.cli.commands.gateway import check, configuration, demo, serve, simulate
+from greenroom.cli.commands.gateway import check, configuration, demo, replicas, serve, simulate
 from greenroom.cli.commands.models import chat, engines, estimate, jobs, models, pull, trainer
 from greenroom.cli.commands.operating import explain, flush, gpus, leases, logs, moves, ps
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
-    *(serve.COMMAND, demo.COMMAND, check.COMMAND, ps.COMMAND, gpus.COMMAND),
+    *(serve.COMMAND, replicas.COMMAND, demo.COMMAND, check.COMMAND, ps.COMMAND, gpus.COMMAND),
     *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, flush.COMMAND, logs.COMMAND, chat.COMMAND, explain.COMMAND),
     *(engines.COMMAND, estimate.COMMAND, configuration.RELOAD, key.COMMAND, simulate.COMMAND),
     *(models.MODELS, models.RM, pull.COMMAND, jobs.COMMAND, leases.LEASE, leases.LEASES),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 from greenroom.trainer.replica import Replica, ReplicaAway, ReplicaError, ReplicaStatus, UpdateTask
 from greenroom.trainer.report import Outcome, Result
@@ -18,8 +18,15 @@ RESTARTS_MAX: Final = 3
 _ENDED: Final = "restarted"
 
 Serves = Callable[[ReplicaStatus], bool]
-# What the replica serves, once that is what is wanted; None until then. Raises ReplicaError if it has failed for good.
-Step = Callable[[], ReplicaStatus | None]
+
+
+class Following(Protocol):
+    @property
+    def note(self) -> str | None:
+        """What happened on the way, for the report."""
+
+    def step(self) -> ReplicaStatus | None:
+        """What the replica serves, once that is what is wanted. Raises ReplicaError if it has failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,13 @@ class Patience:
 PATIENCE: Final = Patience()
 
 
-def followed(replica: Replica, step: Step, patience: Patience) -> Result:
+def followed(replica: Replica, following: Following, patience: Patience) -> Result:
     """Take steps until the replica serves what is wanted, has failed, or is lost. Blocks."""
     began = heard = time.monotonic()
     while True:
         try:
-            if (status := step()) is not None:
-                return Result.of(replica.url, Outcome.SERVES, status)
+            if (status := following.step()) is not None:
+                return replace(Result.of(replica.url, Outcome.SERVES, status), message=following.note)
             heard = time.monotonic()
         except ReplicaAway as away:
             if time.monotonic() - heard > patience.away_s:
@@ -78,6 +85,10 @@ class OrderedUpdate:
         self._task: UpdateTask | None = None
         self._is_asked = False
         self._restarts = 0
+
+    @property
+    def note(self) -> str | None:
+        return f"it ended during the update, and was asked again ({self._restarts})" if self._restarts else None
 
     def step(self) -> ReplicaStatus | None:
         if self._task is None:
@@ -128,6 +139,10 @@ class WatchedUpdate:
         self._begin_s = begin_s
         self._began = time.monotonic()
         self._was_seen = False
+
+    @property
+    def note(self) -> str | None:
+        return None
 
     def step(self) -> ReplicaStatus | None:
         status = self._replica.status()

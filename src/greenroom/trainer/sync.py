@@ -67,7 +67,7 @@ class ApiSync:
         return _gone_back(self._brought(replica, ask, lambda status: status.weights == before.weights), result)
 
     def _brought(self, replica: Replica, ask: Callable[[], UpdateTask], serves: Serves) -> Result:
-        return followed(replica, OrderedUpdate(replica, ask, serves).step, self._patience)
+        return followed(replica, OrderedUpdate(replica, ask, serves), self._patience)
 
 
 class FileSync:
@@ -113,7 +113,7 @@ class FileSync:
         patience = self._patience
 
         def watch(replica: Replica) -> Result:
-            return followed(replica, WatchedUpdate(replica, number, serves, patience.away_s).step, patience)
+            return followed(replica, WatchedUpdate(replica, number, serves, patience.away_s), patience)
 
         return at_once(watch, replicas)
 

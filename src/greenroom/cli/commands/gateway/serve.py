@@ -31,7 +31,7 @@ NOTHING_TO_SERVE: Final = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, has_port: bool = True) -> None:
     parser.add_argument(
         "-c", "--config", metavar="FILE", help="the configuration (default: $GREENROOM_CONFIG or ./greenroom.yaml)"
     )
@@ -42,7 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder of models, which can be asked for by path or hub id; no configuration is needed",
     )
-    add_override_options(parser)
+    parser.add_argument(
+        "--lease-store", metavar="URL", help="redis://… of gateways that share GPUs (default: the file's)"
+    )
+    add_override_options(parser, has_port=has_port)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with failures.end_at_once():
         from greenroom.cli import serving
 
-        return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))
+        return serving.serve(plan(args), lambda app: _greet(app, time.monotonic() - began))
 
 
 COMMAND = Subcommand(
@@ -59,7 +62,8 @@ COMMAND = Subcommand(
 )
 
 
-def _plan(args: argparse.Namespace) -> ServePlan:
+def plan(args: argparse.Namespace) -> ServePlan:
+    """Raises CommandFailed or ConfigError."""
     from greenroom.cli.serving import ServePlan
     from greenroom.config import loader
     from greenroom.config.problems import open_door, problems
@@ -135,15 +139,17 @@ class Overrides:
     state_dir: str | None = None
     log_level: str | None = None
     roots: tuple[str, ...] = ()
+    lease_store: str | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Overrides:
         roots = tuple(os.path.abspath(os.path.expanduser(folder)) for folder in getattr(args, "models", ()))
-        return cls(args.host, args.port, args.insecure, args.state_dir, args.log_level, roots)
+        store = getattr(args, "lease_store", None)
+        return cls(args.host, args.port, args.insecure, args.state_dir, args.log_level, roots, store)
 
     def applied(self, config: Config) -> Config:
         from greenroom.config import environment
-        from greenroom.config.schema import LogLevel
+        from greenroom.config.schema import Leases, LogLevel
 
         server: dict[str, Any] = {"host": self.host, "port": self.port, "insecure": self.insecure or None}
         log = {"level": LogLevel(self.log_level)} if self.log_level else {}
@@ -151,6 +157,7 @@ class Overrides:
             "server": config.server.model_copy(update=_said(server)),
             "log": config.log.model_copy(update=log),
             "state_dir": self.state_dir,
+            "leases": Leases.model_validate({**config.leases.model_dump(), **_said({"store": self.lease_store})}),
             "library": config.library.model_copy(update={"roots": (*self.roots, *config.library.roots)}),
         }
         config = config.model_copy(update=_said(top))
@@ -158,11 +165,12 @@ class Overrides:
         return environment.with_folders(config, os.environ) if self.roots else config
 
 
-def add_override_options(parser: argparse.ArgumentParser) -> None:
+def add_override_options(parser: argparse.ArgumentParser, *, has_port: bool = True) -> None:
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, or the file's)")
-    parser.add_argument(
-        "--port", type=_port, help="port to listen on; 0 takes a free one (default: 8210, or the file's)"
-    )
+    if has_port:
+        parser.add_argument(
+            "--port", type=port, help="port to listen on; 0 takes a free one (default: 8210, or the file's)"
+        )
     parser.add_argument(
         "--insecure", action="store_true", help="allow an address that others can reach, without any API key"
     )
@@ -174,7 +182,7 @@ def _said(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= 65_535):
         raise argparse.ArgumentTypeError(f"{text} is not a port: 0 to 65535")
     return int(text)
