@@ -88,8 +88,12 @@ def test_deploy_refuses_an_overlay_that_is_not_there(tools: Path) -> None:
 
 
 def two_free_ports() -> int:
-    """The first of two neighbouring ports, below those that the system gives out by itself."""
-    for port in range(24_801, 24_999, 2):
+    """The first of two neighbouring ports, below those that the system gives out by itself.
+
+    Test processes that run at once have ports of their own: it takes a while until a gateway takes one.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    for port in range(24_801 + 20 * worker, 24_821 + 20 * worker, 2):
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
             two.bind(("127.0.0.1", port + 1))
