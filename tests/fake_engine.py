@@ -5,7 +5,8 @@
 Answers `GET /health`, `POST /v1/chat/completions` and `/v1/completions` (JSON, and SSE with `"stream": true`),
 `/v1/embeddings`, `/v1/rerank`, `/v1/images/…` and `/v1/audio/…`, anything under `/echo/`, and an upgrade on `/ws` that
 sends every byte back. `tokens`, `token_s`, `stall_after` and `crash_at` in a request override the switches of that
-name. Every answer contains `--name`.
+name. Every answer contains `--name`. A chat whose last message is `tool:NAME:TOWN` is answered with a call of that
+tool, one that is `think:WORDS` with these thoughts first.
 
 The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test
 can see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after
@@ -263,6 +264,8 @@ class Engine:
 
     async def _stream(self, connection: Connection, answer: Answer, weird: str | None) -> None:
         connection.start_sse()
+        for delta in answer.told:
+            connection.send_chunk(event(answer.delta(delta)), self.switches.split_bytes)
         async for token in self._paced(connection, answer):
             connection.send_chunk(event(answer.chunk(token)), self.switches.split_bytes)
         if weird == "broken-event":
@@ -367,6 +370,10 @@ class Answer:
         self._name = switches.name
         self._has_usage = not switches.no_usage
         self._is_chat = path == "/v1/chat/completions"
+        self.told = list(told_deltas(body)) if self._is_chat else []
+        self._calls_tool = any("tool_calls" in delta for delta in self.told)
+        if self._calls_tool:
+            self.count = 0
         self._prompt_tokens = len(json.dumps(body.get("messages") or body.get("prompt") or "").split())
 
     def tokens(self) -> Iterator[str]:
@@ -374,15 +381,32 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self.tokens())
-        content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-        answer = self._frame("chat.completion", [{"index": 0, **content, "finish_reason": "stop"}])
+        content = {"message": self._message(text)} if self._is_chat else {"text": text}
+        answer = self._frame("chat.completion", [{"index": 0, **content, "finish_reason": self._reason}])
         return {**answer, "usage": self._usage()} if self._has_usage else answer
+
+    def _message(self, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        for delta in self.told:
+            for name, value in delta.items():
+                if name == "tool_calls" and name in message:
+                    message[name][0]["function"]["arguments"] += value[0]["function"]["arguments"]
+                else:
+                    message[name] = value
+        return message
+
+    @property
+    def _reason(self) -> str:
+        return "tool_calls" if self._calls_tool else "stop"
+
+    def delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._frame("chat.completion.chunk", [{"index": 0, "delta": delta, "finish_reason": None}])
 
     def chunk(self, token: str | None) -> dict[str, Any]:
         """One token as a stream's event; the last event has none."""
         delta = {} if token is None else {"role": "assistant", "content": token}
         content = {"delta": delta} if self._is_chat else {"text": token or ""}
-        finish_reason = "stop" if token is None else None
+        finish_reason = self._reason if token is None else None
         return self._frame("chat.completion.chunk", [{"index": 0, **content, "finish_reason": finish_reason}])
 
     def usage_event(self) -> dict[str, Any]:
@@ -395,6 +419,20 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         total = self._prompt_tokens + self.count
         return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.count, "total_tokens": total}
+
+
+def told_deltas(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the last message tells the engine to do before it says anything."""
+    said = (body.get("messages") or [{}])[-1].get("content")
+    kind, _, rest = said.partition(":") if isinstance(said, str) else ("", "", "")
+    if kind == "think":
+        yield {"reasoning_content": rest}
+    elif kind == "tool":
+        name, _, town = rest.partition(":")
+        arguments = json.dumps({"town": town})
+        call = {"index": 0, "id": "call-7", "type": "function", "function": {"name": name, "arguments": arguments[:5]}}
+        yield {"tool_calls": [call]}
+        yield {"tool_calls": [{"index": 0, "function": {"arguments": arguments[5:]}}]}
 
 
 def error(message: str, kind: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "greenroom"
 MAY_IMPORT = {
     "errors": set(),
     "core": set(),
+    # Pure functions of bytes.
+    "dialects": set(),
     "sim": {"config", "core"},
     "config": {"core"},
     "process": {"config", "core"},
@@ -29,7 +31,19 @@ MAY_IMPORT = {
     # Runs inside programs that train: the standard library alone.
     "trainer": {"library"},
     "runtime": {"library", "engines", "process", "leases", "http", "telemetry", "config", "core"},
-    "server": {"runtime", "library", "engines", "process", "leases", "http", "tenancy", "telemetry", "config", "core"},
+    "server": {
+        "dialects",
+        "runtime",
+        "library",
+        "engines",
+        "process",
+        "leases",
+        "http",
+        "tenancy",
+        "telemetry",
+        "config",
+        "core",
+    },
     # Parts of the wiring, which only `app` puts together.
     "wiring": {
         "server",

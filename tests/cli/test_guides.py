@@ -20,6 +20,7 @@ GUIDES = (
     "docs/operating.md",
     "docs/audio.md",
     "docs/deploying.md",
+    "docs/dialects.md",
     "docs/images.md",
     "docs/installing.md",
     "docs/jobs.md",

@@ -55,7 +55,10 @@ ANSWER_MAX_S = 100.0
 DECLARED = (502, 503, 504, 507)
 OUR_ERROR = {"message", "type", "code", "param", "details"}
 NAMES = ("alpha", "beta", "usual", "one.gguf", "two.gguf")
+HELLO = [{"role": "user", "content": "hi"}]
 LIKELY: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/jobs": {"route": "/v1/embeddings", "body": {"model": "alpha", "input": "hi"}},
     "/v1/models/download": {"model": "org/name"},
     "/v1/models/load": {"modelId": "one.gguf"},

@@ -121,9 +121,10 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/openapi.json"): admins(),
     ("GET", "/api/v1/docs"): admins(),
 }
+HELLO = [{"role": "user", "content": "hi"}]
 # A form without a boundary is let in and then not understood.
 ASKING = {
-    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m"})
+    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", "messages": HELLO, "max_tokens": 9})
     for path, route in MODEL_ROUTES.items()
 }
 UPSTREAM = {

@@ -185,6 +185,8 @@ class Describing(ABC):
     salt_field: str | None = None
     # Its own paths that may be used behind /upstream, as in `routes`, where others control it; None: all of them.
     upstream_paths: tuple[str, ...] | None = None
+    # Paths of APIs other than OpenAI's that it answers itself; requests to others are translated to OpenAI's chat.
+    speaks: frozenset[str] = frozenset()
     # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
     fetches_media: bool = False
     # Where it tells figures of its cache; None if it does not.

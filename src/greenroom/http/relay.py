@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from greenroom.errors import EngineLost
+from greenroom.errors import EngineFault, EngineLost
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, response_headers
@@ -98,7 +98,7 @@ class Relay:
         self.committed = committed
         self.upstream: Connection | None = None
         self.outcome: RelayOutcome | None = None
-        self.error: EngineLost | None = None
+        self.error: EngineFault | None = None
         # Whether an engine that was lost had not answered a single byte.
         self.before_first_byte = True
         self.status = 0

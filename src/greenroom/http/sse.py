@@ -155,6 +155,7 @@ class StreamShape(enum.Enum):
     CHAT = "chat.completion.chunk"
     TEXT = "text_completion"
     TRANSCRIPT = "transcript.text.delta"
+    MESSAGE = "message"
 
 
 def heartbeat(
@@ -187,6 +188,8 @@ def comment(model: str, position: int | None, eta_s: float | None) -> bytes:
 
 def empty_chunk(model: str, shape: StreamShape, stream_id: str, created: int) -> bytes:
     """An event that adds nothing to the answer."""
+    if shape is StreamShape.MESSAGE:
+        return b'event: ping\ndata: {"type":"ping"}\n\n'
     if shape is StreamShape.TRANSCRIPT:
         return f'data: {{"type":"{shape.value}","delta":""}}\n\n'.encode("ascii")
     choice: dict[str, object] = {"index": 0, "finish_reason": None}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
+from greenroom.dialects.shapes import Dialect
 from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed, NotFound
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
@@ -21,7 +22,15 @@ from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference.ask import said_tenant
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route, expect_route, has_one_path
+from greenroom.server.inference.routes import (
+    MODEL_ROUTES,
+    UPSTREAM,
+    UPSTREAM_PREFIX,
+    Route,
+    dialect_of,
+    expect_route,
+    has_one_path,
+)
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 from greenroom.tenancy.limits import Limiter
 
@@ -118,7 +127,8 @@ class FrontDoor:
         self._inference.refused(error)
         if head is not None and isinstance(head.note, Caller) and _asks_model(head):
             self._inference.count_refused(error, head, head.note)
-        return render.response(error, self._inference.next_id(), to_operator=False)
+        dialect = Dialect.OPENAI if head is None else dialect_of(head.path)
+        return render.response(error, self._inference.next_id(), to_operator=False, dialect=dialect)
 
     def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:
         """Count a request for its tenant and key, before its body is read. Raises RateLimited."""

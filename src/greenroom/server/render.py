@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from greenroom.dialects.shapes import Dialect, error_event_of, error_shape
 from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly, RateLimited
 from greenroom.tenancy.limits import rate_headers
 
@@ -52,8 +53,10 @@ def words(error: BaseException, request_id: str, *, to_operator: bool) -> Words:
     return Words(_clean(message, MESSAGE_BYTES_MAX), None if details is None else _clean(details, DETAILS_BYTES_MAX))
 
 
-def response(error: BaseException, request_id: str, *, to_operator: bool) -> tuple[int, list[Header], bytes]:
-    """Status, headers and body that answer a request with this error."""
+def response(
+    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI
+) -> tuple[int, list[Header], bytes]:
+    """Status, headers and body that answer a request with this error, as its dialect shapes them."""
     shown = _shown(error, request_id)
     headers = [(b"content-type", b"application/json")]
     if _HEADER_SAFE.fullmatch(request_id):
@@ -69,21 +72,23 @@ def response(error: BaseException, request_id: str, *, to_operator: bool) -> tup
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(shown, PostOnly):
         headers.append((b"allow", b"POST"))
-    return shown.status, headers, error_body(shown, request_id, to_operator=to_operator)
+    return shown.status, headers, error_body(shown, request_id, to_operator=to_operator, dialect=dialect)
 
 
-def error_body(error: BaseException, request_id: str, *, to_operator: bool) -> bytes:
+def error_body(error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI) -> bytes:
     """`{"error": {message, type, code, param, details, …}}`; extra fields of the error follow."""
     shown = _shown(error, request_id)
-    return _encoded(shown, _core_of(shown, request_id, to_operator), to_operator)
+    return _encoded(shown, _core_of(shown, request_id, to_operator), request_id, to_operator, dialect)
 
 
-def error_event(error: BaseException, request_id: str, *, to_operator: bool) -> bytes:
+def error_event(
+    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI
+) -> bytes:
     """The one event that ends a stream which has already begun with 200."""
     shown = _shown(error, request_id)
     core = _core_of(shown, request_id, to_operator)
     whole = {**core, "status": shown.status, "retry_after_s": _retry_after_s(shown)}
-    return b"data: %b\n\n" % _encoded(shown, whole, to_operator)
+    return error_event_of(dialect, _encoded(shown, whole, request_id, to_operator, dialect))
 
 
 def _shown(error: BaseException, request_id: str) -> GreenroomError:
@@ -109,15 +114,18 @@ def _core_of(error: GreenroomError, request_id: str, to_operator: bool) -> dict[
     }
 
 
-def _encoded(error: GreenroomError, core: dict[str, Any], to_operator: bool) -> bytes:
+def _encoded(
+    error: GreenroomError, core: dict[str, Any], request_id: str, to_operator: bool, dialect: Dialect
+) -> bytes:
     # Extra fields must not replace those that every client relies on.
     kept_back = core.keys() if to_operator else core.keys() | OPERATORS_FIELDS
     beside = {name: value for name, value in error.beside.items() if name not in kept_back}
     try:
-        return msgspec.json.encode({"error": {**core, **beside}}, enc_hook=str)
+        whole = error_shape(dialect, error.status, {**core, **beside}, request_id)
+        return msgspec.json.encode(whole, enc_hook=str)
     except (TypeError, ValueError, RecursionError):
         # If an extra value cannot be JSON, the error is sent without the extra fields.
-        return msgspec.json.encode({"error": core})
+        return msgspec.json.encode(error_shape(dialect, error.status, core, request_id))
 
 
 def _retry_after_s(error: GreenroomError) -> int | None:

@@ -48,6 +48,7 @@ class LlamaCppEngine(ProcessEngine):
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
     metrics_path = "/slots"
+    speaks = frozenset({"/v1/messages/count_tokens"})
     fetches_media = True
 
     def facts(self, model: Model) -> EngineFacts:

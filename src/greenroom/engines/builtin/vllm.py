@@ -57,6 +57,7 @@ class VllmEngine(FolderServer):
     listens = Listens.SOCKET
     figure_names = ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
     upstream_paths = (*ANSWERING_PATHS, "/pooling")
+    speaks = frozenset({"/v1/messages/count_tokens"})
 
     def kv_tokens(self, metrics: bytes) -> int | None:
         # Labels of one series for each of its engines.

@@ -6,6 +6,8 @@ the error to answer with.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +18,9 @@ import msgspec
 from greenroom.config.schema import Ability, Config, Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import NO_TENANT, ModelId, RequestId, TenantId
+from greenroom.dialects.chat import shows_pictures
+from greenroom.dialects.neutral import Frame
+from greenroom.dialects.translation import PassedOn, Translate, Translation
 from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.body import Body, Payload
@@ -156,6 +161,7 @@ class Ask:
         "stream",
         "target",
         "tenant",
+        "translation",
         "wants_facts",
     )
 
@@ -214,6 +220,8 @@ class Ask:
         # Set if the answer is kept for later, and if it is made anew from the engine's.
         self.job: LaterAnswer | None = None
         self.remade: RemadeAnswer | None = None
+        # Set if the engine is asked in another dialect than the caller speaks.
+        self.translation: Translation | None = None
 
     @property
     def to_operator(self) -> bool:
@@ -227,6 +235,8 @@ class Ask:
         peeked, self.peeked = self.peeked, None
         if peeked is None:
             peeked = peek.peek(self._body.read(), lambda: self.asked_as)
+            if self.translation is not None:
+                peeked.fields = self.translation.request(peeked.fields)
         return peek.join(peeked.fields, drop=self.drops, put={**self.puts, **pinned} if pinned else self.puts)
 
 
@@ -261,7 +271,7 @@ class AskReader:
             peeked.priority,
             options=options,
             target=COMPLETIONS_PATH if route is GENERATE else None,
-            stream=peeked.stream,
+            stream=peeked.stream and route.can_stream,
         )
         ask.client = peeked.client_id or ask.client
         if peeked.budget_s is not None:
@@ -269,6 +279,8 @@ class AskReader:
         if peeked.keep_alive_s is not None:
             ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
         ask.peeked = peeked
+        if route.translate is not None:
+            self._translate(ask, peeked, route.translate)
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
         check_media(peeked.fields, ask.entry.config.media_hosts)
@@ -289,6 +301,18 @@ class AskReader:
             salt = self._salts.of(ask.scope, peeked.fields.get(salt_field), ask.entry.public_id)
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
         return ask
+
+    def _translate(self, ask: Ask, peeked: peek.Peeked, translate: Translate) -> None:
+        """Have the engine asked in a dialect that it speaks. Raises BadRequest for what cannot be said in it."""
+        translation = translate(Frame(ask.asked_as, secrets.token_hex(12), time.time()), ask.stream)
+        # Read in any case: an engine may break where a mistake should be named.
+        fields = translation.request(peeked.fields)
+        if shows_pictures(fields):
+            _check_ability(ask.entry, Ability.VISION)
+        if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
+            ask.translation = PassedOn(ask.route.dialect)
+        else:
+            ask.translation, ask.target, peeked.fields = translation, translation.path, fields
 
     def version_of(self, model: str) -> Version | None:
         """The version that this model serves now."""

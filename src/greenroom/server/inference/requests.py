@@ -26,7 +26,7 @@ from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.answer_facts import usage_of
 from greenroom.server.inference.ask import Ask, AskReader, Settings
-from greenroom.server.inference.routes import UPSTREAM, Route, answers_with_text, expect_route
+from greenroom.server.inference.routes import UPSTREAM, Route, answers_with_text, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, RequestSweep, Running
 from greenroom.server.inference.version_headers import version_headers
 from greenroom.telemetry.activity import Activity, Record
@@ -208,7 +208,9 @@ class Inference:
         self.count_refused(error, exchange.head, caller, ask)
         if not exchange.started and not exchange.gone:
             to_operator = caller.may(Permission.READ)
-            status, headers, body = render.response(error, request_id, to_operator=to_operator)
+            status, headers, body = render.response(
+                error, request_id, to_operator=to_operator, dialect=dialect_of(exchange.head.path)
+            )
             if (asked := exchange.head.asked) is not None:
                 headers += version_headers(self._reader.version_of(asked), to_operator=to_operator)
             exchange.respond(status, headers, body)

@@ -15,6 +15,9 @@ from urllib.parse import unquote_to_bytes
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Ability
+from greenroom.dialects.anthropic_answer import count_translation, messages_translation
+from greenroom.dialects.shapes import Dialect
+from greenroom.dialects.translation import Translate
 from greenroom.errors import NotAllowed
 from greenroom.http.sse import StreamShape
 from greenroom.tenancy.keys import Caller
@@ -35,6 +38,8 @@ class Route:
     `is_text`: it sends a text whose beginning a cache may know, and gets one whose tokens are counted.
     `form`: it takes a form, which must have these fields beside `model`. `makes_pictures`: its answer has pictures.
     `is_sound`: its answer is counted by the length of the sound that was heard or made.
+    `dialect`: which API it belongs to. `translate`: how it becomes OpenAI's chat; None: it goes to the engine as it is.
+    `can_stream`: False where an answer is always one piece.
     """
 
     name: str
@@ -44,6 +49,9 @@ class Route:
     is_text: bool = False
     makes_pictures: bool = False
     is_sound: bool = False
+    dialect: Dialect = Dialect.OPENAI
+    translate: Translate | None = None
+    can_stream: bool = True
 
 
 # A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
@@ -65,7 +73,29 @@ MODEL_ROUTES: Final[dict[bytes, Route]] = {
         "translations", Ability.TRANSLATION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
     ),
     b"/v1/audio/speech": Route("speech", Ability.SPEECH, is_sound=True),
+    b"/v1/messages": Route(
+        "messages",
+        Ability.CHAT,
+        StreamShape.MESSAGE,
+        is_text=True,
+        dialect=Dialect.ANTHROPIC,
+        translate=messages_translation,
+    ),
+    b"/v1/messages/count_tokens": Route(
+        "count_tokens",
+        Ability.CHAT,
+        dialect=Dialect.ANTHROPIC,
+        translate=count_translation,
+        can_stream=False,
+    ),
 }
+
+
+def dialect_of(path: bytes) -> Dialect:
+    """The API that a path belongs to, for errors before the path is routed."""
+    route = MODEL_ROUTES.get(path)
+    return Dialect.OPENAI if route is None else route.dialect
+
 
 UPSTREAM_PREFIX: Final = b"/upstream/"
 UPSTREAM: Final = Route("upstream")

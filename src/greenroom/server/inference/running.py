@@ -31,6 +31,7 @@ from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.renamed import Renamed
 from greenroom.http.sse import HeartbeatKind, heartbeat
+from greenroom.http.translated import Translated
 from greenroom.http.tunnel import Tunnel
 from greenroom.library.versions import Version
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
@@ -296,7 +297,18 @@ class Running:
             )
             read_facts = None if facts is None or ask.stream else facts.headers
             last_words = facts.comment if facts is not None and ask.wants_facts else None
-            if ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
+            if ask.translation is not None:
+                relay = Translated(
+                    self.exchange,
+                    ask.translation,
+                    extra_headers=headers,
+                    default_headers=defaults,
+                    committed=started,
+                    read_facts=read_facts,
+                    last_words=last_words,
+                    on_done=on_done,
+                )
+            elif ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
                 relay = Renamed(
                     self.exchange,
                     ask.entry.id,
@@ -408,12 +420,16 @@ class Running:
         if exchange.gone or exchange.finished:
             return
         if not exchange.started:
-            status, headers, body = render.response(error, self.request_id, to_operator=self.ask.to_operator)
+            status, headers, body = render.response(
+                error, self.request_id, to_operator=self.ask.to_operator, dialect=self.ask.route.dialect
+            )
             headers.append((_WAIT, b"%d" % self._wait_ms()))
             headers += version_headers(self._version(), to_operator=self.ask.to_operator)
             exchange.respond(status, headers, body)
             return
-        event = render.error_event(error, self.request_id, to_operator=self.ask.to_operator)
+        event = render.error_event(
+            error, self.request_id, to_operator=self.ask.to_operator, dialect=self.ask.route.dialect
+        )
         if relay is not None:
             relay.fail(event)
         else:

@@ -8,10 +8,12 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from fastapi.routing import APIRoute
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
 from greenroom.core.model import Tier
+from greenroom.dialects.anthropic_answer import model_card, model_list
 from greenroom.errors import ModelNotFound
 from greenroom.library.records import Record
 from greenroom.runtime.catalogue import Catalog, Entry
@@ -32,19 +34,35 @@ class Listing:
         self._look = look
 
     def add_to(self, app: FastAPI) -> None:
-        app.get(MODELS)(self.list_models)
-        app.get("/models", include_in_schema=False)(self.list_models)
-        app.get(MODELS + "/{model_id:path}")(self.show_model)
+        app.get(MODELS, response_model=ModelList)(self.list_models)
+        app.get("/models", include_in_schema=False)(self.list_models_of)
+        app.get(MODELS + "/{model_id:path}", response_model=ModelCard)(self.show_model)
 
-    async def list_models(self, request: Request) -> ModelList:
-        """Every model that is not `unlisted`, with its state; then those on disk that can be asked for as well."""
+    async def list_models(self, request: Request) -> ModelList | Response:
+        """Every model that is not `unlisted`, with its state; then those on disk that can be asked for as well.
+
+        Requests with the header anthropic-version are answered in Anthropic's shape.
+        """
+        listed = await self.list_models_of(request)
+        if not _is_anthropic(request):
+            return listed
+        models = [(card.id, card.name, card.created) for card in listed.data]
+        return Response(model_list(models), media_type="application/json")
+
+    async def list_models_of(self, request: Request) -> ModelList:
         look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
         listed = (entry for entry in self._catalog if not entry.config.unlisted and sees(entry.base_id))
         cards = [look.card(entry, to_operator=is_admin) for entry in listed]
         return ModelList(data=[*cards, *(card_of(one) for one in self._resolver.unasked if sees(one.id))])
 
-    async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard:
+    async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard | Response:
         """One model, by id or alias; unlisted ones too."""
+        card = self._card(request, model_id)
+        if not _is_anthropic(request):
+            return card
+        return JSONResponse(model_card(card.id, card.name, card.created))
+
+    def _card(self, request: Request, model_id: str) -> ModelCard:
         try:
             entry = addressed(self._catalog, request, MODELS, model_id)
         except ModelNotFound:
@@ -53,6 +71,10 @@ class Listing:
                 raise
             return card_of(record)
         return self._look().card(entry, to_operator=asked_by_admin(request))
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
 
 
 def card_of(record: Record) -> ModelCard:

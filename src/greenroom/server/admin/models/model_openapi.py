@@ -307,6 +307,18 @@ _APIS: Final = {
         "Write down what is said.", _TRANSCRIPT, fields={"language": _string("Such as en."), **_SOUND_FIELDS}
     ),
     "translations": _Api("Write down in English what is said.", _TRANSCRIPT, fields=_SOUND_FIELDS),
+    "messages": _Api(
+        "Continue a conversation, as Anthropic's Messages have it.",
+        _object("content", content=_OBJECTS, model={"type": "string"}, usage={"type": "object"}),
+        ("messages", "max_tokens"),
+        {"messages": _OBJECTS, "max_tokens": _field("integer", "How long the answer may be."), "stream": _STREAM},
+    ),
+    "count_tokens": _Api(
+        "Count the tokens of a request to /v1/messages.",
+        _object("input_tokens", input_tokens={"type": "integer"}),
+        ("messages",),
+        {"messages": _OBJECTS},
+    ),
     "speech": _Api(
         "Say a text.",
         None,

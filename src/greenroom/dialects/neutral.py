@@ -1,0 +1,182 @@
+"""The small form between a dialect and OpenAI's chat: a conversation that is asked, and pieces of its answer.
+
+Owns the records alone. What a dialect can say and chat cannot is refused where it is read, by the field's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from greenroom.errors import BadRequest
+
+Fields = dict[str, Raw]
+# The value of a field that was not sent.
+NOTHING: Final = Raw(b"")
+
+# Objects inside of one field of a body. A long conversation has some thousands, and each takes memory.
+OBJECTS_MAX: Final = 500_000
+_SMALL_BYTES: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """`url` is a data: URL or an address."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thought before it said something."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """`name` is for dialects whose results name the tool and not the call."""
+
+    id: str
+    parts: tuple[Text | Image, ...]
+    name: str | None = None
+
+
+Part = Text | Image | Thought | ToolUse | ToolResult
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`role` is system, user or assistant. Results of tools are parts of a user's turn."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str | None
+    schema: Raw
+    is_strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChoice:
+    """The model must call this tool."""
+
+    tool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`sampling` has numbers under the names of chat. `schema` is what the answer must fit; `any_json`: any object.
+
+    `tool_choice` is auto, none, required, or one tool. `thinks` switches thinking where the template can.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str | NamedChoice | None = None
+    one_tool_at_once: bool = False
+    tokens_max: int | None = None
+    stops: tuple[str, ...] = ()
+    sampling: dict[str, float | int] = field(default_factory=dict)
+    schema: Raw | None = None
+    any_json: bool = False
+    thinks: bool | None = None
+    effort: str | None = None
+
+
+class Tokens(NamedTuple):
+    """`cached` are among those of the prompt. Milliseconds are 0 if the engine does not tell."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    prompt_ms: float = 0.0
+    completion_ms: float = 0.0
+
+
+class ToolPiece(NamedTuple):
+    """Part of a call: the first has id and name, and each some of its arguments. One call ends where the next begins.
+
+    `place` is which of the calls it is.
+    """
+
+    place: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class Piece(NamedTuple):
+    """Some of an answer. A whole answer is one piece.
+
+    `reason` is why it ended: stop, length, tool_calls or content_filter. `error` is the engine's, in a stream.
+    """
+
+    text: str = ""
+    thought: str = ""
+    tools: tuple[ToolPiece, ...] = ()
+    reason: str | None = None
+    tokens: Tokens | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What an answer tells of itself: the model as it was asked for, an id that is its own, and when it began."""
+
+    model: str
+    id: str
+    created: float
+
+
+def read(fields: Fields, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """The value of a field; None if it was not sent. Raises BadRequest, which names it."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    if len(raw_bytes := bytes(raw)) > _SMALL_BYTES and raw_bytes.count(b"{") > OBJECTS_MAX:
+        raise BadRequest(f"{name} has more than {OBJECTS_MAX:,} objects.", param=name)
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{name}: {error}.", param=name) from None
+    except RecursionError:
+        raise BadRequest(f"{name} is nested too deeply.", param=name) from None
+
+
+def refuse_fields(fields: Fields, names: tuple[str, ...], why: str) -> None:
+    """Raises BadRequest if one of these fields says anything. null, false, and nothing in brackets say nothing."""
+    for name in names:
+        raw = fields.get(name)
+        if raw is not None and bytes(raw).strip() not in (b"null", b"false", b"[]", b"{}", b'""'):
+            raise BadRequest(f"{name} {why}", param=name)
+
+
+def is_object(raw: Raw) -> bool:
+    return bytes(raw)[:1] == b"{"
+
+
+def json_text(raw: Raw) -> str:
+    """A value as the JSON that it was sent as."""
+    return bytes(raw).decode("utf-8", "replace")

@@ -1,0 +1,107 @@
+"""One request of a dialect and its answer: the body for the engine, and the engine's bytes as the dialect has them.
+
+Owns the joint between the two sides. The relay hands the engine's bytes in and sends on what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from greenroom.dialects.chat import CHAT_PATH, ChatEvents, chat_fields, error_message, read_answer
+from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece
+from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
+
+JSON: Final = b"application/json"
+EVENTS: Final = b"text/event-stream; charset=utf-8"
+
+
+class StreamWriter(Protocol):
+    """Writes the stream that answers one request in a dialect."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Whole events for this piece of a stream, perhaps none."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last piece."""
+        ...
+
+
+class StreamTranslator:
+    """Turns the events of an engine into those of a dialect. All that it returns are whole events."""
+
+    __slots__ = ("_dialect", "_events", "_is_over", "_writer")
+
+    def __init__(self, dialect: Dialect, writer: StreamWriter) -> None:
+        self._dialect = dialect
+        self._events = ChatEvents()
+        self._writer = writer
+        self._is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        if self._is_over:
+            return b""
+        written = []
+        for piece in self._events.feed(data):
+            if piece.error is not None:
+                self._is_over = True
+                written.append(error_event_of(self._dialect, engine_error(self._dialect, 502, piece.error)))
+                break
+            written.append(self._writer.piece(piece))
+        return b"".join(written)
+
+    def flush(self) -> bytes:
+        """The end of the answer, unless it ended in an error."""
+        is_over, self._is_over = self._is_over, True
+        return b"" if is_over else self._writer.end()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTranslation:
+    """To chat and back. `read` reads the request; it raises BadRequest, which names the field.
+
+    `write` makes the answer where it is one piece, `writer` where it is a stream; None: no stream was asked for.
+    """
+
+    dialect: Dialect
+    read: Callable[[Fields], Conversation]
+    write: Callable[[Piece], bytes]
+    writer: StreamWriter | None
+    stream_type: bytes = EVENTS
+    path: bytes = CHAT_PATH
+
+    def request(self, fields: Fields) -> Fields:
+        return chat_fields(self.read(fields), model=fields["model"], stream=self.writer is not None)
+
+    def stream(self) -> StreamTranslator | None:
+        return None if self.writer is None else StreamTranslator(self.dialect, self.writer)
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """Raises EngineFault if a good answer cannot be read."""
+        if status != 200:
+            return engine_error(self.dialect, status, error_message(body))
+        return self.write(read_answer(body))
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """For an engine that speaks the dialect itself: only its errors get the dialect's shape."""
+
+    dialect: Dialect
+    stream_type: bytes = EVENTS
+
+    def request(self, fields: Fields) -> Fields:
+        return fields
+
+    def stream(self) -> None:
+        return None
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        return body if status == 200 else engine_error(self.dialect, status, error_message(body))
+
+
+Translation = ChatTranslation | PassedOn
+# Makes the translation of one request, for an engine that does not speak the dialect.
+Translate = Callable[[Frame, bool], ChatTranslation]

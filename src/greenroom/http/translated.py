@@ -1,0 +1,145 @@
+"""A relay for an answer that the client gets in another dialect than the engine speaks.
+
+Owns the joint between the engine's bytes, which are counted and read as they are, and those that the client is sent. A
+stream is translated as it comes; any other answer is held until it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from greenroom.errors import EngineFault
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers
+from greenroom.http.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
+
+# A longer answer of an engine is refused: it is held in memory.
+ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+_JSON: Final = b"application/json"
+
+
+class EventTranslator(Protocol):
+    """Takes the bytes of an engine's stream and returns whole events for the client."""
+
+    def feed(self, data: bytes) -> bytes: ...
+
+    def flush(self) -> bytes:
+        """The events after the last ones of the engine."""
+        ...
+
+
+class AnswerTranslation(Protocol):
+    """How one answer is translated."""
+
+    @property
+    def stream_type(self) -> bytes:
+        """The media type of the client's stream."""
+        ...
+
+    def stream(self) -> EventTranslator | None:
+        """For a stream; None: it passes as it is."""
+        ...
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """For any other answer. Raises EngineFault if it cannot be read."""
+        ...
+
+
+class Translated(Relay):
+    """Use in place of a Relay. An answer that cannot be translated ends as a lost engine does, with its own error."""
+
+    __slots__ = ("_events", "_translation")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        translation: AnswerTranslation,
+        *,
+        extra_headers: Headers | None = None,
+        default_headers: Headers | None = None,
+        committed: bool = False,
+        read_facts: Callable[[bytes], Headers] | None = None,
+        last_words: Callable[[bytes], bytes] | None = None,
+        on_done: Callable[[Relay], None] | None = None,
+    ) -> None:
+        self._translation = translation
+        # Set once the engine streams.
+        self._events: EventTranslator | None = None
+        super().__init__(
+            exchange,
+            extra_headers=extra_headers,
+            default_headers=default_headers,
+            committed=committed,
+            read_facts=read_facts,
+            last_words=last_words,
+            on_done=on_done,
+        )
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._note_head(status, headers)
+        if self._is_streamed() or self.committed:
+            self._pass_head()
+        else:
+            self._held = []
+
+    @property
+    def at_boundary(self) -> bool:
+        return self._events is not None or super().at_boundary
+
+    def complete(self) -> None:
+        if self._events is not None:
+            self.exchange.write(self._events.flush())
+        super().complete()
+
+    def _pass(self, data: bytes) -> None:
+        if self._events is None:
+            super()._pass(data)
+            return
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > UNREAD_BYTES_MAX or self.first_data_at is None:
+            self._read()
+        self.exchange.write(self._events.feed(data))
+
+    def _note_head(self, status: int, headers: Headers) -> None:
+        super()._note_head(status, headers)
+        if not self._is_streamed():
+            # Also the events of an error are read as a whole.
+            self._counter = None
+            self.headers = _with_type(headers, _JSON)
+            return
+        self._events = self._translation.stream()
+        if self._events is not None:
+            self.headers = _with_type(headers, self._translation.stream_type)
+
+    def _is_streamed(self) -> bool:
+        return self._counter is not None and self.status == 200
+
+    def _hold(self, data: bytes) -> None:
+        assert self._held is not None
+        self._held.append(data)
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self.total_bytes > ANSWER_BYTES_MAX:
+            self._drop_upstream()
+            self._fail(EngineFault(f"The answer has more than {ANSWER_BYTES_MAX:,} bytes."))
+
+    def _respond(self, body: bytes) -> None:
+        try:
+            translated = self._translation.whole(self.status, body)
+        except EngineFault as error:
+            self._fail(error)
+            return
+        super()._respond(translated)
+
+    def _fail(self, error: EngineFault) -> None:
+        self.error = error
+        self._held = None
+        self._settle(RelayOutcome.ENGINE_LOST)
+
+
+def _with_type(headers: Headers, media_type: bytes) -> Headers:
+    """The engine's headers for another body."""
+    kept = [header for header in headers if header[0] not in (b"content-type", b"content-length", b"content-encoding")]
+    return [*kept, (b"content-type", media_type)]

@@ -1,0 +1,69 @@
+"""The lines of docs/dialects.md: each path is served, and each field becomes what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from greenroom.dialects import anthropic_answer
+from greenroom.dialects.neutral import Fields, Frame
+from greenroom.dialects.translation import ChatTranslation
+from greenroom.errors import BadRequest
+from greenroom.server.inference.routes import MODEL_ROUTES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
+HELLO = [{"role": "user", "content": "hi"}]
+FRAME = Frame("m", "1", 0.0)
+# How the fields below a heading are read, and a body to which they are added.
+Translate = Callable[[Frame, bool], ChatTranslation]
+SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
+    "Anthropic": (anthropic_answer.messages_translation, {"max_tokens": 9, "messages": HELLO}),
+}
+
+
+def section(name: str) -> str:
+    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+LINES = [
+    (name, *match)
+    for name in SECTIONS
+    for match in re.findall(r"^\| `(\{.*?\})` \| (?:`(\{.*\})`|(refused)) \|$", section(name), re.MULTILINE)
+]
+
+
+def fields_of(body: dict[str, Any]) -> Fields:
+    return {name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()}
+
+
+@pytest.mark.parametrize(("name", "sent", "gets", "refused"), LINES)
+def test_a_field_becomes_what_the_page_says(name: str, sent: str, gets: str, refused: str) -> None:
+    translate, body = SECTIONS[name]
+    fields = fields_of({"model": "m", **body, **json.loads(sent)})
+    if refused:
+        with pytest.raises(BadRequest) as caught:
+            translate(FRAME, False).request(fields)
+        assert caught.value.param in json.loads(sent)
+        return
+    made = {key: json.loads(bytes(raw)) for key, raw in translate(FRAME, False).request(fields).items()}
+    wanted = json.loads(gets)
+    assert {key: made.get(key) for key in wanted} == wanted
+    plain = set(translate(FRAME, False).request(fields_of({"model": "m", **body})))
+    beside = {"tools", "tool_choice"} if "tools" in json.loads(sent) else set()
+    assert set(made) - plain - beside - set(wanted) == set(), "nothing else is sent"
+
+
+def test_the_page_has_a_table_for_each_dialect() -> None:
+    assert all(sum(line[0] == name for line in LINES) >= 10 for name in SECTIONS)
+
+
+def test_every_path_of_the_page_is_served_and_every_path_is_on_it() -> None:
+    named = set(re.findall(r"^\| `POST (/\S+)` \|", PAGE, re.MULTILINE))
+    served = {path.decode() for path, route in MODEL_ROUTES.items() if route.translate is not None}
+    assert served <= named

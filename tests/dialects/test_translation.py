@@ -1,0 +1,142 @@
+"""A stream and a whole answer say the same, however the engine's bytes are split."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic.types
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.chat import ChatEvents, error_message
+from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
+from greenroom.errors import BadRequest, EngineFault
+
+FRAME = Frame("m", "abc", 1_700_000_000.0)
+
+
+def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": reason}]}).encode() + b"\n\n"
+
+
+def call(place: int, **function: str) -> dict[str, Any]:
+    more = {"id": f"c{place}"} if "name" in function else {}
+    return {"tool_calls": [{"index": place, "function": function, **more}]}
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
+STREAM = b"".join(
+    (
+        event({"role": "assistant", "content": None}),
+        event({"reasoning_content": "so"}),
+        event({"reasoning_content": " so"}),
+        event({"content": "hé"}),
+        b": waiting\n\n",
+        event({"content": "llo"}),
+        event(call(0, name="f", arguments='{"a":')),
+        event(call(0, arguments=" 1}")),
+        event(call(1, name="g", arguments="")),
+        event({}, "tool_calls"),
+        b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n",
+        b"data: [DONE]\n\n",
+    )
+)
+WHOLE = {
+    "choices": [
+        {
+            "message": {
+                "content": "héllo",
+                "reasoning_content": "so so",
+                "tool_calls": [
+                    {"id": "c0", "function": {"name": "f", "arguments": '{"a": 1}'}},
+                    {"id": "c1", "function": {"name": "g", "arguments": {}}},
+                ],
+            },
+            "finish_reason": "tool_calls",
+        }
+    ],
+    "usage": USAGE,
+}
+
+
+def streamed(cuts: list[int], translate: Any = messages_translation) -> bytes:
+    translator, out, begin = translate(FRAME, True).stream(), b"", 0
+    for cut in [*sorted(cut % (len(STREAM) + 1) for cut in cuts), len(STREAM)]:
+        out += translator.feed(STREAM[begin:cut])
+        begin = cut
+    return out + translator.flush()
+
+
+def read_events(stream: bytes) -> list[Any]:
+    return [json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: ")]
+
+
+@given(st.lists(st.integers(0, 2_000), max_size=12))
+def test_a_message_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None:
+    whole = json.loads(messages_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    anthropic.types.Message.model_validate(whole)
+    events = read_events(streamed(cuts))
+    blocks: list[dict[str, Any]] = []
+    for one in events:
+        if one["type"] == "content_block_start":
+            assert one["index"] == len(blocks)
+            blocks.append(dict(one["content_block"]))
+        elif one["type"] == "content_block_delta":
+            [(name, text)] = [pair for pair in one["delta"].items() if pair[0] != "type"]
+            last = blocks[one["index"]]
+            last[name] = last.get(name, "") + text
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block.pop("partial_json", "") or "{}")
+    assert blocks == whole["content"]
+    assert [one["type"] for one in events][-2:] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
+    assert events[-2]["usage"] == whole["usage"]
+    assert whole["usage"]["input_tokens"] == 4 and whole["usage"]["cache_read_input_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b'data: {"error": {"message": "no memory"}}\n\n', b"data: {broken\n\n", b'data: {"choices": [{"delta": 7}]}\n\n'],
+)
+def test_an_engines_error_in_a_stream_is_its_last_event(said: bytes) -> None:
+    translator = messages_translation(FRAME, True).stream()
+    assert translator is not None
+    out = translator.feed(event({"content": "a"}) + said + event({"content": "b"})) + translator.feed(STREAM)
+    out += translator.flush()
+    assert read_events(out)[-1]["type"] == "error" and b"text_delta" in out and b'"b"' not in out
+
+
+def test_a_whole_answer_that_is_none_is_the_engines_fault() -> None:
+    for body in (b"", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 7}}]}'):
+        with pytest.raises(EngineFault):
+            messages_translation(FRAME, False).whole(200, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error": {"code": 400, "message": "too long"}}', "too long"),
+        (b'{"error": "too long"}', "too long"),
+        (b'{"message": "too long"}', "too long"),
+        (b"plain", "plain"),
+        (b"", "The engine gave no reason."),
+    ],
+)
+def test_an_engines_words_are_found_in_every_shape(body: bytes, said: str) -> None:
+    assert error_message(body) == said
+
+
+def test_an_event_without_end_is_not_held_for_ever() -> None:
+    events = ChatEvents()
+    assert events.feed(b"data: " + b"x" * 17_000_000)[0].error is not None
+
+
+def test_a_body_cannot_have_more_objects_than_memory_allows() -> None:
+    raw = msgspec.Raw(b"[" + b"{}," * (OBJECTS_MAX + 1) + b"{}]")
+    with pytest.raises(BadRequest, match="objects"):
+        read({"messages": raw}, "messages", msgspec.json.Decoder(list[dict[str, int]]))

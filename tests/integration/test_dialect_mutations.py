@@ -1,0 +1,87 @@
+"""A thousand bodies of each dialect that are almost right: each is answered, and none breaks the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.mutations import mutations
+from tests.harness import fake, gateway, tiny
+from tests.integration.facts import at_rest
+from tests.integration.raw import Raw, request_bytes
+from tests.models import tiny as tiny_model
+
+pytestmark = pytest.mark.slow
+
+COUNT = 1_000
+REAL_COUNT = 150
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}}
+
+SEEDS: dict[str, list[dict[str, Any]]] = {
+    "/v1/messages": [
+        {"max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], "stream": True, "stop_sequences": ["x"]},
+        {
+            "max_tokens": 8,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "weather?"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": ""},
+                        {"type": "tool_use", "id": "t1", "name": "weather", "input": {"town": "Ulm"}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "rain"}]},
+            ],
+            "tools": [{"name": "weather", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "disabled"},
+            "temperature": 0.5,
+            "output_config": {"effort": "low"},
+        },
+        {
+            "max_tokens": 8,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+                        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+                    ],
+                }
+            ],
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "hi"}], "system": "s", "stream": False}],
+}
+
+
+@pytest.mark.parametrize("path", SEEDS)
+async def test_no_body_breaks_the_gateway(tmp_path: Path, path: str) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app, await Raw.open(app) as raw:
+        seeds = [{"model": "a", **seed} for seed in SEEDS[path]]
+        statuses = []
+        for body in mutations(seeds, COUNT):
+            raw.send(request_bytes("POST", path, body))
+            answer = await raw.answer()
+            assert answer.status < 500, (body, answer)
+            statuses.append(answer.status)
+        # Enough of them get as far as the engine.
+        assert statuses.count(200) > COUNT / 20 and statuses.count(400) > COUNT / 20
+        await at_rest(app)
+
+
+@pytest.mark.parametrize("path", SEEDS)
+async def test_what_passes_is_understood_by_a_real_engine(tmp_path: Path, path: str) -> None:
+    """An engine may refuse what it cannot do, in its own words, but never because the translation is broken."""
+    models = {"a": tiny(tiny_model("alpha"))}
+    async with gateway(tmp_path, models) as app, await Raw.open(app) as raw:
+        seeds = [{"model": "a", **seed} for seed in SEEDS[path]]
+        for body in mutations(seeds, REAL_COUNT, seed=1):
+            raw.send(request_bytes("POST", path, body))
+            answer = await raw.answer()
+            assert answer.status < 500, (body, answer)
