@@ -1,6 +1,6 @@
 """Engines by name: ours, and those of other packages (entry point group `greenroom.engines`).
 
-Also says what the core is told of an engine's facts.
+Also says what the core is told of an engine's facts, and how an engine keeps the prompts of tenants apart.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import StrEnum
 from typing import Final, TypedDict
 
 from greenroom.config.plugins import ENGINE_GROUP, Named
@@ -108,3 +109,31 @@ def split_keys(facts: EngineFacts) -> SplitKeys:
         parts=parts,
         beside_mib=facts.beside_mib if parts else 0,
     )
+
+
+class Isolation(StrEnum):
+    """How an engine keeps the prompts of tenants apart, for people to read (docs/adr/0021)."""
+
+    NOTHING_KEPT = "nothing kept"
+    KEY = "key"
+    SALT = "salt"
+    SLOTS = "slots"
+    PROCESS = "process"
+    OFF = "off"
+    """The operator lets tenants share."""
+    SHARED = "shared"
+    """Nothing keeps them apart, and the operator has not said that this is meant."""
+
+
+def isolation_of(model: Model) -> Isolation:
+    if model.isolate_tenants is not None:
+        return Isolation(model.isolate_tenants)
+    engine, facts = engine_for(model), facts_of(model)
+    if facts.keeps_prefixes is False:
+        return Isolation.SHARED if facts.keeps_results else Isolation.NOTHING_KEPT
+    if facts.prompt_slots:
+        return Isolation.SLOTS
+    if facts.keeps_prefixes is None:
+        return Isolation.SHARED
+    # One that is told by headers has them as keys of its cache.
+    return Isolation.KEY if engine.salt_field is None else Isolation.SALT

@@ -1,1 +1,1 @@
-"""Commands about a gateway as a whole: run it, check or reload its configuration, simulate it."""
+"""Commands about a gateway as a whole: run it, check its configuration, simulate it."""

@@ -252,7 +252,7 @@ def _no_engine(loaded: LoadedConfig) -> list[str]:
 
 def _shared_prompts(config: Config, keys: Sequence[Mapping[str, Any]]) -> list[str]:
     """Warnings for models whose engine lets tenants share, where there are several and nothing says that they may."""
-    from greenroom.engines.isolation import Isolation, isolation_of
+    from greenroom.engines.registry import Isolation, isolation_of
 
     tenants = {*config.tenants, *(key["tenant"] for key in keys)} - {"default"}
     if len(tenants) < 2:
@@ -277,8 +277,7 @@ def _lacks(row: Mapping[str, Any]) -> str | None:
 
 def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:
     from greenroom.core.model import ModelId
-    from greenroom.engines.isolation import isolation_of
-    from greenroom.engines.registry import engine_for
+    from greenroom.engines.registry import engine_for, isolation_of
     from greenroom.runtime.memory.needs import Subject
 
     engine = engine_for(model)
