@@ -5,8 +5,9 @@ from __future__ import annotations
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, lease_name
 from greenroom.runtime.observer import DECISIONS_MAX, Observer
+from greenroom.telemetry.gauges import Gauges
 from greenroom.telemetry.hub import Hub
-from greenroom.telemetry.metrics import Gauges, Metrics
+from greenroom.telemetry.metrics import Metrics
 
 
 def unload(number: int) -> Move:

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from greenroom.telemetry import metrics as caps
 from greenroom.telemetry import table
 from greenroom.telemetry.aliases import RunnerAliases
-from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, Metrics
+from greenroom.telemetry.gauges import DeviceMemory, Gauges, GpuFigures, LeaseFigures
+from greenroom.telemetry.metrics import Metrics
 
 
 def series_of(metrics: Metrics, gauges: Gauges | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

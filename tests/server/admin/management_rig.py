@@ -55,7 +55,7 @@ from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.loads import gpu_mib
-from greenroom.server.admin.reports.watching import Streams
+from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.asgi import Application
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity

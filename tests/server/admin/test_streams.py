@@ -8,8 +8,8 @@ import pytest
 
 from greenroom.core.model import ModelId
 from greenroom.process.logs import Subscription
-from greenroom.server.admin.reports import watching
-from greenroom.server.admin.reports.watching import event_frame, line_frame, plain_frame, shown_line
+from greenroom.server.admin.reports import streams
+from greenroom.server.admin.reports.streams import event_frame, line_frame, plain_frame, shown_line
 from greenroom.telemetry.hub import Event, Hub
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
 from tests.waiting import until
@@ -175,7 +175,7 @@ async def test_a_quiet_stream_beats() -> None:
     async with Client(gateway).stream(EVENTS) as call:
         await _until_listening(gateway.hub)
         for beats in (1, 2):
-            gateway.now += watching.HEARTBEAT_S
+            gateway.now += streams.HEARTBEAT_S
             await call.until(lambda beats=beats: call.answer.body.count(b": still here\n\n") >= beats)  # type: ignore[misc]
     assert _events(call.answer.body) == []
 
@@ -269,7 +269,7 @@ async def test_log_lines_come_as_plain_text_when_asked() -> None:
     async with Client(gateway).stream(LOGS, accept="text/plain") as call:
         await call.until_seen(b"one\n")
         # A beat would be a line that the engine never printed.
-        gateway.now += 10 * watching.HEARTBEAT_S
+        gateway.now += 10 * streams.HEARTBEAT_S
         before = looks
         await until(lambda: looks >= before + 2)
         ring.write(b"two\n")

@@ -10,7 +10,8 @@ import pytest
 
 from greenroom.workers.serving import http
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.serving.http import Answer, Handler, HttpServer, Request
+from greenroom.workers.serving.http import Answer, Handler, HttpServer
+from greenroom.workers.serving.request_reader import Request
 
 WAIT_S = 30
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.workers.serving import http
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.serving.http import Request, RequestReader
+from greenroom.workers.serving.request_reader import BODY_BYTES_MAX, HEAD_BYTES_MAX, HEADERS_MAX, Request, RequestReader
 
 SIZED = b"POST /a?b=c HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -91,14 +90,14 @@ def test_what_is_not_one_clear_request_is_refused(raw: bytes) -> None:
 
 
 def test_sizes_are_bounded() -> None:
-    too_big = http.BODY_BYTES_MAX + 1
+    too_big = BODY_BYTES_MAX + 1
     cases = [
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % too_big, 413),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % too_big + b" " * too_big, 413),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 2 * http.HEAD_BYTES_MAX, 431),
-        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * http.HEAD_BYTES_MAX + b"\r\n\r\n", 431),
-        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * http.HEAD_BYTES_MAX, 431),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (http.HEADERS_MAX + 1) + b"\r\n", 431),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 2 * HEAD_BYTES_MAX, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * HEAD_BYTES_MAX, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (HEADERS_MAX + 1) + b"\r\n", 431),
     ]
     for raw, status in cases:
         with pytest.raises(ApiError) as refused:

@@ -38,8 +38,9 @@ from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.explaining import Explaining
 from greenroom.server.admin.reports.memory import Gpus
 from greenroom.server.admin.reports.snapshot import Snapshot
+from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.admin.reports.usage import UsageRoutes
-from greenroom.server.admin.reports.watching import Streams, Watching
+from greenroom.server.admin.reports.watching import Watching
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.asgi import Message, scope_of
 from greenroom.server.inference.jobs.routes import JobRoutes

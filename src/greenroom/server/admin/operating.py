@@ -30,7 +30,7 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
-from greenroom.server.admin.reports.watching import (
+from greenroom.server.admin.reports.streams import (
     PLAIN,
     SSE,
     LogFeed,

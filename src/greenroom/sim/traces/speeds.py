@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from greenroom.sim.config import SpeedCurve
-from greenroom.sim.traces.traces import TOKENS_MAX
+from greenroom.sim.traces.cells import TOKENS_MAX
 
 COLUMNS = ("t", "model", "prompt_len", "output_len", "wait_s", "total_s")
 # Enough for a median; a file may be much longer.

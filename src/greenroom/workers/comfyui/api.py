@@ -16,7 +16,8 @@ from urllib.parse import parse_qs
 
 from ..serving.errors import ApiError, encoded, failed, new_id, unavailable
 from ..serving.fields import parse_body
-from ..serving.http import Answer, Request
+from ..serving.http import Answer
+from ..serving.request_reader import Request
 from .client import Comfy, ComfyGone, Event
 from .workflow import Plan, Workflow
 

@@ -15,7 +15,8 @@ from urllib.parse import parse_qs
 
 from ..serving.errors import ApiError, encoded, unsupported
 from ..serving.forms import Form, read_form
-from ..serving.http import Answer, Request
+from ..serving.http import Answer
+from ..serving.request_reader import Request
 from . import formats
 from .transcribing import Segment, Transcriber, Wanted
 

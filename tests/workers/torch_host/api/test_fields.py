@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.serving.fields import BARE_BYTES_MAX, ELEMENTS_MAX, parse_body
-from greenroom.workers.serving.http import BODY_BYTES_MAX
+from greenroom.workers.serving.request_reader import BODY_BYTES_MAX
 from tests.workers.torch_host.conftest import Opener
 
 

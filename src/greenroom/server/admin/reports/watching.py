@@ -1,225 +1,34 @@
 """What an operator can see: health, metrics, status, events, requests, decisions, and streams of some of these.
 
-Changes nothing, loads nothing. A stream sends events or log lines, one piece at a time, until the client leaves, the
-gateway drains, or the source is over. Never buffers: a source bounds its own queue and drops what a slow reader cannot
-take.
+Changes nothing, loads nothing. `streams.py` sends the streams.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import islice
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
-import msgspec
 from fastapi import FastAPI, Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
-from greenroom.errors import MethodNotAllowed, NotFound, Overload
+from greenroom.errors import NotFound
 from greenroom.library.versions import told_as
-from greenroom.process.logs import LogRing
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.memory import green_room_used_mib, memory_split
 from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
+from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.telemetry.hub import Event, Hub
+from greenroom.telemetry.gauges import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
 from greenroom.telemetry.logs import lost_lines
-from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
 from greenroom.telemetry.table import CacheCounts
 from greenroom.tenancy.keys import Caller
-
-# Proxies close connections that are silent for a minute or less.
-HEARTBEAT_S = 15.0
-# How soon a quiet stream notices that the gateway drains.
-LOOK_S = 1.0
-# How long a stream waits for its last events when the gateway drains.
-LAST_WORD_S = 0.05
-# Dashboards and shells; each costs a connection and a queue.
-STREAMS_MAX = 200
-# How long a browser waits before it comes back.
-_RETRY = b"retry: 2000\n\n"
-_COMMENT = b": still here\n\n"
-
-SSE = "text/event-stream"
-PLAIN = "text/plain"
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-_LINE_BREAK = re.compile(r"\r\n|\r|\n")
-_TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-# --- framing --------------------------------------------------------------------------------------------------------
-
-
-def event_frame(event: Event) -> bytes:
-    """Its data is JSON, which has no line breaks of its own."""
-    data = msgspec.json.encode(event.data, enc_hook=str)
-    return b"event: %b\nid: %d\ndata: %b\n\n" % (event.kind.encode(), event.id, data)
-
-
-def line_frame(line: str) -> bytes:
-    """One line as one event."""
-    return f"data: {_LINE_BREAK.sub(' ', line)}\n\n".encode("utf-8", "replace")
-
-
-def plain_frame(line: str) -> bytes:
-    return f"{line}\n".encode("utf-8", "replace")
-
-
-def shown_line(line: str) -> str:
-    """Without control characters: an engine may print what its callers sent, which must not reach a terminal."""
-    return _CONTROL.sub("", _TERMINAL_CODE.sub("", line))
-
-
-# --- sources --------------------------------------------------------------------------------------------------------
-
-
-class Feed(Protocol):
-    async def piece(self) -> bytes | None:
-        """The next bytes to send; None at the end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class EventFeed:
-    """Events from now on, or those after the given event."""
-
-    def __init__(self, hub: Hub, after: int | None) -> None:
-        self._subscription = hub.subscribe(after)
-
-    async def piece(self) -> bytes | None:
-        event = await anext(self._subscription, None)
-        return None if event is None else event_frame(event)
-
-    def close(self) -> None:
-        self._subscription.close()
-
-
-class LogFeed:
-    """The last lines in one piece, then each as it is printed. A half-printed line is sent again when complete."""
-
-    def __init__(self, ring: LogRing, history: int, frame: Callable[[str], bytes]) -> None:
-        # Both in one turn of the loop, so that no line is lost between them or sent twice.
-        self._past = ring.tail(history)
-        self._subscription = ring.subscribe()
-        self._frame = frame
-
-    async def piece(self) -> bytes | None:
-        if self._past:
-            past, self._past = self._past, []
-            return b"".join(self._frame(shown_line(line)) for line in past)
-        line = await anext(self._subscription, None)
-        return None if line is None else self._frame(shown_line(line))
-
-    def close(self) -> None:
-        self._subscription.close()
-
-
-# --- the answer -----------------------------------------------------------------------------------------------------
-
-
-class Streams:
-    """Counts the open streams, and refuses too many."""
-
-    def __init__(
-        self,
-        is_draining: Callable[[], bool],
-        clock: Callable[[], float],
-        streams_max: int = STREAMS_MAX,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self.is_draining = is_draining
-        self.clock = clock
-        self.look_s = look_s
-        self._streams_max = streams_max
-        self.open = 0
-
-    def answer(self, open_feed: Callable[[], Feed], media_type: str = SSE) -> Response:
-        """Raises Overload when there are too many already."""
-        if self.open >= self._streams_max:
-            raise Overload(f"{self._streams_max} streams are open already; close one.", retry_after_s=10.0)
-        return _Streamed(self, open_feed, media_type)
-
-
-class _Streamed(Response):
-    """Watches for the client's disconnect itself: what is sent after it is silently dropped."""
-
-    def __init__(self, streams: Streams, open_feed: Callable[[], Feed], media_type: str) -> None:
-        super().__init__(media_type=media_type, headers=_HEADERS)
-        del self.headers["content-length"]
-        self._streams = streams
-        self._open_feed = open_feed
-        self._is_sse = media_type == SSE
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Opened before the first byte, so that a refusal still has its status.
-        feed = self._open_feed()
-        self._streams.open += 1
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send(_body(_RETRY if self._is_sse else b""))
-            await self._copy(feed, receive, send)
-        finally:
-            self._streams.open -= 1
-            feed.close()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _copy(self, feed: Feed, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_until_gone(receive))
-        piece = asyncio.ensure_future(feed.piece())
-        clock, beat_at = self._streams.clock, self._streams.clock() + HEARTBEAT_S
-        try:
-            while not gone.done():
-                await asyncio.wait((gone, piece), timeout=self._streams.look_s, return_when=asyncio.FIRST_COMPLETED)
-                if piece.done():
-                    if (data := piece.result()) is None:
-                        return
-                    await send(_body(data))
-                    piece = asyncio.ensure_future(feed.piece())
-                    beat_at = clock() + HEARTBEAT_S
-                elif self._streams.is_draining():
-                    # An event that was published just now may still be on its way.
-                    if not (await asyncio.wait((piece,), timeout=LAST_WORD_S))[0]:
-                        return
-                elif self._is_sse and clock() >= beat_at:
-                    await send(_body(_COMMENT))
-                    beat_at = clock() + HEARTBEAT_S
-        finally:
-            await _end(gone)
-            await _end(piece)
-
-
-def _body(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.wait((task,))
-
-
-def refuse_head(request: Request) -> None:
-    """Raises MethodNotAllowed for HEAD: a stream has no end to wait for."""
-    if request.scope.get("state", {}).get("is_head"):
-        raise MethodNotAllowed("A stream has no HEAD; it takes GET.")
-
 
 API = "/api/v1"
 # As many as are kept.

@@ -1,8 +1,8 @@
 """Jobs: requests to models that are answered later. Each is run like every other request, and its answer is kept.
 
 Owns which of the waiting jobs are handed to the scheduler, and what their ends mean. The rows, their files and their
-bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `job_files.py` takes its bytes. Its
-client leaves when the job is cancelled, which frees the engine at once. `job_progress.py` knows how far it is.
+bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `files.py` takes its bytes. Its
+client leaves when the job is cancelled, which frees the engine at once. `progress.py` knows how far it is.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from typing import Any
 
 from ...serving.errors import ApiError, encoded, unsupported
 from ...serving.fields import parse_body
-from ...serving.http import Answer, HttpServer, Request
+from ...serving.http import Answer, HttpServer
+from ...serving.request_reader import Request
 from ..engine.requests import CallbackQueue, InferenceEngine
 from ..sandbox.grammar import Grammars
 from ..sandbox.pool import SandboxPool

@@ -15,7 +15,8 @@ from urllib.parse import parse_qs
 from ...serving.errors import ApiError, encoded, failed, unavailable, unsupported
 from ...serving.fields import parse_body
 from ...serving.forms import read_form
-from ...serving.http import Answer, HttpServer, Request
+from ...serving.http import Answer, HttpServer
+from ...serving.request_reader import Request
 from ..failures import Cancelled, Failure, OutOfMemory
 from .image_engine import ImageEngine, ImageJob
 from .image_fields import ImageRequest, read_edit, read_generation
