@@ -6,12 +6,10 @@ Owns the order of these steps and how long a shutdown may take. Every other obje
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
@@ -50,10 +48,11 @@ from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.tenancy.governance.gate import Rules
 from greenroom.tenancy.key_ring import Look
-from greenroom.wiring.common import CommonParts, MemoryParts, wire_common, wire_memory
-from greenroom.wiring.front import FrontParts, wire_front
+from greenroom.wiring.common import wire_common, wire_memory
+from greenroom.wiring.front import wire_front
 from greenroom.wiring.governance import wire_governance
-from greenroom.wiring.moves import LeaseParts, MoveParts, wire_leases, wire_moves, wire_rejections
+from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections
+from greenroom.wiring.shutdown import close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
 
@@ -120,9 +119,23 @@ class App:
             self.catalog.engine_of,
             common.state.green_room_shortfall,
         )
-        self.library = Library(
-            Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=bool(memory.needs.gpus)
-        )
+        self._wire_models(config, on_gpu=bool(memory.needs.gpus))
+        self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
+        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
+        self.governance = wire_governance(self.state_dir, lambda: self.config, self.catalog, lambda: self.library)
+        self.salts = CacheSalts()
+        front = self._front = wire_front(common, memory, self.tickets, self)
+        self.inference, self.door, self.keys = front.inference, front.door, front.keys
+        self.edge, self.metrics_edge = front.edge, front.metrics_edge
+        self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
+        self.downloads, self.usage = front.downloads, front.usage
+        self.loads = self._wire_loads()
+        self.updates = self._wire_updates()
+        self.state_follower = StateFollower(self.updates, lambda: self.config)
+
+    def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
+        """Make what finds models: on disk, by name, and by version."""
+        self.library = Library(Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=on_gpu)
         self.resolver = Resolver(
             self.catalog,
             self.library,
@@ -136,17 +149,10 @@ class App:
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.versions = VersionStore(self.state_dir.path, replace_file)
         self.catalog.version_of = lambda name: self.versions.of(name).current
-        self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
-        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
-        self.governance = wire_governance(self.state_dir, lambda: self.config, self.catalog, lambda: self.library)
-        self.salts = CacheSalts()
-        front = self._front = wire_front(common, memory, self.tickets, self)
-        self.inference, self.door, self.keys = front.inference, front.door, front.keys
-        self.edge, self.metrics_edge = front.edge, front.metrics_edge
-        self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
-        self.downloads, self.usage = front.downloads, front.usage
-        self.loads = Loads(
-            front.operations,
+
+    def _wire_loads(self) -> Loads:
+        return Loads(
+            self.operation_table,
             LoadServices(
                 self.resolver,
                 self.downloads,
@@ -159,9 +165,6 @@ class App:
                 self.clock,
             ),
         )
-
-        self.updates = self._wire_updates()
-        self.state_follower = StateFollower(self.updates, lambda: self.config)
 
     def _wire_updates(self) -> Updates:
         return Updates(
@@ -391,15 +394,15 @@ class App:
     async def _finish(self) -> None:
         """Wait until nothing runs, then close everything and write the last data."""
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
-        await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
+        await wait_until_idle(common, self._moves, front, self.config.server.drain_s)
         await self.figures.close()
         await self.loads.close()
         await self.state_follower.close()
         await self.updates.close()
-        await _in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
-        await _close(common, memory, leases, front)
+        await in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
+        await close_parts(common, memory, leases, front)
         kept = (self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
-        await _write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
+        await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
         self.state_dir.close()
         self.closed.set()
 
@@ -417,63 +420,3 @@ def begin_versions(store: VersionStore, config: Config, now: float) -> None:
 def _refuse_open_door(config: Config) -> None:
     if problem := open_door(config.server):
         raise ConfigError(problem)
-
-
-# After the drain engines have their own time to stop; nothing may delay the exit longer than this.
-STOP_MAX_S = 60.0
-# The time that event streams have to send their last events.
-LAST_EVENTS_S = 0.05
-# The longest wait for the last writes to disk.
-WRITE_MAX_S = 10.0
-
-
-class File(Protocol):
-    def close(self) -> Awaitable[None]: ...
-
-
-async def _wait_until_idle(common: CommonParts, moves: MoveParts, front: FrontParts, drain_s: float) -> None:
-    """Wait until nothing runs any more, but not too long."""
-    state = common.state
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(drain_s + STOP_MAX_S):
-            await common.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
-            await front.inference.finished()
-            await moves.mover.cleaned_up()
-            await moves.workers.close()
-
-
-async def _close(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:
-    """Close everything but the files; parts that talk to peers first."""
-    close_s = common.timeouts.close_s
-    if leases.sharing is not None:
-        await _in_time(leases.sharing.close(), "the lease store", close_s)
-    if front.shared_limits is not None:
-        await _in_time(front.shared_limits.close(), "the store of limits", close_s)
-    # Streams of events and logs end by themselves once the hub is closed, after their last events.
-    common.hub.close()
-    await asyncio.sleep(LAST_EVENTS_S)
-    front.management.close()
-    await _in_time(front.close(), "the listening sockets", close_s)
-    front.inference.sweep.close()
-    await front.keys.close()
-    front.prefetch.close()
-    common.effects.close()
-    await _in_time(memory.watch.close(), "the memory watch", close_s)
-    # A moment for the last bytes to leave.
-    await asyncio.sleep(0.05)
-    front.abort()
-
-
-async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None:
-    try:
-        async with asyncio.timeout(within_s):
-            await closing
-    except TimeoutError:
-        _log.warning("not closed in time and left behind", what=what)
-
-
-async def _write_last(files: Sequence[File | None]) -> None:
-    """Close files that have data to write; a disk that hangs does not delay the exit beyond `WRITE_MAX_S`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WRITE_MAX_S):
-            await asyncio.gather(*(file.close() for file in files if file is not None))

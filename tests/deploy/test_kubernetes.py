@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from greenroom import __version__
-from greenroom.app import STOP_MAX_S
 from greenroom.cli.commands.models.trainer import FILE_NAME, HOST_NAME, REPO_NAME, SERVICE_NAME
 from greenroom.cli.parser import parser
 from greenroom.config import environment, loader
 from greenroom.config.schema import Config
+from greenroom.runtime.timeouts import STOP_MAX_S
 from greenroom.server.front import HostRule
 from greenroom.telemetry import table
 from tests.deploy.kustomize import KUBERNETES, Object, real_kustomize, render

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.app import STOP_MAX_S
 from greenroom.cli.parser import parser
 from greenroom.config.schema import Server
+from greenroom.runtime.timeouts import STOP_MAX_S
 
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy" / "systemd" / "greenroom.service").read_text()

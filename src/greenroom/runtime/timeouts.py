@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+# After the drain engines have their own time to stop; nothing may delay the exit longer than this.
+STOP_MAX_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimeouts:

@@ -148,39 +148,9 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     application = make_management(gateway)
     management = AsgiBridge(application)
     door = FrontDoor(inference, management, application.needs)
-    edge = Edge(
-        admit=door.admit,
-        handle=door.handle,
-        refuse=door.refuse,
-        limits=limits_for(server),
-        spool_dir=str(common.state_dir.path),
-    )
-    metrics_edge = None
-    if server.metrics and server.metrics_port is not None:
-        metrics_door = MetricsDoor(door)
-        metrics_edge = Edge(admit=metrics_door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
-    if edge.bodies.spools_to_memory:
-        _log.warning(
-            "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
-            state_dir=str(common.state_dir.path),
-        )
+    edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
     table = _operations(common, gateway)
-    jobs = Jobs(
-        table,
-        JobServices(
-            inference,
-            edge.bodies,
-            edge.state,
-            lambda name: door.keys.named(name),
-            lambda: gateway.config.jobs.keep_s,
-            lambda: gateway.config.scheduler.queue_depth_max,
-            lambda: gateway.is_draining,
-            common.loop.scheduler.learned,
-            JobEvents(common.hub),
-            time.time,
-            common.clock,
-        ),
-    )
+    jobs = _jobs(table, inference, edge, door, common, gateway)
     door.jobs = AsyncRequests(jobs, edge.bodies, inference.next_id, inference.refused)
     pictures = _pictures(common, gateway)
     reader.picture_urls = PictureAnswers(
@@ -207,6 +177,42 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     )
     front.configure(gateway.config)
     return front
+
+
+def _edges(door: FrontDoor, server: Server, spool_dir: str) -> tuple[Edge, Edge | None]:
+    """The edge for callers, and the one for metrics if these have a port of their own."""
+    edge = Edge(
+        admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server), spool_dir=spool_dir
+    )
+    if edge.bodies.spools_to_memory:
+        _log.warning(
+            "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
+            state_dir=spool_dir,
+        )
+    if not server.metrics or server.metrics_port is None:
+        return edge, None
+    return edge, Edge(admit=MetricsDoor(door).admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
+
+
+def _jobs(
+    table: OperationTable, inference: Inference, edge: Edge, door: FrontDoor, common: CommonParts, gateway: Gateway
+) -> Jobs:
+    return Jobs(
+        table,
+        JobServices(
+            inference,
+            edge.bodies,
+            edge.state,
+            lambda name: door.keys.named(name),
+            lambda: gateway.config.jobs.keep_s,
+            lambda: gateway.config.scheduler.queue_depth_max,
+            lambda: gateway.is_draining,
+            common.loop.scheduler.learned,
+            JobEvents(common.hub),
+            time.time,
+            common.clock,
+        ),
+    )
 
 
 def _use_changed_keys(front: FrontParts, gateway: Gateway) -> None:

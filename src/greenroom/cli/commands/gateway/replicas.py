@@ -65,8 +65,8 @@ async def _supervise(args: argparse.Namespace, config: Config, folder: str) -> i
     import asyncio
     import signal
 
-    from greenroom.app import STOP_MAX_S
     from greenroom.process.supervisor import NotStarted, Supervisor
+    from greenroom.runtime.timeouts import STOP_MAX_S
 
     store = None if await _needs_no_store(config) else os.path.join(folder, STORE_SOCKET)
     replicas = [_replica(args, config, folder, store, number) for number in range(args.count)]
