@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from greenroom.cli.commands.models.trainer import addresses_of
 from greenroom.cli.main import main
 from tests.trainer.fake_replica import FakeReplica
+from tests.waiting import PATIENCE_S, until_now
 
 
 @pytest.fixture
@@ -63,3 +67,21 @@ def test_wrong_usage_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert main(["trainer", "update"]) == 2
     assert "MODEL_REPO_ID" in capsys.readouterr().err
     assert main(["trainer", "verify", "--replica", "ftp://x"]) == 2
+
+
+def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(
+    pair: list[FakeReplica],
+) -> None:
+    argv = [sys.executable, "-P", "-m", "greenroom", "trainer", "keep", "--every-s", "0.05", *words(pair)]
+    env = {**os.environ, "MODEL_REPO_ID": "org/new"}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as keeper:
+        try:
+            assert keeper.stdout is not None
+            assert keeper.stdout.readline() == "All replicas serve org/new as version 2.\n"
+            pair[1].versions[:] = [(1, "org/old", "c0")]
+            until_now(lambda: pair[1].serves == (2, "org/new", "c1"), "it has caught up")
+        finally:
+            keeper.terminate()
+        said, _ = keeper.communicate(timeout=PATIENCE_S)
+    assert keeper.returncode == 0
+    assert "1 caught up" in said

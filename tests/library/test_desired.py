@@ -70,6 +70,12 @@ def test_what_is_no_state_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
         read_state(str(path))
 
 
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "state.json")
+    with pytest.raises(ValueError):
+        read_state(str(tmp_path / "state.json"))
+
+
 def test_a_file_that_is_too_large_or_no_object_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     for text in (" " * (BYTES_MAX + 1), "[]", "\udcff"):

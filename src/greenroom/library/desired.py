@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Final
 
+from greenroom.config.plain_file import read_plain
+
 FORMAT: Final = 1
 BYTES_MAX: Final = 64 * 1024
 NUMBER_MAX: Final = 2**53
@@ -36,12 +38,9 @@ class DesiredState:
 def read_state(path: str) -> DesiredState | None:
     """The state in the file; None if there is no file. Blocks. Raises OSError, or ValueError if it is half written."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(BYTES_MAX + 1)
+        content = read_plain(path, BYTES_MAX)
     except FileNotFoundError:
         return None
-    if len(content) > BYTES_MAX:
-        raise ValueError(f"it is larger than {BYTES_MAX:,} bytes")
     try:
         said = json.loads(content)
     except ValueError as error:
