@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,9 +80,32 @@ def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(
             assert keeper.stdout is not None
             assert keeper.stdout.readline() == "All replicas serve org/new as version 2.\n"
             pair[1].versions[:] = [(1, "org/old", "c0")]
-            until_now(lambda: pair[1].serves == (2, "org/new", "c1"), "it has caught up")
+            assert any("1 caught up" in line for line in keeper.stdout)
+            assert pair[1].serves == (2, "org/new", "c1")
         finally:
             keeper.terminate()
-        said, _ = keeper.communicate(timeout=PATIENCE_S)
-    assert keeper.returncode == 0
-    assert "1 caught up" in said
+        assert keeper.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "status"),
+    [("update", signal.SIGINT, 130), ("keep", signal.SIGTERM, 0), ("keep", signal.SIGINT, 0)],
+)
+def test_it_ends_at_once_in_the_middle_of_an_update(
+    pair: list[FakeReplica], what: str, number: signal.Signals, status: int
+) -> None:
+    pair[1].never_ends = True
+    argv = [sys.executable, "-P", "-m", "greenroom", "trainer", what, "org/new", *words(pair)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        until_now(lambda: any("/update-model/" in path for _, path, _ in pair[1].asked), "it waits for the update")
+        running.send_signal(number)
+        assert running.wait(PATIENCE_S) == status
+
+
+@pytest.mark.parametrize("what", [["verify"], ["prompt", "hi"], ["update", "org/new"]])
+def test_a_name_without_an_address_is_told(
+    what: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "nowhere.invalid")
+    assert main(["trainer", *what]) == 1
+    assert "the replicas cannot be asked" in capsys.readouterr().err

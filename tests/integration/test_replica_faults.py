@@ -25,6 +25,7 @@ from tests import fake_gpu
 from tests.deploy.test_scripts import answers, two_free_ports
 from tests.harness import write_config
 from tests.integration.test_versions import models, options, weights
+from tests.redis_server import redis_server
 from tests.waiting import PATIENCE_S, until_now
 
 PATIENCE = Patience(answer_s=PATIENCE_S, away_s=PATIENCE_S, poll_s=0.05)
@@ -36,13 +37,13 @@ NAMES = ("bravo", "charlie", "delta", "alpha")
 class Pair:
     """`greenroom replicas 2` as a process, with what a test needs to disturb it."""
 
-    def __init__(self, folder: Path, **sections: Any) -> None:
+    def __init__(self, folder: Path, *words: str, **sections: Any) -> None:
         self.folder, self.state_file = folder, str(folder / "sync_state.json")
         sections = {**options(folder), "versions": {"state_file": self.state_file}, **sections}
         config, port = write_config(folder, models(folder, keep=3), **sections), two_free_ports()
         self.log = folder / "log"
         argv = [sys.executable, "-P", "-m", "greenroom", "replicas", "2", "--first-port", str(port)]
-        argv += ["--config", str(config), "--state-dir", str(folder / "state")]
+        argv += ["--config", str(config), "--state-dir", str(folder / "state"), *words]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
@@ -68,8 +69,8 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(folder: Path, **sections: Any) -> Iterator[Pair]:
-    made = Pair(folder, **sections)
+def pair(folder: Path, *words: str, **sections: Any) -> Iterator[Pair]:
+    made = Pair(folder, *words, **sections)
     try:
         yield made
     finally:
@@ -147,9 +148,12 @@ def check_stopped(both: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_share_gpus_by_a_lease_store_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_replicas_share_gpus_by_a_lease_store(tmp_path: Path, is_given: bool) -> None:
     gpus = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-aaaa", 10_000))
-    with pair(tmp_path, gpus=[], memory={"probe": "file", "file": str(gpus)}) as both:
+    with contextlib.ExitStack() as stack:
+        options = ["--lease-store", stack.enter_context(redis_server(tmp_path / "redis")).url] if is_given else []
+        both = stack.enter_context(pair(tmp_path, *options, gpus=[], memory={"probe": "file", "file": str(gpus)}))
         for url in both.urls:
 
             def is_up(url: str = url) -> bool:
@@ -158,5 +162,6 @@ def test_replicas_share_gpus_by_a_lease_store_of_their_own(tmp_path: Path) -> No
                 return store is not None and bool(store["up"])
 
             until_now(is_up, both.log.read_text)
-    # It outlives the replicas, and then ends, too.
+        assert (tmp_path / "state" / "leases.sock").exists() is not is_given
+    # Their own outlives them, and then ends, too.
     assert not (tmp_path / "state" / "leases.sock").exists()

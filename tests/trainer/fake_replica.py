@@ -20,6 +20,7 @@ class FakeReplica:
         self.restarts = 0
         self.promises_before_restart = False
         self.keeps_nothing = False
+        self.never_ends = False
         self.asked: list[tuple[str, str, Any]] = []
         self._tasks: dict[str, dict[str, Any]] = {}
         fake = self
@@ -82,6 +83,7 @@ class FakeReplica:
         if failure is None or (failure[0] == "restarted" and self.promises_before_restart):
             self.versions.append(version)
         code, message = failure or (None, None)
-        ended = {"taskId": id, "status": "failed" if failure else "completed", "step": "loading"}
+        status = "updating" if self.never_ends else "failed" if failure else "completed"
+        ended = {"taskId": id, "status": status, "step": "loading"}
         self._tasks[id] = {**ended, "errorCode": code, "error": message}
         return {"taskId": id, "status": "updating", "step": "queued", "errorCode": None, "error": None}

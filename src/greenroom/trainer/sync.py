@@ -5,8 +5,9 @@ Owns how an update and the way back are asked for, and what became of each repli
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -119,11 +120,18 @@ class FileSync:
 
 
 def at_once(work: Callable[[Thing], Made], things: Sequence[Thing]) -> list[Made]:
-    """The work on each, in threads."""
-    if not things:
-        return []
-    with ThreadPoolExecutor(len(things)) as pool:
-        return list(pool.map(work, things))
+    """The work on each, in threads. An interrupt leaves them behind: they end with the process."""
+    futures: list[Future[Made]] = [Future() for _ in things]
+
+    def run(thing: Thing, future: Future[Made]) -> None:
+        try:
+            future.set_result(work(thing))
+        except BaseException as error:
+            future.set_exception(error)
+
+    for pair in zip(things, futures, strict=True):
+        threading.Thread(target=run, args=pair, name="greenroom trainer", daemon=True).start()
+    return [future.result() for future in futures]
 
 
 def _serving(wanted: WantedVersion) -> Serves:

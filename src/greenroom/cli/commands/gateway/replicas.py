@@ -94,6 +94,7 @@ def _replica(args: argparse.Namespace, config: Config, folder: str, store: str |
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
     said = {"--config": args.config, "--host": args.host, "--log-level": args.log_level}
+    said |= {"--lease-store": args.lease_store}
     words = [word for name, value in said.items() if value is not None for word in (name, value)]
     words += [word for folder in args.models for word in ("--models", folder)]
     return words + (["--insecure"] if args.insecure else [])

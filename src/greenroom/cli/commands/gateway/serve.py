@@ -43,7 +43,10 @@ def add_options(parser: argparse.ArgumentParser, *, has_port: bool = True) -> No
         help="a folder of models, which can be asked for by path or hub id; no configuration is needed",
     )
     parser.add_argument(
-        "--lease-store", metavar="URL", help="redis://… of gateways that share GPUs (default: the file's)"
+        "--lease-store",
+        type=_lease_store,
+        metavar="URL",
+        help="redis://… of gateways that share GPUs (default: the file's)",
     )
     add_override_options(parser, has_port=has_port)
 
@@ -149,7 +152,7 @@ class Overrides:
 
     def applied(self, config: Config) -> Config:
         from greenroom.config import environment
-        from greenroom.config.schema import Leases, LogLevel
+        from greenroom.config.schema import LogLevel
 
         server: dict[str, Any] = {"host": self.host, "port": self.port, "insecure": self.insecure or None}
         log = {"level": LogLevel(self.log_level)} if self.log_level else {}
@@ -157,7 +160,7 @@ class Overrides:
             "server": config.server.model_copy(update=_said(server)),
             "log": config.log.model_copy(update=log),
             "state_dir": self.state_dir,
-            "leases": Leases.model_validate({**config.leases.model_dump(), **_said({"store": self.lease_store})}),
+            "leases": config.leases.model_copy(update=_said({"store": self.lease_store})),
             "library": config.library.model_copy(update={"roots": (*self.roots, *config.library.roots)}),
         }
         config = config.model_copy(update=_said(top))
@@ -180,6 +183,14 @@ def add_override_options(parser: argparse.ArgumentParser, *, has_port: bool = Tr
 
 def _said(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _lease_store(text: str) -> str:
+    from greenroom.config.kinds import store_address_problem
+
+    if why := store_address_problem(text):
+        raise argparse.ArgumentTypeError(f"the address {why}")
+    return text
 
 
 def port(text: str) -> int:

@@ -34,7 +34,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    status: int = args.run_trainer(args)
+    try:
+        status: int = args.run_trainer(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Their name has no address, or the file of the desired state cannot be written.
+        raise CommandFailed(f"the replicas cannot be asked: {error}") from None
     return status
 
 
@@ -109,10 +115,7 @@ def _add_update(commands: Any) -> None:
 
 def _update(args: argparse.Namespace) -> int:
     trainer, repo_id = _trainer(args), _repo_id(args)
-    try:
-        report = trainer.update(repo_id, args.revision, allow_gap=args.allow_gap, all_or_nothing=args.all_or_nothing)
-    except OSError as error:
-        raise CommandFailed(f"the replicas cannot be updated: {error}") from None
+    report = trainer.update(repo_id, args.revision, allow_gap=args.allow_gap, all_or_nothing=args.all_or_nothing)
     return _told(args, report)
 
 
@@ -139,19 +142,19 @@ def _add_keep(commands: Any) -> None:
 def _keep(args: argparse.Namespace) -> int:
     """Look again and again. A report is printed when it is another one than before."""
     import signal
-    import threading
+    import sys
+    import time
 
-    over = threading.Event()
+    # Nothing has to be tidied up: an update that has begun goes on in its replica.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: over.set())
+        signal.signal(number, lambda number, frame: sys.exit(ExitStatus.OK))
     trainer, repo_id, last = _trainer(args), _repo_id(args), None
-    while not over.is_set():
+    while True:
         report = _reconciled(trainer, repo_id, args.revision)
         if report != last:
             _told(args, report)
         last = report
-        over.wait(args.every_s)
-    return ExitStatus.OK
+        time.sleep(args.every_s)
 
 
 def _reconciled(trainer: Trainer, repo_id: str, revision: str | None) -> Report:
@@ -160,8 +163,8 @@ def _reconciled(trainer: Trainer, repo_id: str, revision: str | None) -> Report:
     try:
         return trainer.reconcile(repo_id, revision)
     except (OSError, ValueError) as error:
-        # No replica has an address yet.
-        return Report(False, (), f"The replicas cannot be found: {error}.")
+        # No replica has an address yet, or the file of the desired state cannot be written.
+        return Report(False, (), f"The replicas cannot be asked: {error}.")
 
 
 def _told(args: argparse.Namespace, report: Report) -> int:
