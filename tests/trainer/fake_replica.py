@@ -21,6 +21,7 @@ class FakeReplica:
         self.promises_before_restart = False
         self.keeps_nothing = False
         self.never_ends = False
+        self.refuses_to_go_back = False
         self.asked: list[tuple[str, str, Any]] = []
         self._tasks: dict[str, dict[str, Any]] = {}
         fake = self
@@ -70,6 +71,8 @@ class FakeReplica:
         if path.endswith("/rollback"):
             if self.keeps_nothing:
                 return 400, {"error": {"code": "invalid_request", "message": "none is kept"}}, {}
+            if self.refuses_to_go_back:
+                return 409, {"error": {"code": "would_interrupt", "message": "both do not fit"}}, {}
             back = next(one for one in self.versions if one[0] == body["version"])
             return 202, self._begun((number + 1, *back[1:])), {}
         wanted = max(number + 1, body.get("model_version") or 0)

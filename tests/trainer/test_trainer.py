@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from greenroom.library.desired import DesiredState, read_state, write_state
 from greenroom.trainer import Outcome, Patience, Report, Trainer
 from tests.trainer.fake_replica import FakeReplica
 
@@ -32,9 +34,12 @@ def trainer(*replicas: FakeReplica | str) -> Trainer:
     return Trainer(urls, api_key="k", patience=QUICK)
 
 
-def nobody() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+@pytest.fixture
+def nobody -> Iterator[str]:
+    """An address at which nothing listens, and which nothing else can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def outcomes(report: Report) -> list[Outcome]:
@@ -45,9 +50,9 @@ def orders(one: FakeReplica) -> list[str]:
     return [path for method, path, _ in one.asked if method == "POST"]
 
 
-def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make) -> None:
+def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, nobody: str) -> None:
     first, second = replica(3), replica(4)
-    answers = trainer(first, second, nobody()).prompt("hi", max_tokens=5)
+    answers = trainer(first, second, nobody).prompt("hi", max_tokens=5)
     assert [(one.text, one.model_version, one.code) for one in answers] == [
         ("hi!", 3, None),
         ("hi!", 4, None),
@@ -74,8 +79,8 @@ def test_another_repository_or_commit_does_not_agree(replica: Make, other: tuple
     assert not report.ok and outcomes(report) == [Outcome.SERVES, Outcome.DIFFERS]
 
 
-def test_a_replica_that_is_away_does_not_agree(replica: Make) -> None:
-    report = trainer(replica(), nobody()).verify()
+def test_a_replica_that_is_away_does_not_agree(replica: Make, nobody: str) -> None:
+    report = trainer(replica(), nobody).verify()
     assert not report.ok and (report.results[1].outcome, report.results[1].code) == (Outcome.FAILED, "unreachable")
 
 
@@ -89,6 +94,15 @@ def test_one_that_fails_lets_the_others_go_back_and_is_named(replica: Make) -> N
     assert second.url in str(report) and "no such repository" in str(report)
 
 
+def test_one_that_does_not_go_back_is_named(replica: Make) -> None:
+    first, second, third = replica(3), replica(3), replica(3)
+    first.refuses_to_go_back, third.fails_with = True, ("fetch_failed", "no such repository")
+    report = trainer(first, second, third).update("org/new")
+    assert outcomes(report) == [Outcome.FAILED, Outcome.ROLLED_BACK, Outcome.FAILED]
+    assert report.results[0].model_repo_id == "org/new" and "it did not go back: both do not fit" in str(report)
+    assert report.summary.endswith("1 of the others did not go back.")
+
+
 def test_one_that_keeps_no_version_goes_back_by_an_update(replica: Make) -> None:
     first, second = replica(3), replica(3)
     first.keeps_nothing, second.fails_with = True, ("warm_up_failed", "it said nothing")
@@ -96,17 +110,17 @@ def test_one_that_keeps_no_version_goes_back_by_an_update(replica: Make) -> None
     assert first.serves == (5, "org/old", "c0")
 
 
-def test_without_all_or_nothing_those_that_took_it_keep_it(replica: Make) -> None:
+def test_without_all_or_nothing_those_that_took_it_keep_it(replica: Make, nobody: str) -> None:
     first, second = replica(3), replica(3)
     second.fails_with = ("fetch_failed", "no such repository")
-    report = trainer(first, second, nobody()).update("org/new", all_or_nothing=False)
+    report = trainer(first, second, nobody).update("org/new", all_or_nothing=False)
     assert outcomes(report) == [Outcome.SERVES, Outcome.FAILED, Outcome.LOST]
     assert first.serves[1] == "org/new"
 
 
-def test_nothing_is_asked_for_where_one_cannot_be_asked(replica: Make) -> None:
+def test_nothing_is_asked_for_where_one_cannot_be_asked(replica: Make, nobody: str) -> None:
     first = replica(3)
-    report = trainer(first, nobody()).update("org/new")
+    report = trainer(first, nobody).update("org/new")
     assert outcomes(report) == [Outcome.UNTOUCHED, Outcome.FAILED] and orders(first) == []
 
 
@@ -133,6 +147,16 @@ def test_a_branch_that_moved_between_two_replicas_is_no_success(replica: Make) -
     report = trainer(first, second).update("org/new")
     assert not report.ok and outcomes(report) == [Outcome.ROLLED_BACK, Outcome.ROLLED_BACK]
     assert report.results[1].code == "commits_differ"
+
+
+def test_replicas_that_do_not_follow_the_file_are_named_and_the_state_goes_back(replica: Make, tmp_path: Path) -> None:
+    first, path = replica(3), str(tmp_path / "state.json")
+    write_state(path, DesiredState(8, "org/old"))
+    report = Trainer([first.url], state_file=path, patience=QUICK).update("org/new", "main")
+    assert outcomes(report) == [Outcome.FAILED] and report.results[0].code == "not_followed"
+    assert orders(first) == []
+    # The state that was wanted has had number 9.
+    assert read_state(path) == DesiredState(10, "org/old", "c0", rollback=True)
 
 
 def test_reconcile_updates_only_those_that_are_behind_to_the_commit_of_the_newest(replica: Make) -> None:

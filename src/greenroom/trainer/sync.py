@@ -19,7 +19,8 @@ from greenroom.trainer.report import Outcome, Result
 Thing = TypeVar("Thing")
 Made = TypeVar("Made")
 Looked = ReplicaStatus | ReplicaError
-_TOOK_IT = (Outcome.SERVES, Outcome.DIFFERS)
+# A replica with one of these serves what the update brought it.
+TOOK_IT = (Outcome.SERVES, Outcome.DIFFERS)
 
 
 class Sync(Protocol):
@@ -47,7 +48,7 @@ class ApiSync:
     ) -> list[Result]:
         def back(one: tuple[Replica, Looked, Result]) -> Result:
             replica, status, result = one
-            return self._brought_back(replica, status, result) if result.outcome in _TOOK_IT else result
+            return self._brought_back(replica, status, result) if result.outcome in TOOK_IT else result
 
         return at_once(back, list(zip(replicas, before, results, strict=True)))
 
@@ -95,11 +96,11 @@ class FileSync:
         there = [one for one in before if isinstance(one, ReplicaStatus) and one.number is not None]
         old = max(there, key=lambda status: status.number or 0, default=None)
         if old is None or old.repo_id is None:
-            return [_stays(result) if result.outcome in _TOOK_IT else result for result in results]
+            return [_stays(result) if result.outcome in TOOK_IT else result for result in results]
         known = self._known()
         number = 1 + max(known.number if known else 0, *(result.model_version or 0 for result in results))
         write_state(self._path, DesiredState(number, old.repo_id, old.commit, self._model, rollback=True))
-        took = [replica for replica, result in zip(replicas, results, strict=True) if result.outcome in _TOOK_IT]
+        took = [replica for replica, result in zip(replicas, results, strict=True) if result.outcome in TOOK_IT]
         back = {one.url: one for one in self._watched(took, number, lambda now: now.weights == old.weights)}
         return [_gone_back(back[result.url], result) if result.url in back else result for result in results]
 

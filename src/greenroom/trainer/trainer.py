@@ -13,7 +13,7 @@ from dataclasses import replace
 from greenroom.trainer.following import PATIENCE, Patience, look
 from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, WantedVersion
 from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
-from greenroom.trainer.sync import ApiSync, FileSync, Looked, Sync, at_once
+from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
 
 
 class Trainer:
@@ -90,8 +90,13 @@ class Trainer:
         words = f"{failed} of {len(results)} replicas did not take {repo_id}"
         if not all_or_nothing:
             return Report(False, tuple(results), f"{words}.")
-        results = self._sync.rolled_back(replicas, looked, results)
-        return Report(False, tuple(results), f"{words}; the others went back.")
+        after = self._sync.rolled_back(replicas, looked, results)
+        stay = sum(
+            one.outcome in TOOK_IT and now.outcome is not Outcome.ROLLED_BACK
+            for one, now in zip(results, after, strict=True)
+        )
+        back = f"{stay} of the others did not go back" if stay else "the others went back"
+        return Report(False, tuple(after), f"{words}; {back}.")
 
     def reconcile(self, repo_id: str, revision: str | None = None) -> Report:
         """Update only replicas that do not serve these weights. Replicas that were away catch up by this.
