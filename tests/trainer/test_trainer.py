@@ -35,7 +35,7 @@ def trainer(*replicas: FakeReplica | str) -> Trainer:
 
 
 @pytest.fixture
-def nobody -> Iterator[str]:
+def nobody() -> Iterator[str]:
     """An address at which nothing listens, and which nothing else can take meanwhile."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
