@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic.types
 import msgspec
+import ollama
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
 from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
+from greenroom.dialects.ollama_answer import chat_translation
 from greenroom.errors import BadRequest, EngineFault
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
@@ -140,3 +142,35 @@ def test_a_body_cannot_have_more_objects_than_memory_allows() -> None:
     raw = msgspec.Raw(b"[" + b"{}," * (OBJECTS_MAX + 1) + b"{}]")
     with pytest.raises(BadRequest, match="objects"):
         read({"messages": raw}, "messages", msgspec.json.Decoder(list[dict[str, int]]))
+
+
+@given(st.lists(st.integers(0, 2_000), max_size=12))
+def test_lines_of_ollama_say_what_the_whole_says(cuts: list[int]) -> None:
+    whole = json.loads(chat_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    ollama.ChatResponse.model_validate(whole)
+    lines = [json.loads(line) for line in streamed(cuts, chat_translation).splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == "héllo"
+    assert "".join(line["message"].get("thinking", "") for line in lines) == whole["message"]["thinking"] == "so so"
+    calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
+    assert calls == whole["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [{"a": 1}, {}]
+    assert {**lines[-1], "message": None} == {**whole, "message": None}
+    assert [line["done"] for line in lines].count(True) == 1
+
+
+def test_results_of_tools_without_ids_go_to_the_calls_in_their_order() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    other = {"function": {"name": "g", "arguments": {}}}
+    said = [
+        {"role": "assistant", "tool_calls": [call, other, call]},
+        {"role": "tool", "tool_name": "g", "content": "1"},
+        {"role": "tool", "tool_name": "f", "content": "2"},
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "one too many"},
+    ]
+    raw = msgspec.Raw(json.dumps(said).encode())
+    fields = chat_translation(FRAME, False).request({"model": msgspec.Raw(b'"m"'), "messages": raw})
+    messages = json.loads(bytes(fields["messages"]))
+    ids = [one["id"] for one in messages[0]["tool_calls"]]
+    assert len(set(ids)) == 3
+    assert [message["tool_call_id"] for message in messages[1:4]] == [ids[1], ids[0], ids[2]]

@@ -56,6 +56,32 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             ],
         },
     ],
+    "/api/chat": [
+        {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 8, "stop": ["x"], "seed": 1}},
+        {
+            "stream": False,
+            "think": False,
+            "format": "json",
+            "keep_alive": "5m",
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "weather?"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "thinking": "hm",
+                    "tool_calls": [{"function": {"name": "weather", "arguments": {"town": "Ulm"}}}],
+                },
+                {"role": "tool", "tool_name": "weather", "content": "rain"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
+            "options": {"num_predict": 8, "temperature": 0.5},
+        },
+    ],
+    "/api/generate": [
+        {"prompt": "hi", "system": "s", "options": {"num_predict": 8}, "stream": False},
+        {"prompt": "hi", "images": [PNG], "keep_alive": 5, "format": SCHEMA, "options": {"num_predict": 8}},
+    ],
     "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "hi"}], "system": "s", "stream": False}],
 }
 

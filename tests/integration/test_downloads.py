@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 
 from greenroom.app import App
 from greenroom.runtime.operations.downloads import LOST_MAX
-from tests.harness import GatewayProcess, fake, gateway, gateway_process
+from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes
 from tests.models import tiny
 from tests.standin_hub import StandinHub, standin_hub
@@ -354,3 +355,21 @@ async def test_others_than_admins_see_nothing(hub: StandinHub, tmp_path: Path) -
                 raw.send(request_bytes(method, path, body, {"Authorization": "Bearer plain-key"}))
                 assert (await raw.answer()).status == 403
         assert hub.seen == []
+
+
+async def test_ollamas_client_pulls_and_deletes(hub: StandinHub, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}, **options(tmp_path)) as app, ollama.AsyncClient(url(app)) as client:
+        hub.repos["org/tiny"] = {"tiny.gguf": tiny("alpha").read_bytes()}
+        told = [part async for part in await client.pull("hf.co/org/tiny", stream=True)]
+        assert (told[0].status, told[-1].status) == ("pulling manifest", "success")
+        assert (await client.pull("org/tiny")).status == "success"
+        with pytest.raises(ollama.ResponseError) as caught:
+            await client.pull("org/nothing")
+        assert caught.value.status_code == 502
+        with pytest.raises(ollama.ResponseError):
+            [part async for part in await client.pull("org/nothing", stream=True)]
+        await until(lambda: app.library.records, "it is found")
+        [record] = app.library.records
+        assert Path(record.path).exists() and record.id in {one.model for one in (await client.list()).models}
+        await client.delete(record.id)
+        assert not Path(record.path).exists()

@@ -67,6 +67,12 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/metrics"): everyone(),
     ("GET", "/v1/models"): everyone(),
     ("GET", "/models"): everyone(),
+    ("GET", "/api/tags"): everyone(),
+    ("GET", "/api/ps"): everyone(),
+    ("GET", "/api/version"): everyone(),
+    ("POST", "/api/show"): everyone(200, {"model": "m"}),
+    ("POST", "/api/pull"): admins(400, {"model": "org/name"}),
+    ("DELETE", "/api/delete"): admins(404, {"model": "nothing"}),
     ("GET", "/v1/models/inventory"): everyone(),
     ("GET", "/v1/models/loaded"): everyone(),
     ("GET", "/v1/models/stats"): everyone(),
@@ -121,10 +127,10 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/openapi.json"): admins(),
     ("GET", "/api/v1/docs"): admins(),
 }
-HELLO = [{"role": "user", "content": "hi"}]
+SAID = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "input": "hi", "prompt": "hi"}
 # A form without a boundary is let in and then not understood.
 ASKING = {
-    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", "messages": HELLO, "max_tokens": 9})
+    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", **SAID})
     for path, route in MODEL_ROUTES.items()
 }
 UPSTREAM = {

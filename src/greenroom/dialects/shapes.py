@@ -12,6 +12,7 @@ import msgspec
 class Dialect(enum.Enum):
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
 
 
 _ANTHROPIC_TYPES: Final = {
@@ -32,6 +33,8 @@ def error_shape(dialect: Dialect, status: int, error: Mapping[str, Any], request
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {**error, "type": kind}, "request_id": request_id or None}
+    if dialect is Dialect.OLLAMA:
+        return {"error": error["message"]}
     return {"error": dict(error)}
 
 
@@ -39,6 +42,8 @@ def error_event_of(dialect: Dialect, body: bytes) -> bytes:
     """The body of an error as the last event of a stream."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: %b\n\n" % body
+    if dialect is Dialect.OLLAMA:
+        return body + b"\n"
     return b"data: %b\n\n" % body
 
 

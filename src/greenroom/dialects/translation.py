@@ -90,6 +90,7 @@ class PassedOn:
     """For an engine that speaks the dialect itself: only its errors get the dialect's shape."""
 
     dialect: Dialect
+    path: bytes
     stream_type: bytes = EVENTS
 
     def request(self, fields: Fields) -> Fields:
@@ -102,6 +103,21 @@ class PassedOn:
         return body if status == 200 else engine_error(self.dialect, status, error_message(body))
 
 
-Translation = ChatTranslation | PassedOn
-# Makes the translation of one request, for an engine that does not speak the dialect.
-Translate = Callable[[Frame, bool], ChatTranslation]
+class Translation(Protocol):
+    """How one request is put to an engine, and its answer to the client. `path` is the engine's."""
+
+    @property
+    def path(self) -> bytes: ...
+    @property
+    def stream_type(self) -> bytes: ...
+
+    def request(self, fields: Fields) -> Fields:
+        """The fields for the engine. Raises BadRequest."""
+        ...
+
+    def stream(self) -> StreamTranslator | None: ...
+    def whole(self, status: int, body: bytes) -> bytes: ...
+
+
+# Makes the translation of one request, which is a stream or not, for an engine that does not speak the dialect.
+Translate = Callable[[Frame, bool], Translation]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -156,6 +157,13 @@ class StreamShape(enum.Enum):
     TEXT = "text_completion"
     TRANSCRIPT = "transcript.text.delta"
     MESSAGE = "message"
+    OLLAMA_CHAT = "ollama.chat"
+    OLLAMA_GENERATE = "ollama.generate"
+
+    @property
+    def has_comments(self) -> bool:
+        """False for a stream of JSON lines."""
+        return self not in (StreamShape.OLLAMA_CHAT, StreamShape.OLLAMA_GENERATE)
 
 
 def heartbeat(
@@ -169,9 +177,9 @@ def heartbeat(
     created: int,
 ) -> bytes:
     """One heartbeat as a whole event; nothing for OFF."""
-    if kind is HeartbeatKind.COMMENT:
+    if kind is HeartbeatKind.COMMENT and shape.has_comments:
         return comment(model, position, eta_s)
-    if kind is HeartbeatKind.CHUNK:
+    if kind is not HeartbeatKind.OFF:
         return empty_chunk(model, shape, stream_id, created)
     return b""
 
@@ -190,6 +198,12 @@ def empty_chunk(model: str, shape: StreamShape, stream_id: str, created: int) ->
     """An event that adds nothing to the answer."""
     if shape is StreamShape.MESSAGE:
         return b'event: ping\ndata: {"type":"ping"}\n\n'
+    if not shape.has_comments:
+        said = (
+            {"message": {"role": "assistant", "content": ""}} if shape is StreamShape.OLLAMA_CHAT else {"response": ""}
+        )
+        made = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+        return msgspec.json.encode({"model": model, "created_at": made, **said, "done": False}) + b"\n"
     if shape is StreamShape.TRANSCRIPT:
         return f'data: {{"type":"{shape.value}","delta":""}}\n\n'.encode("ascii")
     choice: dict[str, object] = {"index": 0, "finish_reason": None}

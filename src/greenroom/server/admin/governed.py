@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 from greenroom.config.sections.governance import Operation
+from greenroom.dialects.ollama_request import pulled
 from greenroom.errors import (
     AuditUnavailable,
     BadRequest,
@@ -99,6 +100,12 @@ def _delete(asked: Asked) -> Needed:
     return Needed("model-delete", asked.path["model_id"])
 
 
+def _pull(asked: Asked) -> Needed | None:
+    """By the id of the hub, however it is written."""
+    needed = _by_body("model-download", "model", "name")(asked)
+    return None if needed is None else replace(needed, model=pulled(needed.model or ""))
+
+
 def _flush(asked: Asked) -> Needed:
     model = asked.fields.get("modelId")
     if model is not None and not isinstance(model, str):
@@ -134,6 +141,8 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", "/v1/models/unload"): _by_body("model-unload", "modelId", "model"),
     ("POST", "/v1/models/download"): _by_body("model-download", "model", "url"),
     ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
+    ("POST", "/api/pull"): _pull,
+    ("DELETE", "/api/delete"): _by_body("model-delete", "model", "name"),
     ("POST", "/v1/cache/flush"): _flush,
     ("POST", f"{_ONE}/load"): _by_path("model-load", "/load"),
     # Into host memory: a load that stops half way.
@@ -147,7 +156,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", "/api/v1/reload"): _reload,
     ("POST", "/api/v1/leases"): _lease,
 }
-# They change no model: requests to models that are answered later, the end of a lease or download, an explanation.
+# They change no model: requests to models that are answered later, the end of a lease or download, a look.
 UNGOVERNED: Final = frozenset(
     {
         ("POST", "/v1/jobs"),
@@ -156,6 +165,7 @@ UNGOVERNED: Final = frozenset(
         ("DELETE", "/api/v1/leases/{lease_id}"),
         ("POST", "/api/v1/leases/{lease_id}/renew"),
         ("POST", "/api/v1/explain"),
+        ("POST", "/api/show"),
     }
 )
 

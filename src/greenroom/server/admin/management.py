@@ -32,6 +32,7 @@ from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.models.listing import Listing, ModelStatuses
 from greenroom.server.admin.models.loads import LoadRoutes
 from greenroom.server.admin.models.model_openapi import with_model_routes
+from greenroom.server.admin.models.ollama import OllamaRoutes
 from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.reports.capabilities import CapabilityRoutes
@@ -45,6 +46,7 @@ from greenroom.server.admin.views import ErrorBody
 from greenroom.server.asgi import Message, scope_of
 from greenroom.server.inference.jobs.routes import JobRoutes
 from greenroom.server.inference.pictures import PictureRoutes
+from greenroom.server.inference.routes import dialect_of
 from greenroom.tenancy.keys import Permission
 
 # This many mistakes of one request are named.
@@ -64,7 +66,10 @@ def error_answer(
     """The rendered error. Its request id is left out: the bridge adds it to every answer."""
     state = scope.get("state", {})
     to_operator = bool(state.get("is_admin"))
-    status, headers, body = render.response(error, state.get("request_id", ""), to_operator=to_operator)
+    dialect = dialect_of(scope["path"].encode("utf-8", "replace"))
+    status, headers, body = render.response(
+        error, state.get("request_id", ""), to_operator=to_operator, dialect=dialect
+    )
     answer = Response(body, status, extra)
     answer.raw_headers += [(name, value) for name, value in headers if name != b"x-request-id"]
     return answer
@@ -124,6 +129,12 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/v1/capabilities"): Permission.ASK,
     ("GET", "/v1/models"): Permission.ASK,
     ("GET", "/models"): Permission.ASK,
+    ("GET", "/api/tags"): Permission.ASK,
+    ("GET", "/api/ps"): Permission.ASK,
+    ("GET", "/api/version"): Permission.ASK,
+    ("POST", "/api/show"): Permission.ASK,
+    ("POST", "/api/pull"): Permission.DOWNLOAD,
+    ("DELETE", "/api/delete"): Permission.DELETE,
     ("GET", "/v1/models/inventory"): Permission.ASK,
     ("GET", "/v1/models/loaded"): Permission.ASK,
     ("GET", "/v1/models/stats"): Permission.ASK,
@@ -200,6 +211,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     library = LibraryRoutes(gateway, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, look).add_to(app)
+    OllamaRoutes(gateway, library, look).add_to(app)
     CapabilityRoutes(gateway, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)

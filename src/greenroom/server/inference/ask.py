@@ -271,7 +271,7 @@ class AskReader:
             peeked.priority,
             options=options,
             target=COMPLETIONS_PATH if route is GENERATE else None,
-            stream=peeked.stream and route.can_stream,
+            stream=peeked.stream if route.translate is None else route.is_stream(peeked.stream, peeked.fields),
         )
         ask.client = peeked.client_id or ask.client
         if peeked.budget_s is not None:
@@ -310,7 +310,7 @@ class AskReader:
         if shows_pictures(fields):
             _check_ability(ask.entry, Ability.VISION)
         if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
-            ask.translation = PassedOn(ask.route.dialect)
+            ask.translation = PassedOn(ask.route.dialect, ask.target)
         else:
             ask.translation, ask.target, peeked.fields = translation, translation.path, fields
 

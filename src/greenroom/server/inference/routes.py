@@ -8,13 +8,16 @@ once: what is authorised, routed and forwarded is the same bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
+from msgspec import Raw
+
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Ability
+from greenroom.dialects import ollama_answer
 from greenroom.dialects.anthropic_answer import count_translation, messages_translation
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import Translate
@@ -28,6 +31,7 @@ _BROKEN_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PLAIN_PART: Final = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
 _PLAIN_PATH: Final = re.compile(rb"(?:/" + _PLAIN_PART + rb")*/?")
 # Paths have neither; a parser that lets them through must not make them ours.
+_NULL: Final = Raw(b"null")
 _RAW_CONTROL: Final = re.compile(rb"[\x00-\x20\x7f]")
 
 
@@ -39,7 +43,7 @@ class Route:
     `form`: it takes a form, which must have these fields beside `model`. `makes_pictures`: its answer has pictures.
     `is_sound`: its answer is counted by the length of the sound that was heard or made.
     `dialect`: which API it belongs to. `translate`: how it becomes OpenAI's chat; None: it goes to the engine as it is.
-    `can_stream`: False where an answer is always one piece.
+    `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
     """
 
     name: str
@@ -52,6 +56,12 @@ class Route:
     dialect: Dialect = Dialect.OPENAI
     translate: Translate | None = None
     can_stream: bool = True
+    streams_unless_told: bool = False
+
+    def is_stream(self, asked: bool, fields: Mapping[str, Raw]) -> bool:
+        """Whether the answer streams, where the field `stream` was read as `asked`."""
+        said = bytes(fields.get("stream", _NULL))
+        return self.can_stream and (asked or (self.streams_unless_told and said == b"null"))
 
 
 # A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
@@ -88,13 +98,51 @@ MODEL_ROUTES: Final[dict[bytes, Route]] = {
         translate=count_translation,
         can_stream=False,
     ),
+    b"/api/chat": Route(
+        "ollama_chat",
+        Ability.CHAT,
+        StreamShape.OLLAMA_CHAT,
+        is_text=True,
+        dialect=Dialect.OLLAMA,
+        translate=ollama_answer.chat_translation,
+        streams_unless_told=True,
+    ),
+    b"/api/generate": Route(
+        "ollama_generate",
+        Ability.CHAT,
+        StreamShape.OLLAMA_GENERATE,
+        is_text=True,
+        dialect=Dialect.OLLAMA,
+        translate=ollama_answer.generate_translation,
+        streams_unless_told=True,
+    ),
+    b"/api/embed": Route(
+        "ollama_embed",
+        Ability.EMBEDDINGS,
+        dialect=Dialect.OLLAMA,
+        translate=ollama_answer.embed_translation,
+        can_stream=False,
+    ),
+    b"/api/embeddings": Route(
+        "ollama_embeddings",
+        Ability.EMBEDDINGS,
+        dialect=Dialect.OLLAMA,
+        translate=ollama_answer.embeddings_translation,
+        can_stream=False,
+    ),
 }
+# Of Ollama's other paths, which the management API answers.
+_OLLAMA_PATHS: Final = frozenset(
+    (b"/api/tags", b"/api/show", b"/api/ps", b"/api/version", b"/api/pull", b"/api/delete")
+)
 
 
 def dialect_of(path: bytes) -> Dialect:
     """The API that a path belongs to, for errors before the path is routed."""
     route = MODEL_ROUTES.get(path)
-    return Dialect.OPENAI if route is None else route.dialect
+    if route is None:
+        return Dialect.OLLAMA if path in _OLLAMA_PATHS else Dialect.OPENAI
+    return route.dialect
 
 
 UPSTREAM_PREFIX: Final = b"/upstream/"

@@ -49,11 +49,8 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("server")
 
 _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
-_SSE: Final[Headers] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_SSE: Final = b"text/event-stream; charset=utf-8"
+_STREAMED: Final[Headers] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
 _WAIT: Final = b"x-queue-wait-ms"
 _DID_NOT_WAIT: Final = (_WAIT, b"0")
@@ -297,6 +294,8 @@ class Running:
             )
             read_facts = None if facts is None or ask.stream else facts.headers
             last_words = facts.comment if facts is not None and ask.wants_facts else None
+            if not ask.route.shape.has_comments:
+                last_words = None
             if ask.translation is not None:
                 relay = Translated(
                     self.exchange,
@@ -465,7 +464,10 @@ class Running:
             return
         self._beat_at = now + self._settings.heartbeat_every_s
         if not exchange.started:
-            exchange.start(200, [*_SSE, (b"x-request-id", self.request_id.encode())], None)
+            translation = self.ask.translation
+            kind = _SSE if translation is None else translation.stream_type
+            headers = [(b"content-type", kind), *_STREAMED, (b"x-request-id", self.request_id.encode())]
+            exchange.start(200, headers, None)
             if relay is not None and relay.outcome is None:
                 relay.committed = True
         elif relay is not None and not relay.at_boundary:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
 from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
 from greenroom.config.sections.engine_keys import WITH_PATH
+from greenroom.dialects.shapes import Dialect
 from greenroom.errors import (
     BadRequest,
     BodiesFull,
@@ -58,13 +59,17 @@ _ERROR: Final[Schema] = {"$ref": "#/components/schemas/ErrorBody"}
 _ENGINE_ERROR: Final[Schema] = {"type": "object", "description": "An engine's own error, as the engine sent it."}
 
 
+# Without Ollama's, whose errors and streams have other shapes.
+DOCUMENTED: Final = {path: route for path, route in MODEL_ROUTES.items() if route.dialect is not Dialect.OLLAMA}
+
+
 def with_model_routes(document: Schema) -> Schema:
     """The document with the routes to models, whose errors and jobs have the shapes that it has already."""
     components = document["components"]
-    schemas = {_body_name(route): _body(route) for route in MODEL_ROUTES.values()}
+    schemas = {_body_name(route): _body(route) for route in DOCUMENTED.values()}
     return {
         **document,
-        "paths": {**document["paths"], **{path.decode(): _path(route) for path, route in MODEL_ROUTES.items()}},
+        "paths": {**document["paths"], **{path.decode(): _path(route) for path, route in DOCUMENTED.items()}},
         "components": {**components, "schemas": {**components["schemas"], **schemas}},
     }
 

@@ -1,0 +1,211 @@
+"""Answers as Ollama's API has them: one JSON object, or one on each line of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from greenroom.dialects.chat import error_message
+from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, ToolPiece
+from greenroom.dialects.ollama_request import (
+    embed_fields,
+    embedding_fields,
+    is_unload,
+    only_loads,
+    read_chat,
+    read_generate,
+)
+from greenroom.dialects.shapes import Dialect, engine_error
+from greenroom.dialects.translation import ChatTranslation
+from greenroom.errors import EngineFault
+
+LINES: Final = b"application/x-ndjson"
+EMBEDDINGS_PATH: Final = b"/v1/embeddings"
+_NS_A_MS: Final = 1_000_000
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def chat_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+    return _translation(OllamaAnswer(frame, is_chat=True), read_chat, is_stream)
+
+
+def generate_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+    return _translation(OllamaAnswer(frame, is_chat=False), read_generate, is_stream)
+
+
+def _translation(
+    answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool
+) -> ChatTranslation:
+    def read_or_load(fields: Fields) -> Conversation:
+        asked = read(fields)
+        if asked is None:
+            answer.loads = "unload" if is_unload(fields) else "load"
+        return asked or only_loads()
+
+    writer = answer if is_stream else None
+    return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES)
+
+
+class OllamaAnswer:
+    """`loads` is set for a request that says nothing: its answer says only that the model is there, or leaves."""
+
+    __slots__ = ("_calls", "_frame", "_is_chat", "_reason", "_tokens", "loads")
+
+    def __init__(self, frame: Frame, *, is_chat: bool) -> None:
+        self._frame = frame
+        self._is_chat = is_chat
+        # Calls whose arguments are still coming: they are sent as objects.
+        self._calls: list[ToolPiece] = []
+        self._reason = "stop"
+        self._tokens = Tokens()
+        self.loads: str | None = None
+
+    def whole(self, answer: Piece) -> bytes:
+        if self.loads is not None:
+            return self._line("", done=self.loads)
+        reason = "length" if answer.reason == "length" else "stop"
+        tokens = answer.tokens or Tokens()
+        return self._line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
+
+    def piece(self, piece: Piece) -> bytes:
+        if piece.tokens is not None:
+            self._tokens = piece.tokens
+        if piece.reason == "length":
+            self._reason = "length"
+        for tool in piece.tools:
+            self._note(tool)
+        if self.loads is not None or not (piece.text or piece.thought):
+            return b""
+        return self._line(piece.text, piece.thought) + b"\n"
+
+    def end(self) -> bytes:
+        """The calls, which are whole now, and the figures."""
+        if self.loads is not None:
+            return self._line("", done=self.loads) + b"\n"
+        calls = self._line("", tools=self._calls) + b"\n" if self._calls else b""
+        return calls + self._line("", done=self._reason, tokens=self._tokens) + b"\n"
+
+    def _note(self, tool: ToolPiece) -> None:
+        if self._calls and self._calls[-1].place == tool.place:
+            last = self._calls[-1]
+            self._calls[-1] = last._replace(arguments=last.arguments + tool.arguments, name=last.name or tool.name)
+        else:
+            self._calls.append(tool)
+
+    def _line(
+        self,
+        text: str,
+        thought: str = "",
+        tools: list[ToolPiece] | None = None,
+        done: str | None = None,
+        tokens: Tokens | None = None,
+    ) -> bytes:
+        line: dict[str, Any] = {"model": self._frame.model, "created_at": _time(self._frame.created)}
+        beside: dict[str, Any] = {"thinking": thought} if thought else {}
+        if not self._is_chat:
+            line |= {"response": text, **beside}
+        else:
+            calls = {"tool_calls": [_call(tool) for tool in tools]} if tools else {}
+            line["message"] = {"role": "assistant", "content": text, **beside, **calls}
+        line["done"] = done is not None
+        if done is not None:
+            line["done_reason"] = done
+        return _encode(line if tokens is None else line | _figures(tokens))
+
+
+def _call(tool: ToolPiece) -> dict[str, Any]:
+    return {"function": {"index": tool.place, "name": tool.name or "", "arguments": _arguments(tool.arguments)}}
+
+
+def _arguments(said: str) -> Any:
+    try:
+        found = msgspec.json.decode(said or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {"arguments": said}
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _figures(tokens: Tokens) -> dict[str, int]:
+    """Times are the engine's own, where it tells them."""
+    return {
+        "total_duration": round((tokens.prompt_ms + tokens.completion_ms) * _NS_A_MS),
+        "load_duration": 0,
+        "prompt_eval_count": tokens.prompt,
+        "prompt_eval_duration": round(tokens.prompt_ms * _NS_A_MS),
+        "eval_count": tokens.completion,
+        "eval_duration": round(tokens.completion_ms * _NS_A_MS),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+# --- embeddings -----------------------------------------------------------------------------------------------------
+
+
+class _Vector(msgspec.Struct):
+    embedding: Raw
+    index: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _Vectors(msgspec.Struct):
+    data: list[_Vector]
+    usage: _Usage | None = None
+
+
+_vectors: Final = msgspec.json.Decoder(_Vectors)
+
+
+def embed_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
+    return EmbeddingTranslation(embed_fields, lambda vectors, tokens: _embed(frame, vectors, tokens))
+
+
+def embeddings_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
+    return EmbeddingTranslation(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
+
+
+def _embed(frame: Frame, vectors: list[Raw], tokens: int) -> dict[str, Any]:
+    return {
+        "model": frame.model,
+        "embeddings": vectors,
+        "total_duration": 0,
+        "load_duration": 0,
+        "prompt_eval_count": tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTranslation:
+    """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
+
+    request: Callable[[Fields], Fields]
+    write: Callable[[list[Raw], int], dict[str, Any]]
+    dialect: Dialect = Dialect.OLLAMA
+    stream_type: bytes = LINES
+    path: bytes = EMBEDDINGS_PATH
+
+    def stream(self) -> None:
+        return None
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """Raises EngineFault if a good answer cannot be read."""
+        if status != 200:
+            return engine_error(self.dialect, status, error_message(body))
+        try:
+            answer = _vectors.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineFault("The engine answered something else than embeddings.", details=str(error)) from None
+        vectors = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
+        if not vectors:
+            raise EngineFault("The engine answered no embedding.")
+        return _encode(self.write(vectors, (answer.usage or _Usage()).prompt_tokens))

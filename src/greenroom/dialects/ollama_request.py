@@ -1,0 +1,226 @@
+"""A request to Ollama's API, read as a conversation or as texts to embed.
+
+What would need another template, or the tokens of an earlier answer, is refused by name. Options of a load (`num_ctx`,
+`num_gpu` …) are ignored: the operator chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from greenroom.dialects.neutral import (
+    NOTHING,
+    Conversation,
+    Fields,
+    Image,
+    Part,
+    Text,
+    Thought,
+    Tool,
+    ToolResult,
+    ToolUse,
+    Turn,
+    is_object,
+    json_text,
+    read,
+    refuse_fields,
+)
+from greenroom.errors import BadRequest
+
+
+class _Called(msgspec.Struct):
+    name: str
+    arguments: Raw = Raw(b"{}")
+
+
+class _Call(msgspec.Struct):
+    function: _Called
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+    images: list[str] | None = None
+    thinking: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: Raw = NOTHING
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: str | None = None
+
+
+class _Options(msgspec.Struct):
+    num_predict: int | None = None
+    stop: list[str] | str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+
+
+_messages: Final = msgspec.json.Decoder(list[_Message] | None)
+_tools: Final = msgspec.json.Decoder(list[_Tool] | None)
+_options: Final = msgspec.json.Decoder(_Options | None)
+_text: Final = msgspec.json.Decoder(str | None)
+_texts: Final = msgspec.json.Decoder(list[str] | None)
+_think: Final = msgspec.json.Decoder(bool | str | None)
+_inputs: Final = msgspec.json.Decoder(str | list[str])
+_whole: Final = msgspec.json.Decoder(int | None)
+
+_ROLES: Final = ("system", "user", "assistant", "tool")
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+# The first letters of base64 tell what a picture is.
+_PICTURES: Final = {"/9j/": "image/jpeg", "UklGR": "image/webp", "R0lGOD": "image/gif"}
+# Asks for nothing: the model is loaded, or leaves if it is to be kept for no time.
+_NOTHING_SAID: Final = (Turn("user", (Text(""),)),)
+
+
+def read_chat(fields: Fields) -> Conversation | None:
+    """A request to /api/chat; None if it says nothing, to have the model loaded. Raises BadRequest."""
+    messages = read(fields, "messages", _messages)
+    if not messages:
+        return None
+    tools = tuple(_tool(tool) for tool in read(fields, "tools", _tools) or ())
+    return _conversation(fields, tuple(_turns(messages)), tools)
+
+
+def read_generate(fields: Fields) -> Conversation | None:
+    """A request to /api/generate; None if it says nothing. Raises BadRequest."""
+    refuse_fields(fields, ("suffix", "template", "context"), "cannot be used here; ask /api/chat, or /infill for gaps.")
+    refuse_fields(fields, ("raw",), "cannot be used here; ask /v1/completions for a text without template.")
+    prompt, images = read(fields, "prompt", _text), read(fields, "images", _texts)
+    if not prompt and not images:
+        return None
+    system = read(fields, "system", _text)
+    before = (Turn("system", (Text(system),)),) if system else ()
+    return _conversation(fields, (*before, Turn("user", (*_pictures(images), Text(prompt or "")))), ())
+
+
+def pulled(name: str) -> str:
+    """The id of the hub in a name as Ollama's clients say it: `hf.co/org/name:Q4_K_M`."""
+    for host in ("hf.co/", "huggingface.co/"):
+        name = name.removeprefix(host)
+    return name.removesuffix(":latest")
+
+
+def only_loads() -> Conversation:
+    """What is asked where nothing is said."""
+    return Conversation(_NOTHING_SAID, tokens_max=1)
+
+
+def is_unload(fields: Fields) -> bool:
+    raw = fields.get("keep_alive")
+    return raw is not None and bytes(raw).strip(b'"') in (b"0", b"0s", b"0m", b"0h", b"0.0")
+
+
+def embed_fields(fields: Fields) -> Fields:
+    """A request to /api/embed as one for embeddings. Raises BadRequest."""
+    said = read(fields, "input", _inputs)
+    if said is None:
+        raise BadRequest("input is missing: it says what to embed.", param="input")
+    wanted = {"model": fields["model"], "input": fields["input"], "encoding_format": Raw(b'"float"')}
+    return wanted if read(fields, "dimensions", _whole) is None else {**wanted, "dimensions": fields["dimensions"]}
+
+
+def embedding_fields(fields: Fields) -> Fields:
+    """The same for /api/embeddings, which takes one text."""
+    if read(fields, "prompt", _text) is None:
+        raise BadRequest("prompt is missing: it says what to embed.", param="prompt")
+    return {"model": fields["model"], "input": fields["prompt"], "encoding_format": Raw(b'"float"')}
+
+
+def _conversation(fields: Fields, turns: tuple[Turn, ...], tools: tuple[Tool, ...]) -> Conversation:
+    options = read(fields, "options", _options) or _Options()
+    numbers = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    if options.repeat_penalty is not None:
+        # The names of llama.cpp, and of vLLM and Transformers.
+        numbers |= {"repeat_penalty": options.repeat_penalty, "repetition_penalty": options.repeat_penalty}
+    tokens_max = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+    schema, any_json = _format(fields)
+    think: bool | str | None = read(fields, "think", _think)
+    return Conversation(
+        turns,
+        tools,
+        tokens_max=tokens_max,
+        stops=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
+        sampling=numbers,
+        schema=schema,
+        any_json=any_json,
+        thinks=None if think is None else bool(think),
+        effort=think if isinstance(think, str) and think else None,
+    )
+
+
+def _format(fields: Fields) -> tuple[Raw | None, bool]:
+    raw = fields.get("format")
+    if raw is None or bytes(raw) in (b"null", b'""'):
+        return None, False
+    if is_object(raw):
+        return raw, False
+    if bytes(raw) != b'"json"':
+        raise BadRequest('format is "json" or a JSON schema.', param="format")
+    return None, True
+
+
+def _tool(tool: _Tool) -> Tool:
+    schema = tool.function.parameters
+    return Tool(tool.function.name, tool.function.description, schema if is_object(schema) else Raw(b"{}"))
+
+
+def _turns(messages: list[_Message]) -> Iterator[Turn]:
+    """Calls have no ids here: each gets one, and results are given to the calls in their order."""
+    waiting: list[tuple[str, str]] = []
+    for number, message in enumerate(messages):
+        if message.role not in _ROLES:
+            raise BadRequest(f"messages: a role is one of {', '.join(_ROLES)}.", param="messages")
+        if message.role == "tool":
+            shown: tuple[Text | Image, ...] = (*_pictures(message.images), Text(message.content or ""))
+            yield Turn("user", (ToolResult(_answered(waiting, message), shown, message.tool_name),))
+            continue
+        parts: list[Part] = [*_pictures(message.images)]
+        if message.content or not message.tool_calls:
+            parts.append(Text(message.content or ""))
+        if message.thinking:
+            parts.append(Thought(message.thinking))
+        for place, call in enumerate(message.tool_calls or ()):
+            id = call.id or f"call_{number}_{place}"
+            waiting.append((id, call.function.name))
+            parts.append(ToolUse(id, call.function.name, json_text(call.function.arguments)))
+        yield Turn(message.role, tuple(parts))
+
+
+def _answered(waiting: list[tuple[str, str]], message: _Message) -> str:
+    """The call that a result belongs to: the one it names, else the first of its tool, else the first."""
+    if message.tool_call_id is not None:
+        return message.tool_call_id
+    named = [call for call in waiting if call[1] == message.tool_name]
+    found: Any = (named or waiting or [("call_0", "")])[0]
+    if found in waiting:
+        waiting.remove(found)
+    return str(found[0])
+
+
+def _pictures(images: list[str] | None) -> tuple[Image, ...]:
+    return tuple(Image(f"data:{_kind(image)};base64,{image}") for image in images or ())
+
+
+def _kind(image: str) -> str:
+    return next((kind for letters, kind in _PICTURES.items() if image.startswith(letters)), "image/png")
