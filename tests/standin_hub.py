@@ -71,6 +71,8 @@ class StandinHub:
     """What the API says of a file instead of the truth, by path."""
     plain: dict[str, bytes] = field(default_factory=dict)
     """Files at paths of their own."""
+    tags: set[str] = field(default_factory=set)
+    """Names of the newest revision, besides main."""
     renamed: dict[str, str] = field(default_factory=dict)
     """New names of repositories by their old ones."""
     token: str | None = None
@@ -146,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(404 if hub.token is None else 401, {"X-Error-Code": "RepoNotFound"})
         if hub.faults.gated:
             return self._say(403, {"X-Error-Code": "GatedRepo"})
-        if revision not in ("", "main", hub.commit(repo)):
+        if revision not in ("", "main", hub.commit(repo), *hub.tags):
             return self._say(404, {"X-Error-Code": "RevisionNotFound"})
         return self._say(200, {"Content-Type": "application/json"}, json.dumps(hub.info(repo)).encode())
 

@@ -88,6 +88,10 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
             "engine: llamacpp\n    path: a.gguf\n    cmd: a",
             "5: models.q.cmd: cmd is for engine comfyui or command; llamacpp takes its arguments in args",
         ),
+        (
+            "path: a.gguf\n    isolate_tenants: process\n    versions: {}",
+            "5: models.q.versions: does not go together with isolate_tenants: process: an update loads one process",
+        ),
         ("cmd: a", '3: models.q.cmd: needs ${PORT}, the port to listen on, unless check_endpoint is "none"'),
         ("cmd: 'a \"b ${PORT}'", "3: models.q.cmd: cannot be split into words: no closing quotation"),
         ("cmd: '# ${PORT}'", "3: models.q.cmd: is empty"),

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from greenroom.core.effects import OpOutcome, RejectCode
-from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, RequestId, Tier
+from greenroom.core.events import Limits
+from greenroom.core.model import (
+    DeviceId,
+    Group,
+    Matrix,
+    ModelId,
+    ModelSpec,
+    MoveKind,
+    Need,
+    Outcome,
+    RequestId,
+    Tier,
+)
 
 from .test_order import ready
 from .world import Fate, World, gpu, host, model
@@ -235,3 +247,48 @@ def test_holding_twice_and_another_revision_of_a_held_model() -> None:
     world.arrive("new", "a", takes_s=1.0)
     world.run()
     assert world.fate("new") is Fate.SERVED and world.fate("old") is Fate.SERVED
+
+
+# --- beside rules about which models may be ready together ------------------------------------------------------------
+
+TURNS = (Group("turns", (A, ModelId("b")), exclusive=False), Group("alone", (ModelId("c"),)))
+SETS = Matrix((("both", "a & b"),))
+
+
+def test_a_coming_version_goes_by_the_rules_of_its_model() -> None:
+    world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(company=TURNS))
+    ready(world, "b")
+    ready(world, "a")
+    assert slots(world) == [("a", 1, "ready")], "they take turns"
+    world.config(coming(1_000))
+    ready(world, "a@2")
+    assert sorted(slots(world)) == [("a", 1, "ready"), ("a@2", 1, "ready")], "a version does not push out its model"
+    promote(world, 1_000)
+    world.run(100.0)
+    assert slots(world) == [("a", 2, "ready")]
+
+
+def test_a_coming_version_makes_models_leave_that_its_model_would() -> None:
+    world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(company=TURNS))
+    ready(world, "b")
+    world.config(coming(1_000))
+    ready(world, "a@2")
+    assert slots(world) == [("a@2", 1, "ready")]
+
+
+def test_a_model_that_sends_another_away_sends_its_coming_version_away() -> None:
+    world = World([model("a", 1_000), model("c", 1_000)], limits=Limits(company=TURNS))
+    ready(world, "a")
+    world.config(coming(1_000))
+    ready(world, "a@2")
+    ready(world, "c")
+    assert slots(world) == [("c", 1, "ready")]
+
+
+def test_a_coming_version_may_be_ready_beside_whatever_its_model_may() -> None:
+    world = World([model("a", 1_000), model("b", 1_000), model("c", 1_000)], limits=Limits(company=SETS))
+    ready(world, "c", "a", "b")
+    assert sorted(slots(world)) == [("a", 1, "ready"), ("b", 1, "ready")]
+    world.config(coming(1_000))
+    ready(world, "a@2")
+    assert sorted(slots(world)) == [("a", 1, "ready"), ("a@2", 1, "ready"), ("b", 1, "ready")]

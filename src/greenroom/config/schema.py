@@ -340,9 +340,3 @@ def _version_problems(config: Config) -> Iterator[Problem]:
             ("versions", "state_file"),
             "does not go together with signed operations: whoever writes the file would change models without a token",
         )
-    if config.scheduler.company is not None:
-        for name in [name for name, model in config.models.items() if model.versions is not None]:
-            yield Problem(
-                ("models", name, "versions"),
-                "does not go together with scheduler.company yet: two versions would have to be ready at once",
-            )

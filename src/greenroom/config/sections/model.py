@@ -303,7 +303,11 @@ def _problems(model: Model) -> Iterator[Problem]:
     if model.versions is not None and model.engine not in WITH_PATH:
         yield Problem(("versions",), f"needs an engine that runs a `path`; {model.engine} does not")
     if model.versions is not None and model.isolate_tenants == "process":
-        yield Problem(("versions",), "does not go together with isolate_tenants: process yet")
+        yield Problem(
+            ("versions",),
+            "does not go together with isolate_tenants: process: an update loads one process beside the old one, and "
+            "there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
+        )
     if model.engine == "command":
         yield from _command(model)
     if model.engine == "comfyui":

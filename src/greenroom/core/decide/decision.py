@@ -202,7 +202,7 @@ def _decide_swap(
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
     wants = tuple(way.wants for way in open_ways)
-    target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec))
+    target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))

@@ -157,7 +157,17 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     if _is_tied(slot):
         # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
-            slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, is_ready
+            slot.id,
+            model,
+            held,
+            Tier.COLD,
+            slot.last_priority,
+            slot.last_used,
+            is_busy,
+            True,
+            True,
+            is_ready,
+            version_of=spec.version_of,
         )
     # It sleeps only if the memory for the move is free and the green room has a place for it.
     fits = may_sleep and _could_sleep(slot) and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
@@ -183,6 +193,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         tier is Tier.ASLEEP,
         record.service_s or 0.0,
         slot.concurrency,
+        version_of=spec.version_of,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident

@@ -28,6 +28,7 @@ class Target:
     priority: int
     will_be_ready: bool = True  # False for leases and models that come to sleep: coresidency rules do not apply
     apart: frozenset[ModelId] = frozenset()  # residents that are other configurations of the same thing
+    version_of: ModelId | None = None  # the model whose next version it is; its name in the coresidency rules
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,7 @@ class Resident:
     service_s: float = 0.0  # seconds that an answer takes
     at_once: int = 1  # how many it answers at once
     loss: float = 0.0  # the policy's cost of losing it
+    version_of: ModelId | None = None  # the model whose next version it is; its name in the coresidency rules
 
     def fixed(self, is_fixed: bool = True) -> Resident:
         """A copy that may not be asked to leave, or that may."""
@@ -80,6 +82,7 @@ class Resident:
             self.service_s,
             self.at_once,
             self.loss,
+            self.version_of,
         )
 
 
@@ -140,12 +143,20 @@ class ByMemory:
         if (rules is None and not apart) or not target.will_be_ready:
             return ()
         ready = [resident for resident in residents if resident.counts_as_ready]
-        present = sorted({resident.model for resident in ready} - {target.model})
-        staying = frozenset(resident.model for resident in ready if resident.is_fixed)
-        leavers = frozenset[ModelId]() if rules is None else rules.leavers(target.model, present, staying)
-        if leavers is None or apart & staying:
+        if any(one.is_fixed and one.model in apart for one in ready):
             return None
-        return tuple(one for one in ready if one.model in leavers or one.model in apart)
+        leavers = frozenset[ModelId]() if rules is None else _leavers(rules, target, ready)
+        if leavers is None:
+            return None
+        return tuple(one for one in ready if (one.version_of or one.model) in leavers or one.model in apart)
+
+
+def _leavers(rules: Coresidency, target: Target, ready: Sequence[Resident]) -> frozenset[ModelId] | None:
+    """The names that must leave, where each version goes by the name of its model; None if one cannot leave."""
+    newcomer = target.version_of or target.model
+    others = [(one.version_of or one.model, one.is_fixed) for one in ready]
+    present = sorted({name for name, _ in others} - {newcomer})
+    return rules.leavers(newcomer, present, frozenset(name for name, is_fixed in others if is_fixed) - {newcomer})
 
 
 def _level(resident: Resident, target: Target) -> tuple[bool, int]:
