@@ -4,12 +4,14 @@
 
 Each caller asks again as soon as it was answered. Every answer must be whole and belong to the version that its header
 names: the models say who they are. No request may fail, and no caller may see an older version after a newer one. The
-waits for a place, as the gateway tells them, are compared with those of the same callers before the first update.
+waits for a place, as the gateway tells them, and the longest time without a first byte to any caller are compared with
+those of the same callers before the first update.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import shutil
 import statistics
@@ -34,6 +36,7 @@ class Heard:
 
     versions: list[int] = field(default_factory=list)
     waits_ms: list[tuple[float, int]] = field(default_factory=list)
+    begun: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)
 
@@ -57,6 +60,7 @@ class Caller(threading.Thread):
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True}
             connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
+            self.heard.begun.append(time.monotonic())
             text, is_whole = _read(answer.read().decode())
         finally:
             connection.close()
@@ -90,6 +94,11 @@ def updated(gate: Gateway, paths: list[Path], count: int) -> list[float]:
     return took
 
 
+def gap_ms(times: list[float]) -> float:
+    """The longest time between two of these."""
+    return round(1_000 * max((after - before for before, after in itertools.pairwise(sorted(times))), default=0.0), 1)
+
+
 def measure(folder: Path, clients: int, updates: int) -> dict[str, float]:
     paths = [folder / f"{name}.gguf" for name in (FIRST, SECOND)]
     for path, name in zip(paths, (FIRST, SECOND), strict=True):
@@ -111,6 +120,7 @@ def measure(folder: Path, clients: int, updates: int) -> dict[str, float]:
         print(problem)
     before = [wait for one in heard for at, wait in one.waits_ms if at < began]
     during = [wait for one in heard for at, wait in one.waits_ms if at >= began]
+    begun = [at for one in heard for at in one.begun]
     return {
         "updates": updates,
         "answers": sum(len(one.versions) for one in heard),
@@ -119,6 +129,8 @@ def measure(folder: Path, clients: int, updates: int) -> dict[str, float]:
         "mixed": sum(len(one.mixed) for one in heard),
         "went_back": sum(one.versions != sorted(one.versions) for one in heard),
         "update_s": round(statistics.median(took), 3),
+        "gap_before_ms_max": gap_ms([at for at in begun if at < began]),
+        "gap_during_ms_max": gap_ms([at for at in begun if at >= began]),
         "wait_before_ms_max": max(before, default=0),
         "wait_during_ms_max": max(during, default=0),
         "wait_before_ms": round(statistics.median(before or [0]), 1),
