@@ -41,7 +41,7 @@ from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
-from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -217,6 +217,11 @@ async def unthreaded(work: Callable[[], Look], name: str) -> Look:
     return work()
 
 
+class FakeUpdates:
+    def expect_movable(self, entry: Entry) -> None:
+        """No model here has a version on its way."""
+
+
 class FakeGateway:
     salts = CacheSalts()
 
@@ -230,7 +235,7 @@ class FakeGateway:
         self.effects = FakeEffects()
         self.loop = FakeLoop(Scheduler(cast(Effects, self.effects)))
         self.state = self.loop.scheduler.state
-        self.operations, self.mover = FakeOrders(), FakeFailures()
+        self.operations, self.mover, self.updates = FakeOrders(), FakeFailures(), FakeUpdates()
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
