@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from greenroom.cli import demo_models, minilm_gguf
-from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoModel, DemoUnavailable, Progress, Wheel, prepare
+from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoModel, DemoUnavailable, ShowProgress, Wheel, prepare
 from greenroom.engines.estimates.gguf_header import read_header
 from tests.models import tiny
 
@@ -90,7 +90,7 @@ class Index:
     smollm2: Wheel
     minilm: Wheel
 
-    def prepare(self, into: Path, say: Progress, **changed: Any) -> list[DemoModel]:
+    def prepare(self, into: Path, say: ShowProgress, **changed: Any) -> list[DemoModel]:
         return prepare(into, say, **{"smollm2": self.smollm2, "minilm": self.minilm, **changed})
 
 

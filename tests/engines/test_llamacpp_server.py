@@ -204,7 +204,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("option", llamacpp_server.OPTIONS, ids=lambda option: option.names[0])
-def test_every_option_sets_a_parameter_this_xllamacpp_has(option: llamacpp_server.Option) -> None:
+def test_every_option_sets_a_parameter_this_xllamacpp_has(option: llamacpp_server.ServerOption) -> None:
     for name in option.names:
         argument = [] if option.always is not None else [SAMPLES.get(option.names[0], "1")]
         params = parameters(name, *argument)

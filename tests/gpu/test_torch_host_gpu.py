@@ -24,7 +24,7 @@ import torch
 from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.weights import building
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
-from greenroom.workers.torch_host.weights.building import ModelOptions
+from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.device_memory import CudaArena, driver
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, Registration
 from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
@@ -81,7 +81,7 @@ def dirty(size: int) -> None:
 def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWeights]:
     torch.zeros(1, device=GPU)
     folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
-    options = ModelOptions(folder, attention="sdpa", dtype="bfloat16")
+    options = BuildOptions(folder, attention="sdpa", dtype="bfloat16")
     config = building.read_config(options)
     config.update(SIZES)
     # Derived from the tiny sizes when the file was read.

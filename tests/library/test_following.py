@@ -16,7 +16,7 @@ from greenroom.library.folders import FolderTree
 from greenroom.library.library import Library, look_once
 from greenroom.library.models import ModelFinder
 from greenroom.library.naming import FoundRoot, inventory_of
-from greenroom.library.records import Record, told
+from greenroom.library.records import LibraryRecord, told
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
@@ -137,7 +137,7 @@ def test_looking_again_finds_what_looking_anew_finds(seed: int, tmp_path: Path) 
 def _plain(records: object) -> Iterator[tuple[str, object]]:
     assert isinstance(records, type({}.values()))
     for record in records:
-        assert isinstance(record, Record)
+        assert isinstance(record, LibraryRecord)
         yield record.id, told(record, with_paths=True)
 
 

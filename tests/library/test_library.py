@@ -13,7 +13,7 @@ import pytest
 from greenroom.library.folders import FolderTree, Pace
 from greenroom.library.library import Library, LookTimes, look_once
 from greenroom.library.models import PROBLEMS_MAX
-from greenroom.library.records import ModelKind, Record, told_problem
+from greenroom.library.records import LibraryRecord, ModelKind, told_problem
 from greenroom.library.remembered import FILE_NAME
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
@@ -24,7 +24,7 @@ from tests.split_gguf import split_gguf
 from tests.waiting import until
 
 
-def found(*roots: Path) -> dict[str, Record]:
+def found(*roots: Path) -> dict[str, LibraryRecord]:
     return {record.id: record for record in look_once(Roots(map(str, roots)))[0]}
 
 

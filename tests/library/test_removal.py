@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.library import Library
-from greenroom.library.records import ModelFile, ModelKind, Record, Source
+from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
@@ -138,7 +138,7 @@ def test_folder_that_became_a_link_is_not_entered(tmp_path: Path) -> None:
     root.mkdir()
     (root / "folder").symlink_to(outside)
     for path in (root / "folder" / "m.gguf", root / ".." / "outside" / "m.gguf"):
-        record = Record("m", str(path), str(root), ModelKind.GGUF, Source(), (ModelFile("m.gguf", 1),))
+        record = LibraryRecord("m", str(path), str(root), ModelKind.GGUF, Source(), (ModelFile("m.gguf", 1),))
         with pytest.raises(OSError):
             remove_files(record, ())
     assert (outside / "m.gguf").exists()

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from greenroom.core.model import TenantId
-from greenroom.sim.cases import Case, Result, cases, run_all
+from greenroom.sim.cases import Case, CaseResult, cases, run_all
 from greenroom.sim.results.plots import (
     HEIGHT,
     MARKS_MAX,
@@ -35,7 +35,7 @@ WITH_WORDS = ("figcaption", "li", f"{SVG}text")
 
 
 @pytest.fixture(scope="module")
-def results() -> list[Result]:
+def results() -> list[CaseResult]:
     base = setting(*(sim_model(name) for name in names(3)), mib=1_000)
     mix = Mix(zipf(names(3)), tenants={"<b>&": 1.0, "y": 1.0}, priorities={0: 1.0, 1: 1.0})
     compared = cases(["default", "fifo"], [1, 2], [0, 4_000])
@@ -143,7 +143,7 @@ def test_lines_differ_without_their_colours() -> None:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_wait_plot_for_each_class_with_a_line_for_each_case(results: list[Result]) -> None:
+def test_there_is_a_wait_plot_for_each_class_with_a_line_for_each_case(results: list[CaseResult]) -> None:
     plots = wait_plots(results)
     assert [texts(svg)[0] for svg in plots] == [
         "Share of requests of class high served within",
@@ -155,19 +155,19 @@ def test_there_is_a_wait_plot_for_each_class_with_a_line_for_each_case(results: 
         assert all(before[1] >= after[1] for line in lines(svg) for before, after in itertools.pairwise(line))
 
 
-def test_waits_are_drawn_over_time_by_what_tells_cases_apart(results: list[Result]) -> None:
+def test_waits_are_drawn_over_time_by_what_tells_cases_apart(results: list[CaseResult]) -> None:
     svg = over_time_plot(results)
     assert len(lines(svg)) == len(results) and "default, 1 GPU, no green room" in texts(svg)
     same_policy = [result for result in results if result.case.policy == "fifo"]
     assert "1 GPU, no green room" in texts(over_time_plot(same_policy))
 
 
-def test_tiers_are_drawn_for_each_case(results: list[Result]) -> None:
+def test_tiers_are_drawn_for_each_case(results: list[CaseResult]) -> None:
     svg = tiers_plot(results[-1])
     assert {"ready", "asleep", "moving"} <= set(texts(svg)) and len(lines(svg)) == 3
 
 
-def test_the_report_is_one_well_formed_page_that_fetches_and_runs_nothing(results: list[Result]) -> None:
+def test_the_report_is_one_well_formed_page_that_fetches_and_runs_nothing(results: list[CaseResult]) -> None:
     page = html(results, ["From <a trace>.", "Loads take <long>."])
     body = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
     chosen = advice(results).chosen
@@ -181,7 +181,7 @@ def test_the_report_is_one_well_formed_page_that_fetches_and_runs_nothing(result
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_the_bottom_line_is_first_and_the_best_change_stands_out(results: list[Result]) -> None:
+def test_the_bottom_line_is_first_and_the_best_change_stands_out(results: list[CaseResult]) -> None:
     body = ElementTree.fromstring(html(results, []).removeprefix("<!DOCTYPE html>"))
     bottom = body.find(".//section")
     assert bottom is not None
@@ -190,7 +190,7 @@ def test_the_bottom_line_is_first_and_the_best_change_stands_out(results: list[R
     assert paragraphs[0] == said.best and set(paragraphs) == set(said.bottom_line)
 
 
-def test_the_table_has_a_row_for_each_case_and_plain_numbers_under_a_unit(results: list[Result]) -> None:
+def test_the_table_has_a_row_for_each_case_and_plain_numbers_under_a_unit(results: list[CaseResult]) -> None:
     table = ElementTree.fromstring(comparison(results, results[:2]))
     head = list(table.iter("th"))
     shown = [(element.text, "".join(element.find("span").itertext())) for element in head]  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ def test_the_table_has_a_row_for_each_case_and_plain_numbers_under_a_unit(result
     assert [row.get("class") for row in table.iter("tr")][1:4] == ["chosen", "chosen", None]
 
 
-def test_columns_that_say_nothing_are_left_out(results: list[Result]) -> None:
+def test_columns_that_say_nothing_are_left_out(results: list[CaseResult]) -> None:
     assert "lost" not in [column.title for column in columns(results)]
     lossy = [replace(one, stats=replace(one.stats, requests=one.stats.requests + 5, by_tenant={})) for one in results]
     shown = [column.title for column in columns(lossy)]
@@ -210,7 +210,7 @@ def test_columns_that_say_nothing_are_left_out(results: list[Result]) -> None:
 
 
 def test_a_run_without_requests_can_be_reported() -> None:
-    empty = Result(Case("fifo"), stats_of(World(setting(sim_model("a")))))
+    empty = CaseResult(Case("fifo"), stats_of(World(setting(sim_model("a")))))
     page = html([empty], [])
     assert ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")) is not None
     assert TenantId("") not in empty.stats.by_tenant

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.sim.config import OWN_PROCESSES, SpeedCurve
-from greenroom.sim.traces.speeds import ROWS_MIN, Answer, recorded_answers, speeds
+from greenroom.sim.traces.speeds import ROWS_MIN, AnswerTimes, recorded_answers, speeds
 
 HEAD = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
 # Two answers at a time take twice as long, and so does an answer beside a busy model.
@@ -15,15 +15,15 @@ SHARED = SpeedCurve(((1, 1.0), (2, 2.0)), 1.0)
 FOREVER = 1e12
 
 
-def one_by_one(count: int = ROWS_MIN, took_s: float = 2.0, tokens: int = 100, start: float = 0.0) -> list[Answer]:
-    return [Answer(start + 10.0 * number, start + 10.0 * number + took_s, 0, tokens) for number in range(count)]
+def one_by_one(count: int = ROWS_MIN, took_s: float = 2.0, tokens: int = 100, start: float = 0.0) -> list[AnswerTimes]:
+    return [AnswerTimes(start + 10.0 * number, start + 10.0 * number + took_s, 0, tokens) for number in range(count)]
 
 
 def test_rows_are_read_with_their_waits(tmp_path: Path) -> None:
     file = tmp_path / "activity.csv"
     rows = ["100.0,a,7,50,lab,1,2.0,5.0", "101.0,a,,50,lab,1,0.000,1.0", "102.0,b,7,50,lab,1,,", "x,a,1,1,,1,1,2"]
     file.write_text("\n".join([HEAD, *rows]))
-    assert recorded_answers(file) == {"a": [Answer(102.0, 105.0, 7, 50)]}
+    assert recorded_answers(file) == {"a": [AnswerTimes(102.0, 105.0, 7, 50)]}
 
 
 def test_other_files_have_no_speeds(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.sim.cases import Case, Result, cases, run_all, simulate
+from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
 from greenroom.sim.results.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.truth import Delays
@@ -16,7 +16,7 @@ SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), ho
 WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
 
 
-def results(*compared: Case, base: SimConfig = SMALL) -> list[Result]:
+def results(*compared: Case, base: SimConfig = SMALL) -> list[CaseResult]:
     return run_all(compared, base, WORKLOAD, 0, lambda case, share: None)
 
 
@@ -70,7 +70,7 @@ def test_one_case_alone_is_summed_up() -> None:
 # --- the bottom line --------------------------------------------------------------------------------------------------
 
 
-def made(case: Case, p95_s: float, lost: int = 0, delays: Delays | None = None) -> Result:
+def made(case: Case, p95_s: float, lost: int = 0, delays: Delays | None = None) -> CaseResult:
     """A case with these figures; the others are of a real run."""
     (real,) = results(Case("fifo", 1))
     stats = replace(
@@ -80,7 +80,7 @@ def made(case: Case, p95_s: float, lost: int = 0, delays: Delays | None = None) 
         waits=replace(real.stats.waits, p95_s=p95_s),
         delays={"a": delays or Delays(1_000 - lost)},
     )
-    return Result(case, stats)
+    return CaseResult(case, stats)
 
 
 def test_the_best_buy_is_the_smallest_change_that_is_good_enough() -> None:

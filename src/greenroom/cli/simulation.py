@@ -22,7 +22,7 @@ from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.results.verdict import counted
-from greenroom.sim.traces.speeds import Answer, recorded_answers, speeds
+from greenroom.sim.traces.speeds import AnswerTimes, recorded_answers, speeds
 from greenroom.sim.traces.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
@@ -117,7 +117,7 @@ def _measured(config: Config, args: argparse.Namespace, models: Sequence[SimMode
         return {}
     aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
     curves = {str(model.spec.id): model.timings.speed for model in models}
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[AnswerTimes]] = {}
     for name, rows in recorded_answers(args.trace).items():
         answers.setdefault(aliases.get(name, name), []).extend(rows)
     known = {name: rows for name, rows in answers.items() if name in curves}

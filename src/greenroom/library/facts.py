@@ -52,7 +52,7 @@ _WORD: Final = re.compile(r"[a-z0-9_.-]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class FileFacts:
     """None where the files do not tell."""
 
     quantization: str | None = None
@@ -61,7 +61,7 @@ class ModelFacts:
     memory_mib: int | None = None
 
 
-NOTHING: Final = ModelFacts()
+NOTHING: Final = FileFacts()
 
 
 class NoModel(ValueError):
@@ -70,7 +70,7 @@ class NoModel(ValueError):
 
 def read_facts(
     kind: ModelKind, path: str, weights: Sequence[str], size_bytes: int, *, projector: str | None, on_gpu: bool
-) -> ModelFacts:
+) -> FileFacts:
     """The facts of the model at `path`, whose weights are these files. Raises BadModelFile or NoModel.
 
     `size_bytes` is the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of
@@ -86,7 +86,7 @@ def read_facts(
     # Tensors may claim the same bytes.
     parameters = min(facts.parameters or 0, NUMBERS_PER_BYTE_MAX * size_bytes) or None
     memory_mib = _memory_mib(kind, path, projector, on_gpu)
-    return ModelFacts(facts.quantization, facts.context_length, parameters, memory_mib)
+    return FileFacts(facts.quantization, facts.context_length, parameters, memory_mib)
 
 
 def quantization_in(name: str) -> str | None:
@@ -102,26 +102,26 @@ def _memory_mib(kind: ModelKind, path: str, projector: str | None, on_gpu: bool)
     return None if estimate is None else estimate.need.gpu_mib if on_gpu else estimate.need.host_mib
 
 
-def _gguf(path: str) -> ModelFacts:
+def _gguf(path: str) -> FileFacts:
     weights, header = weights_of(path), header_of(path)
     if header is None:
         raise BadModelFile(f"{path} changed while it was read.")
     if not header.is_model:
         raise NoModel(f"{path} is no model by itself")
     said = None if header.file_type is None else FILE_TYPES.get(header.file_type)
-    return ModelFacts(
+    return FileFacts(
         quantization_in(Path(path).name) or said,
         header.context_length or None,
         weights.elements,
     )
 
 
-def _folder(path: str, weights: Sequence[str]) -> ModelFacts:
+def _folder(path: str, weights: Sequence[str]) -> FileFacts:
     """A folder of Transformers, or a pipeline, whose own config.json says nothing of its parts."""
     header, said = read_all(map(Path, weights)), folder_config(Path(path))
     context = Facts(said).number("max_position_embeddings", "n_positions")
     words, bits = _quantization(said)
-    return ModelFacts(words or _DTYPES.get(header.dtype), context or None, _numbers(header, bits))
+    return FileFacts(words or _DTYPES.get(header.dtype), context or None, _numbers(header, bits))
 
 
 def _quantization(said: Mapping[str, Any]) -> tuple[str | None, int | None]:
@@ -147,10 +147,10 @@ def _numbers(header: SafetensorsHeader, bits: int | None) -> int:
     return int(count)
 
 
-def _whisper(path: str) -> ModelFacts:
+def _whisper(path: str) -> FileFacts:
     file = Path(path) / "model.bin"
     try:
         stored, size = stored_type(file), file.stat().st_size
     except (OSError, ValueError) as error:
         raise BadModelFile(f"{file} cannot be read: {error}") from error
-    return ModelFacts(_DTYPES.get(stored, stored), None, size // STORED_BYTES[stored])
+    return FileFacts(_DTYPES.get(stored, stored), None, size // STORED_BYTES[stored])

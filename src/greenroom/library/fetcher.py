@@ -33,7 +33,7 @@ class PlannedFile(msgspec.Struct, frozen=True):
     sha256: str | None = None
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan", tag_field="event"):
+class FetchPlan(msgspec.Struct, frozen=True, tag="plan", tag_field="event"):
     """What will be fetched. Without a repository it is one file of unknown size."""
 
     files: list[PlannedFile]
@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan", tag_field="event"):
     commit: str | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="event"):
+class FetchProgress(msgspec.Struct, frozen=True, tag="progress", tag_field="event"):
     """Bytes of files that have changed since the last report. `waiting`: another process fetches the same."""
 
     files: dict[str, int]
@@ -64,12 +64,12 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble", tag_field="event"):
     wait_s: float
 
 
-Report = Plan | Progress | Trouble | Done | Failed
+Report = FetchPlan | FetchProgress | Trouble | Done | Failed
 _report: Final = msgspec.json.Decoder(Report)
 
 
 def fetched_files(
-    order: DownloadOrder, plan: Plan | None, done: Done
+    order: DownloadOrder, plan: FetchPlan | None, done: Done
 ) -> tuple[dict[str, tuple[int | None, str | None]], Source]:
     """Size and sha256 of the files of a download by their paths, as far as they were told, and where they came from."""
     files = [] if plan is None else plan.files

@@ -20,7 +20,7 @@ from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
 from greenroom.library.naming import FoundRoot, Inventory, inventory_of
-from greenroom.library.records import FetchedFile, Problem, Record, Source
+from greenroom.library.records import BrokenModel, FetchedFile, LibraryRecord, Source
 from greenroom.library.remembered import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
@@ -91,7 +91,7 @@ class Library:
         self._remembered = Remembered() if self._path is None else read_remembered(self._path, on_gpu)
         self._written = ""
         self._inventory = Inventory()
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, LibraryRecord] = {}
         self._lock, self._taking, self._removing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._asked = self._answered = 0
         self._looked = asyncio.Event()
@@ -103,7 +103,7 @@ class Library:
         self._task: asyncio.Task[None] | None = None
         self._roots: dict[str, _Root] = {}
         # Is told of every model that was deleted.
-        self.on_removed: Callable[[Record], None] = lambda record: None
+        self.on_removed: Callable[[LibraryRecord], None] = lambda record: None
         # Is called after each look.
         self.on_looked: Callable[[], None] = lambda: None
         self.roots = Roots(())
@@ -112,11 +112,11 @@ class Library:
     # --- what there is ------------------------------------------------------------------------------------------------
 
     @property
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[LibraryRecord, ...]:
         return tuple(self._records.values())
 
     @property
-    def problems(self) -> tuple[Problem, ...]:
+    def problems(self) -> tuple[BrokenModel, ...]:
         """What looks like a model and is none, incomplete or damaged files, and models that cannot be named."""
         damaged = (problem for root in self._roots.values() for problem in root.found.problems)
         return (*damaged, *self._inventory.unnamed)
@@ -126,7 +126,7 @@ class Library:
         """True while a root was not looked at as a whole yet."""
         return any(root.version == _NEW for root in self._roots.values())
 
-    def find(self, name: str) -> Record | None:
+    def find(self, name: str) -> LibraryRecord | None:
         """The model with this id, hub id (`org/name`, `org/name:QUANT`, `org/name@ref`) or path. In memory only."""
         found = self._inventory.find(name)
         return None if found is None else self._records.get(found.id)
@@ -141,7 +141,7 @@ class Library:
         """Wait until the roots were looked at once, or did not answer in time."""
         await self._looked.wait()
 
-    def used(self, record: Record) -> None:
+    def used(self, record: LibraryRecord) -> None:
         """A request for this model came now."""
         now, used = round(self._clock(), 3), self._remembered.used
         if now - used.get(record.path, 0.0) < USED_EVERY_S:
@@ -169,7 +169,7 @@ class Library:
             del notes[path]
         self._is_stale = True
 
-    async def remove(self, record: Record) -> int:
+    async def remove(self, record: LibraryRecord) -> int:
         """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves.
 
         Raises ModelNotFound if it is gone, and RemovalFailed if something of it cannot be deleted.
@@ -179,7 +179,7 @@ class Library:
         task.add_done_callback(self._removals.discard)
         return await asyncio.shield(task)
 
-    async def _remove(self, record: Record) -> int:
+    async def _remove(self, record: LibraryRecord) -> int:
         async with self._removing:
             if self._records.pop(record.id, None) is None:
                 raise ModelNotFound.named(record.id)
@@ -336,15 +336,15 @@ def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | No
     top = root.tree.look()
     if top is None:
         why = "it is not there, or is no folder that may be read"
-        return -1, None if root.version == -1 else Found(problems=(Problem(root.tree.folder, why),))
+        return -1, None if root.version == -1 else Found(problems=(BrokenModel(root.tree.folder, why),))
     return top.version, None if top.version == root.version else root.finder.find(top, within_s)
 
 
-def look_once(folders: Roots, *, on_gpu: bool = False) -> tuple[tuple[Record, ...], tuple[Problem, ...]]:
+def look_once(folders: Roots, *, on_gpu: bool = False) -> tuple[tuple[LibraryRecord, ...], tuple[BrokenModel, ...]]:
     """The records of these folders and what is none, for programs that look once. Blocks."""
     real = frozenset(folders.real())
     seen: list[FoundRoot] = []
-    problems: list[Problem] = []
+    problems: list[BrokenModel] = []
     for folder in folders.folders:
         root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=on_gpu))
         found = _looked_at(root)[1] or Found()

@@ -28,9 +28,9 @@ from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
 from greenroom.engines.estimates.llama_model import PROJECTOR
 from greenroom.engines.estimates.pipeline import INDEX, pipeline_files
-from greenroom.library.facts import NOTHING, ModelFacts, NoModel, read_facts
+from greenroom.library.facts import NOTHING, FileFacts, NoModel, read_facts
 from greenroom.library.folders import SeenFile, SeenFolder
-from greenroom.library.records import ModelKind, Problem, projector_of
+from greenroom.library.records import BrokenModel, ModelKind, projector_of
 
 # Files of one folder model; what is beyond is not counted.
 MODEL_FILES_MAX: Final = 5_000
@@ -50,7 +50,7 @@ _TELLING: Final = (_GGUF, _SAFETENSORS, ".json", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class HubSnapshot:
     """One state of a repository of the hub: its folder, its commit, and the refs that name it."""
 
     hub_id: str
@@ -72,8 +72,8 @@ class FoundModel:
     folder: str
     kind: ModelKind
     files: tuple[SeenFile, ...]
-    facts: ModelFacts = NOTHING
-    snapshot: Snapshot | None = None
+    facts: FileFacts = NOTHING
+    snapshot: HubSnapshot | None = None
 
     def state(self) -> str:
         """A short text that stays the same as long as its headers need not be read again."""
@@ -95,7 +95,7 @@ class Found:
     """`is_whole` is False if time ran out before all headers were read."""
 
     models: tuple[FoundModel, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[BrokenModel, ...] = ()
     is_whole: bool = True
 
 
@@ -105,24 +105,24 @@ class ModelFinder:
     `on_gpu`: their memory is estimated for a GPU. `known` are facts that an earlier run read, by the model's state.
     """
 
-    def __init__(self, *, on_gpu: bool, known: Mapping[str, ModelFacts] | None = None) -> None:
+    def __init__(self, *, on_gpu: bool, known: Mapping[str, FileFacts] | None = None) -> None:
         self._on_gpu = on_gpu
         self._known: dict[str, _Remembered] = {}
-        self._facts: dict[str, ModelFacts | Problem | None] = dict(known or {})
+        self._facts: dict[str, FileFacts | BrokenModel | None] = dict(known or {})
         # How many models had their headers read, for tests and benchmarks.
         self.read = 0
 
     @property
-    def facts(self) -> dict[str, ModelFacts]:
+    def facts(self) -> dict[str, FileFacts]:
         """What was read, by the state of the model."""
-        return {state: told for state, told in self._facts.items() if isinstance(told, ModelFacts)}
+        return {state: told for state, told in self._facts.items() if isinstance(told, FileFacts)}
 
     def find(self, top: SeenFolder, within_s: float = math.inf) -> Found:
         """All models below this folder, and what is none. Reads headers that are not known, at least one. Blocks."""
         candidates = [(one, one.state()) for one in self._in(top, is_root=True).models]
         here = {top.path, *(folder.path for folder in top.below())}
         self._known = {path: known for path, known in self._known.items() if path in here}
-        facts: dict[str, ModelFacts | Problem | None] = {}
+        facts: dict[str, FileFacts | BrokenModel | None] = {}
         deadline, before, is_whole = time.monotonic() + within_s, self.read, True
         for model, state in candidates:
             if state not in self._facts and self.read > before and time.monotonic() > deadline:
@@ -132,20 +132,20 @@ class ModelFinder:
         # States that are gone are forgotten once all others are known.
         self._facts = facts if is_whole else self._facts | facts
         told = ((model, facts.get(state)) for model, state in candidates)
-        models = tuple(replace(model, facts=one) for model, one in told if isinstance(one, ModelFacts))
-        problems = [one for one in facts.values() if isinstance(one, Problem)]
+        models = tuple(replace(model, facts=one) for model, one in told if isinstance(one, FileFacts))
+        problems = [one for one in facts.values() if isinstance(one, BrokenModel)]
         if (more := len(problems) - PROBLEMS_MAX) > 0:
-            problems[PROBLEMS_MAX:] = [Problem(top.path, f"{more:,} more below it are no models either")]
+            problems[PROBLEMS_MAX:] = [BrokenModel(top.path, f"{more:,} more below it are no models either")]
         return Found(models, tuple(problems), is_whole)
 
-    def _facts_of(self, model: FoundModel, state: str) -> ModelFacts | Problem | None:
+    def _facts_of(self, model: FoundModel, state: str) -> FileFacts | BrokenModel | None:
         """None for a file that is no model by itself."""
         if state in self._facts:
             return self._facts[state]
         self.read += 1
         try:
             if missing := _missing_files(model):
-                return Problem(model.path, f"{len(missing):,} of its files are not there, such as {missing[0]}")
+                return BrokenModel(model.path, f"{len(missing):,} of its files are not there, such as {missing[0]}")
             size_bytes = sum(one.bytes for one in model.files)
             projector = projector_of(model.kind, model.folder, [one.name for one in model.files])
             weights, on_gpu = _weights(model), self._on_gpu
@@ -153,10 +153,10 @@ class ModelFinder:
         except NoModel:
             return None
         except BadModelFile as error:
-            return Problem(model.path, error.message)
+            return BrokenModel(model.path, error.message)
         except Exception as error:
             # One odd file must not hide all the others.
-            return Problem(model.path, f"it could not be read: {error!r:.200}")
+            return BrokenModel(model.path, f"it could not be read: {error!r:.200}")
 
     # --- which files belong together ----------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ def _weights(model: FoundModel) -> Sequence[str]:
 # --- repositories of the hub's cache ----------------------------------------------------------------------------------
 
 
-def _snapshots(folder: SeenFolder, hub_id: str) -> Iterator[tuple[Snapshot, SeenFolder]]:
+def _snapshots(folder: SeenFolder, hub_id: str) -> Iterator[tuple[HubSnapshot, SeenFolder]]:
     """Every snapshot that a ref names, else the newest; the main one first."""
     there = folder.folders["snapshots"].folders
     refs = _refs(folder)
@@ -273,7 +273,7 @@ def _snapshots(folder: SeenFolder, hub_id: str) -> Iterator[tuple[Snapshot, Seen
     main = refs[MAIN] if refs.get(MAIN) in chosen else next(iter(_newest({one: there[one] for one in chosen})), None)
     for commit in sorted(chosen, key=lambda one: (one != main, one)):
         inside = there[commit]
-        yield Snapshot(hub_id, inside.path, commit, named.get(commit, ()), commit == main), inside
+        yield HubSnapshot(hub_id, inside.path, commit, named.get(commit, ()), commit == main), inside
 
 
 def _newest(there: dict[str, SeenFolder]) -> list[str]:

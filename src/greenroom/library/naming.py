@@ -16,8 +16,8 @@ from typing import Final
 from greenroom.config.kinds import id_problem
 from greenroom.engines.estimates.gguf import split_stem
 from greenroom.library.folders import SeenFile
-from greenroom.library.models import MAIN, FoundModel, Snapshot
-from greenroom.library.records import FetchedFile, ModelFile, ModelKind, Problem, Record, Source
+from greenroom.library.models import MAIN, FoundModel, HubSnapshot
+from greenroom.library.records import BrokenModel, FetchedFile, LibraryRecord, ModelFile, ModelKind, Source
 
 # Taken where a repository is named that has several GGUF models, if it is there; else the first of them.
 QUANTIZATION_DEFAULT: Final = "Q4_K_M"
@@ -37,11 +37,11 @@ class FoundRoot:
 class Inventory:
     """All records by id, and the id by every name. `unnamed` are models that cannot be asked for."""
 
-    records: Mapping[str, Record] = field(default_factory=dict)
+    records: Mapping[str, LibraryRecord] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    unnamed: tuple[Problem, ...] = ()
+    unnamed: tuple[BrokenModel, ...] = ()
 
-    def find(self, name: str) -> Record | None:
+    def find(self, name: str) -> LibraryRecord | None:
         found = self.names.get(name) or self.names.get(name.casefold())
         return None if found is None else self.records.get(found)
 
@@ -51,15 +51,15 @@ def inventory_of(roots: Sequence[FoundRoot], fetched: Mapping[str, FetchedFile] 
 
     `fetched` is known of files in plain folders, by path.
     """
-    records: dict[str, Record] = {}
+    records: dict[str, LibraryRecord] = {}
     names: dict[str, str] = {}
-    unnamed: list[Problem] = []
+    unnamed: list[BrokenModel] = []
     for root in roots:
         for model, wanted in _wanted_ids(root):
             id = _free_id(wanted, root, records)
             if id is None:
                 why = id_problem(wanted) or "the ids that it could have are taken"
-                unnamed.append(Problem(model.path, f"it cannot be asked for: {why}; rename it"))
+                unnamed.append(BrokenModel(model.path, f"it cannot be asked for: {why}; rename it"))
                 continue
             records[id] = _record(id, model, root, fetched or {})
             for name in _other_names(model, root):
@@ -72,7 +72,7 @@ def inventory_of(roots: Sequence[FoundRoot], fetched: Mapping[str, FetchedFile] 
     return Inventory(records, names | {id: id for id in records}, tuple(unnamed[:UNNAMED_MAX]))
 
 
-def _free_id(wanted: str, root: FoundRoot, taken: Mapping[str, Record]) -> str | None:
+def _free_id(wanted: str, root: FoundRoot, taken: Mapping[str, LibraryRecord]) -> str | None:
     """The id, behind the name of its root where another root has the same or the word is reserved."""
     for id in (wanted, f"{os.path.basename(root.real)}/{wanted}"):
         if id not in taken and id_problem(id) is None:
@@ -81,7 +81,7 @@ def _free_id(wanted: str, root: FoundRoot, taken: Mapping[str, Record]) -> str |
 
 
 def _wanted_ids(root: FoundRoot) -> Iterator[tuple[FoundModel, str]]:
-    by_snapshot: dict[Snapshot, list[FoundModel]] = {}
+    by_snapshot: dict[HubSnapshot, list[FoundModel]] = {}
     for model in root.models:
         if model.snapshot is None:
             yield model, _relative(model.path, root.real)
@@ -96,7 +96,7 @@ def _relative(path: str, root: str) -> str:
     return os.path.basename(root) if relative == "." else relative
 
 
-def _ids_in(snapshot: Snapshot, models: Sequence[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
+def _ids_in(snapshot: HubSnapshot, models: Sequence[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
     """The model of a snapshot that has only one, or that is the snapshot, is named by it; others by what they are."""
     base = _base(snapshot)
     labels = Counter(model.facts.quantization for model in models if model.kind is ModelKind.GGUF)
@@ -120,7 +120,7 @@ def _by_default(model: FoundModel) -> tuple[bool, bool, str]:
     )
 
 
-def _base(snapshot: Snapshot) -> str:
+def _base(snapshot: HubSnapshot) -> str:
     if snapshot.is_main:
         return snapshot.hub_id
     ref = next((ref for ref in snapshot.refs if ref != MAIN), snapshot.commit)
@@ -147,17 +147,17 @@ def _other_names(model: FoundModel, root: FoundRoot) -> Iterator[str]:
         yield os.path.normpath(os.path.join(root.folder, relative))
 
 
-def _names_of_source(record: Record) -> Iterator[str]:
+def _names_of_source(record: LibraryRecord) -> Iterator[str]:
     """The hub id of what was fetched into a plain folder, unless the hub's cache has it too."""
     if record.source.hub_id is not None:
         yield record.source.hub_id
         yield f"{record.source.hub_id}:{record.quantization}".casefold()
 
 
-def _record(id: str, model: FoundModel, root: FoundRoot, fetched: Mapping[str, FetchedFile]) -> Record:
+def _record(id: str, model: FoundModel, root: FoundRoot, fetched: Mapping[str, FetchedFile]) -> LibraryRecord:
     facts = model.facts
     notes = [_note(model, file, fetched) for file in model.files]
-    return Record(
+    return LibraryRecord(
         id=id,
         path=model.path,
         root=root.real,

@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from typing import Final
 
 from greenroom.errors import BadRequest, shown
-from greenroom.library.records import ModelKind, Record
+from greenroom.library.records import LibraryRecord, ModelKind
 
 DTYPES: Final = {"fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
 _GGUF_NAMES: Final = {"fp16": "f16", "fp32": "f32"}
 
 
-def choose(record: Record, quantization: str, records: Iterable[Record]) -> tuple[Record, str | None]:
+def choose(
+    record: LibraryRecord, quantization: str, records: Iterable[LibraryRecord]
+) -> tuple[LibraryRecord, str | None]:
     """The model of the same name with this quantization, and the dtype to load it with if that is what was asked for.
 
     Raises BadRequest.
@@ -38,7 +40,7 @@ def choose(record: Record, quantization: str, records: Iterable[Record]) -> tupl
     raise _refused(quantization, [record.quantization or "fp16, bf16"])
 
 
-def _is_alike(one: Record, other: Record) -> bool:
+def _is_alike(one: LibraryRecord, other: LibraryRecord) -> bool:
     if one.kind is not ModelKind.GGUF:
         return False
     if other.source.hub_id is not None:
@@ -46,7 +48,7 @@ def _is_alike(one: Record, other: Record) -> bool:
     return os.path.dirname(one.path) == os.path.dirname(other.path) and _stem(one) == _stem(other)
 
 
-def _stem(record: Record) -> str:
+def _stem(record: LibraryRecord) -> str:
     """The name of its file without the quantization."""
     name = os.path.basename(record.path).lower()
     return name.replace((record.quantization or "").lower(), "") if record.quantization else name

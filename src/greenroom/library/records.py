@@ -65,7 +65,7 @@ class FetchedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LibraryRecord:
     """`id` is the hub id, `org/name` or `org/name:Q4_K_M`; of plain files the path relative to its root.
 
     `path` is absolute, and what the key `path` of a model takes: a folder, or a GGUF file (of a split set the first).
@@ -105,14 +105,14 @@ def projector_of(kind: ModelKind, folder: str, names: Sequence[str]) -> str | No
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class BrokenModel:
     """Something that looks like a model and is none."""
 
     path: str
     why: str
 
 
-def told(record: Record, *, with_paths: bool) -> dict[str, Any]:
+def told(record: LibraryRecord, *, with_paths: bool) -> dict[str, Any]:
     """A record as the API and the command line tell it."""
     return {
         "id": record.id,
@@ -131,7 +131,7 @@ def told(record: Record, *, with_paths: bool) -> dict[str, Any]:
     }
 
 
-def told_problem(problem: Problem) -> dict[str, str]:
+def told_problem(problem: BrokenModel) -> dict[str, str]:
     return {"path": as_text(problem.path), "why": as_text(problem.why)}
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 import greenroom
 from greenroom.config.plain_file import read_plain
-from greenroom.library.facts import ModelFacts
+from greenroom.library.facts import FileFacts
 from greenroom.library.records import FetchedFile
 from greenroom.telemetry.logs import get_logger
 
@@ -37,7 +37,7 @@ class Remembered:
     """When models were last used, by path, what their headers told, by state, and which files were fetched, by path."""
 
     used: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, ModelFacts] = field(default_factory=dict)
+    facts: dict[str, FileFacts] = field(default_factory=dict)
     fetched: dict[str, FetchedFile] = field(default_factory=dict)
 
 
@@ -69,5 +69,5 @@ def read_remembered(path: Path, on_gpu: bool) -> Remembered:
         return Remembered()
     is_ours = said.get("read_by") == _reader(on_gpu)
     newest = sorted(used.items(), key=lambda item: item[1])[-USED_MAX:]
-    known = {state: ModelFacts(*one) for state, one in facts.items()} if is_ours else {}
+    known = {state: FileFacts(*one) for state, one in facts.items()} if is_ours else {}
     return Remembered(dict(newest), known, fetched)

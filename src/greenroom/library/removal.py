@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from greenroom.config.hub import repository_of
-from greenroom.library.records import Record
+from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import is_below
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -26,7 +26,7 @@ _MARKERS: Final = ".no_exist"
 _REF_BYTES_MAX: Final = 256
 
 
-def remove_files(record: Record, others: Collection[Record]) -> int:
+def remove_files(record: LibraryRecord, others: Collection[LibraryRecord]) -> int:
     """Delete this model and return the bytes that came free. `others` are the records that stay.
 
     Raises FileNotFoundError if it was gone already, and OSError if something of it cannot be deleted.
@@ -44,7 +44,7 @@ def remove_files(record: Record, others: Collection[Record]) -> int:
     return freed
 
 
-def paths_of(record: Record) -> list[str]:
+def paths_of(record: LibraryRecord) -> list[str]:
     """The paths of its files, the one that makes it a model first."""
     return [os.path.join(record.folder, file.name) for file in record.files]
 
@@ -52,13 +52,13 @@ def paths_of(record: Record) -> list[str]:
 class _Repository:
     """The repository of the hub's cache that holds a record. `inside` is the way from the root to its snapshot."""
 
-    def __init__(self, record: Record, inside: Sequence[str]) -> None:
+    def __init__(self, record: LibraryRecord, inside: Sequence[str]) -> None:
         self._root = record.root
         self._snapshot = os.path.join(record.root, *inside)
         self._folder = os.path.join(record.root, *inside[:-2])
         self._commit = inside[-1]
 
-    def remove(self, gone: list[str], others: Collection[Record]) -> int:
+    def remove(self, gone: list[str], others: Collection[LibraryRecord]) -> int:
         if not any(is_below(other.path, self._snapshot) for other in others):
             # The licence and the readme of a snapshot without a model are of no use.
             gone += [path for path in self._paths(self._snapshot) if path not in gone]

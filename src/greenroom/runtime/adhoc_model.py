@@ -12,7 +12,7 @@ from greenroom.config.schema import Model, Vllm
 from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.core.model import DeviceId
 from greenroom.errors import BadRequest
-from greenroom.library.records import ENGINE_OF_KIND, Record
+from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord
 
 # The share of a GPU for engines that take what they are given, where nothing says how much.
 SHARE_OF_GPU: Final = 0.7
@@ -48,7 +48,7 @@ def check_backend(name: str) -> str:
 
 
 def model_of(
-    record: Record,
+    record: LibraryRecord,
     options: ModelOptions,
     dtype: str | None,
     *,

@@ -23,7 +23,7 @@ from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown
 from greenroom.library.library import Library
 from greenroom.library.quantization import choose
-from greenroom.library.records import ENGINE_OF_KIND, ModelKind, Problem, Record, Source
+from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Source
 from greenroom.library.roots import is_below
 from greenroom.runtime.adhoc_model import BACKENDS, NO_OPTIONS, ModelOptions, model_of
 from greenroom.runtime.catalogue import Catalog, Entry
@@ -77,7 +77,7 @@ class Unresolved(Exception):
 
 @dataclass(slots=True)
 class _Adhoc:
-    record: Record
+    record: LibraryRecord
     tenant: str | None
     """Of the last request for it."""
     used: int = 0
@@ -116,12 +116,12 @@ class Resolver:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     @property
-    def unasked(self) -> Iterator[Record]:
+    def unasked(self) -> Iterator[LibraryRecord]:
         """Models on disk that are neither configured nor known yet."""
         known = {entry.config.path for entry in self._catalog}
         return (record for record in self._library.records if record.path not in known)
 
-    def on_disk(self, name: str) -> Record | None:
+    def on_disk(self, name: str) -> LibraryRecord | None:
         """The model of this id or hub id, as far as the library knows it."""
         return self._library.find(name) if not name.startswith("/") else None
 
@@ -207,7 +207,9 @@ class Resolver:
         self._remember(name, options, entry)
         return self._used(entry, options, asker)
 
-    async def _added(self, name: str, record: Record, model_id: ModelId, model: Model, asker: Asker) -> Entry | None:
+    async def _added(
+        self, name: str, record: LibraryRecord, model_id: ModelId, model: Model, asker: Asker
+    ) -> Entry | None:
         """The new model; None if another one, perhaps a configured one, took its id meanwhile."""
         try:
             async with asyncio.timeout(LOOK_MAX_S):
@@ -235,7 +237,7 @@ class Resolver:
         entry = self._catalog.find(model)
         return entry if entry is not None and entry.is_adhoc and self._is_current(entry) else None
 
-    async def _located(self, name: str, options: ModelOptions, asker: Asker) -> Record:
+    async def _located(self, name: str, options: ModelOptions, asker: Asker) -> LibraryRecord:
         """What is on disk by this name. An asker that sees some models only sees what the library has an id for."""
         library = self._library
         record = library.find(name)
@@ -356,7 +358,7 @@ class Resolver:
             if is_gone and not self._view().slots_of(model) and not self._is_busy(model):
                 self._forget(model)
 
-    def removed(self, record: Record) -> None:
+    def removed(self, record: LibraryRecord) -> None:
         """Its files were deleted: it is asked for no more."""
         for model, known in list(self._adhoc.items()):
             if known.record.path == record.path:
@@ -364,7 +366,7 @@ class Resolver:
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    def _id(self, record: Record, options: ModelOptions, dtype: str | None) -> ModelId:
+    def _id(self, record: LibraryRecord, options: ModelOptions, dtype: str | None) -> ModelId:
         """The record's id, and what makes it differ from the same model without options."""
         parts = [options.backend] if options.backend not in (None, ENGINE_OF_KIND[record.kind]) else []
         parts += ["cpu"] if options.device == "cpu" else []
@@ -386,7 +388,7 @@ class Resolver:
             model_id = ModelId(f"{model_id}+")
         return model_id
 
-    def _is_free(self, model_id: ModelId, record: Record) -> bool:
+    def _is_free(self, model_id: ModelId, record: LibraryRecord) -> bool:
         taken = self._catalog.find(model_id)
         if taken is None:
             return True
@@ -414,13 +416,13 @@ def _not_found(name: str, tried: str) -> ModelNotFound | PathNotFound:
     return ModelNotFound(said, param="model", details=tried)
 
 
-def _expect_whole(path: str, problems: Iterable[Problem]) -> None:
+def _expect_whole(path: str, problems: Iterable[BrokenModel]) -> None:
     """Raises BadRequest if this looks like a model and is damaged or incomplete."""
     if why := next((problem.why for problem in problems if problem.path == path), None):
         raise BadRequest("The files of this model are damaged or incomplete.", param="model", details=why)
 
 
-def _unknown(path: str, roots: Iterable[str], options: ModelOptions) -> Record:
+def _unknown(path: str, roots: Iterable[str], options: ModelOptions) -> LibraryRecord:
     """What is at this path is no model that the library knows. The engine that is named may know it."""
     if options.backend is None:
         raise BadRequest(
@@ -428,4 +430,4 @@ def _unknown(path: str, roots: Iterable[str], options: ModelOptions) -> Record:
         )
     kind = next((kind for kind, engine in ENGINE_OF_KIND.items() if engine == options.backend), ModelKind.SAFETENSORS)
     root = max((root for root in roots if is_below(path, root)), key=len, default="/")
-    return Record(os.path.relpath(path, root), path, root, kind, Source(), ())
+    return LibraryRecord(os.path.relpath(path, root), path, root, kind, Source(), ())

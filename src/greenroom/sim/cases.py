@@ -64,7 +64,7 @@ def short_labels(compared: Iterable[Case]) -> dict[Case, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CaseResult:
     case: Case
     stats: Stats
 
@@ -145,9 +145,9 @@ def run_all(
     workload: Workload,
     seed: int,
     on_progress: Callable[[Case, float], None],
-) -> list[Result]:
+) -> list[CaseResult]:
     """Run every case with the same callers. `on_progress` gets the case and the share of its time that has passed."""
-    return [Result(case, _run(case, base, workload, seed, on_progress)) for case in compared]
+    return [CaseResult(case, _run(case, base, workload, seed, on_progress)) for case in compared]
 
 
 def _run(

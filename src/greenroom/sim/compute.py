@@ -30,7 +30,7 @@ class Agenda(Protocol):
     def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None: ...
 
 
-class Running:
+class RunningAnswers:
     """The answers of a busy slot. `done_s` is its clock of work."""
 
     __slots__ = ("batch", "curve", "devices", "done_s", "due", "planned", "rate", "since")
@@ -58,8 +58,8 @@ class Compute:
     def __init__(self, agenda: Agenda, answered: Callable[[Granted], None]) -> None:
         self._agenda = agenda
         self._answered = answered
-        self._running: dict[SlotId, Running] = {}
-        self._busy: dict[DeviceId, dict[SlotId, Running]] = {}
+        self._running: dict[SlotId, RunningAnswers] = {}
+        self._busy: dict[DeviceId, dict[SlotId, RunningAnswers]] = {}
 
     def begin(
         self,
@@ -73,7 +73,7 @@ class Compute:
         running = self._running.get(place.id)
         is_new = running is None
         if running is None:
-            running = self._running[place.id] = Running(curve, _computes_on(place, devices), self._agenda.now)
+            running = self._running[place.id] = RunningAnswers(curve, _computes_on(place, devices), self._agenda.now)
             for device in running.devices:
                 self._busy.setdefault(device, {})[place.id] = running
         running.advance(self._agenda.now)
@@ -96,13 +96,13 @@ class Compute:
             del self._busy[device][slot]
         self._neighbours_changed(running)
 
-    def _neighbours_changed(self, beside: Running) -> None:
+    def _neighbours_changed(self, beside: RunningAnswers) -> None:
         for device in beside.devices:
             for running in tuple(self._busy[device].values()):
                 if running is not beside:
                     self._changed(running, running.batch)
 
-    def _changed(self, running: Running, batch: int) -> None:
+    def _changed(self, running: RunningAnswers, batch: int) -> None:
         """The batch or the neighbours are others now: schedule the next end anew."""
         now = self._agenda.now
         running.advance(now)
@@ -116,11 +116,11 @@ class Compute:
         if due:
             self._agenda.arrange((due[0][0] - running.done_s) / running.rate, self._end, (running, running.planned))
 
-    def _neighbours(self, running: Running) -> int:
+    def _neighbours(self, running: RunningAnswers) -> int:
         """Other busy slots on the most crowded of its devices."""
         return max((len(self._busy[device]) for device in running.devices), default=1) - 1
 
-    def _end(self, planned: tuple[Running, int]) -> None:
+    def _end(self, planned: tuple[RunningAnswers, int]) -> None:
         running, number = planned
         if running.planned == number:
             # Ending it changes the batch, which schedules the next end.

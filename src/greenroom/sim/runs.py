@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from greenroom.sim.cases import Case, Result, run_all
+from greenroom.sim.cases import Case, CaseResult, run_all
 from greenroom.sim.config import SimConfig
 from greenroom.sim.workloads import Workload
 
@@ -69,14 +69,14 @@ class CaseRuns:
         for process in self._workers.values():
             process.join()
 
-    def results(self, on_progress: Callable[[Case, float], None]) -> list[Result]:
+    def results(self, on_progress: Callable[[Case, float], None]) -> list[CaseResult]:
         """The results in the order of the cases. `on_progress` gets a case and the share of its time that has passed.
 
         Raises CaseFailed.
         """
         if not self._workers:
             return run_all(self._compared, self._base, self._workload, self._seed, on_progress)
-        found: dict[int, Result] = {}
+        found: dict[int, CaseResult] = {}
         todo, playing = iter(range(len(self._compared))), dict[Connection, int]()
         for pipe in self._workers:
             _hand_out(pipe, todo, playing)
@@ -85,16 +85,16 @@ class CaseRuns:
             for pipe in [pipe for pipe in playing if pipe in ready]:
                 number = playing[pipe]
                 said = self._heard(pipe, self._compared[number])
-                if isinstance(said, Result):
+                if isinstance(said, CaseResult):
                     found[number] = said
                     _hand_out(pipe, todo, playing)
                 else:
                     on_progress(self._compared[number], said)
         return [found[number] for number in range(len(self._compared))]
 
-    def _heard(self, pipe: Connection, case: Case) -> Result | float:
+    def _heard(self, pipe: Connection, case: Case) -> CaseResult | float:
         try:
-            said: Result | float | str = pipe.recv()
+            said: CaseResult | float | str = pipe.recv()
         except (EOFError, OSError):
             process = self._workers[pipe]
             process.join()
@@ -137,7 +137,7 @@ class CaseRuns:
             # The parent has closed the pipe, or is gone.
             return
 
-    def _played(self, number: int, pipe: Connection) -> Result | str:
+    def _played(self, number: int, pipe: Connection) -> CaseResult | str:
         def tell(_: Case, share: float) -> None:
             pipe.send(share)
 

@@ -51,7 +51,7 @@ Read = Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ServerOption:
     """One option of llama-server: its spellings, the parameters it sets, and how its value is read.
 
     A switch takes no value: it has `always`.
@@ -63,15 +63,15 @@ class Option:
     always: str | None = None
 
 
-def option(names: str, targets: str, read: Read) -> Option:
-    return Option(tuple(names.split()), tuple(targets.split()), read)
+def option(names: str, targets: str, read: Read) -> ServerOption:
+    return ServerOption(tuple(names.split()), tuple(targets.split()), read)
 
 
-def switch(names: str, target: str, always: str = "on", read: Read | None = None) -> Option:
-    return Option(tuple(names.split()), (target,), read or on_off, always)
+def switch(names: str, target: str, always: str = "on", read: Read | None = None) -> ServerOption:
+    return ServerOption(tuple(names.split()), (target,), read or on_off, always)
 
 
-def either(on: str, off: str, target: str, *, inverted: bool = False) -> tuple[Option, Option]:
+def either(on: str, off: str, target: str, *, inverted: bool = False) -> tuple[ServerOption, ServerOption]:
     """The two switches of a yes-or-no parameter; inverted where the parameter says what is *not* done."""
     return switch(on, target, "off" if inverted else "on"), switch(off, target, "on" if inverted else "off")
 
@@ -161,7 +161,7 @@ speculative_type = constant("common_speculative_type", "COMMON_SPECULATIVE_TYPE_
 numa = constant("ggml_numa_strategy", "GGML_NUMA_STRATEGY_")
 
 # fmt: off
-OPTIONS: tuple[Option, ...] = (
+OPTIONS: tuple[ServerOption, ...] = (
     # What is served, and where.
     option("--model -m", "model.path", str),
     option("--alias -a", "model_alias", lambda text: set(parts(text))),
@@ -278,7 +278,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class Given(argparse.Action):
     """Notes what an option says under each parameter it sets; the last one wins, as in llama-server."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, entry: Option, **rest: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, *, entry: ServerOption, **rest: Any) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, **rest)
         self.entry = entry
 

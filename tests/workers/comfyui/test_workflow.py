@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.workers.comfyui.api import Generation
+from greenroom.workers.comfyui.api import WorkflowRun
 from greenroom.workers.comfyui.main import is_ours, listeners
-from greenroom.workers.comfyui.workflow import PICTURES_MAX, SEED_MAX, Plan
+from greenroom.workers.comfyui.workflow import PICTURES_MAX, SEED_MAX, WorkflowPlan
 from greenroom.workers.serving.errors import ApiError
 
 WORKFLOW: dict[str, Any] = {
@@ -20,9 +20,9 @@ WORKFLOW: dict[str, Any] = {
 }
 
 
-def plan(**inputs: Any) -> Plan:
+def plan(**inputs: Any) -> WorkflowPlan:
     named = {"prompt": ["a.text"], **{name: [place] for name, place in inputs.items()}}
-    return Plan.of(WORKFLOW, named)
+    return WorkflowPlan.of(WORKFLOW, named)
 
 
 def test_operators_own_inputs_take_plain_values() -> None:
@@ -44,7 +44,7 @@ def test_workflow_itself_is_never_changed() -> None:
 
 
 def test_one_value_may_go_to_several_places_and_names_may_have_dots() -> None:
-    [filled] = Plan.of(WORKFLOW, {"prompt": ["a.text", "a.text.2"]}).runs({"prompt": "x"})
+    [filled] = WorkflowPlan.of(WORKFLOW, {"prompt": ["a.text", "a.text.2"]}).runs({"prompt": "x"})
     assert filled["a"]["inputs"] == {"text": "x", "text.2": "x"}
 
 
@@ -79,7 +79,7 @@ def progress(value: Any, most: Any = 10, node: str = "1", prompt_id: str = "p") 
 
 def test_progress_is_that_of_the_samplers_of_all_runs() -> None:
     samplers = frozenset(("1", "2"))
-    generation = Generation(2, len(samplers))
+    generation = WorkflowRun(2, len(samplers))
     generation.prompt_id = "p"
     seen = []
     for event in (progress(5), progress(10), progress(5, node="2"), progress(10, node="2")):
@@ -104,7 +104,7 @@ def test_progress_is_that_of_the_samplers_of_all_runs() -> None:
     ],
 )
 def test_events_of_others_and_nonsense_are_no_progress(event: dict[str, Any]) -> None:
-    generation = Generation(1, 1)
+    generation = WorkflowRun(1, 1)
     generation.prompt_id = "p"
     generation.hear("progress", event, frozenset("1"))
     assert generation.progress == 0

@@ -20,14 +20,14 @@ import trustme
 from greenroom.workers.fetching.disk import Disk
 from greenroom.workers.fetching.failures import FetchError
 from greenroom.workers.fetching.main import Fetching, Reporter, trust_bundle
-from greenroom.workers.fetching.places import CachePlace, FolderPlace, Place
-from greenroom.workers.fetching.transfer import Patience, RateLimit, RemoteFile
-from greenroom.workers.fetching.web import Network, Origin, Web, is_public, redirected, retry_after_s
+from greenroom.workers.fetching.places import CachePlace, FetchTarget, FolderPlace
+from greenroom.workers.fetching.transfer import FetchPatience, RateLimit, RemoteFile
+from greenroom.workers.fetching.web import HubOrigin, Network, Web, is_public, redirected, retry_after_s
 from tests.standin_hub import StandinHub, git_sha1, standin_hub
 
 DATA = {"sub/model.gguf": random.Random(1).randbytes(30_000), "config.json": b"{}"}
 COMMIT = "0" * 40
-PATIENCE = Patience(attempts_max=3, backoff_s=0.0)
+PATIENCE = FetchPatience(attempts_max=3, backoff_s=0.0)
 
 
 class FullDisk(Disk):
@@ -88,7 +88,7 @@ def remote(hub: StandinHub) -> list[RemoteFile]:
     ]
 
 
-def fetch(hub: StandinHub, disk: Disk, place: Place) -> Path:
+def fetch(hub: StandinHub, disk: Disk, place: FetchTarget) -> Path:
     fetching = Fetching(Web(hub.url, None, 5.0), disk, RateLimit(None), Silent(), PATIENCE)
     return fetching.run(place, remote(hub))
 
@@ -103,7 +103,7 @@ def named(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["cache", "folder"])
 def test_full_disk_at_each_write_names_nothing_wrong_and_is_resumed(hub: StandinHub, tmp_path: Path, kind: str) -> None:
-    def place(disk: Disk, folder: Path) -> Place:
+    def place(disk: Disk, folder: Path) -> FetchTarget:
         if kind == "cache":
             return CachePlace(disk, folder, "org/name", COMMIT, None)
         return FolderPlace(disk, folder, tmp_path)
@@ -302,14 +302,14 @@ def test_certificates_are_checked_and_an_authority_of_ones_own_is_taken(
 
 
 def test_redirects_leave_https_only_where_the_hub_never_had_it() -> None:
-    hub, url = Origin.of("https://hub.example"), "https://hub.example/a/b"
+    hub, url = HubOrigin.of("https://hub.example"), "https://hub.example/a/b"
     assert redirected(url, "/c", hub) == "https://hub.example/c"
     assert redirected(url, "https://cdn.example/x?y=1", hub) == "https://cdn.example/x?y=1"
     for location in ("http://cdn.example/x", "http://hub.example/x", None, ""):
         with pytest.raises(FetchError) as told:
             redirected(url, location, hub)
         assert told.value.code == "redirect_refused"
-    assert redirected("http://hub.lan/a", "http://cdn.lan/x", Origin.of("http://hub.lan")) == "http://cdn.lan/x"
+    assert redirected("http://hub.lan/a", "http://cdn.lan/x", HubOrigin.of("http://hub.lan")) == "http://cdn.lan/x"
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_retry_after_is_read_and_bounded(said: str | None, seconds: float | None
 
 def test_waits_grow_and_are_bounded() -> None:
     waits: list[float] = []
-    patience = Patience(attempts_max=9, sleep=waits.append, draw=lambda: 1.0)
+    patience = FetchPatience(attempts_max=9, sleep=waits.append, draw=lambda: 1.0)
     error = FetchError("hub_error", "no", passes=True)
     for failures in range(1, 9):
         patience.wait(failures, error)

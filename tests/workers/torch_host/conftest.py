@@ -16,7 +16,7 @@ from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.templates import TEMPLATES
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakeEngine
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass
 class Rig:
     performer: FakeEngine
-    text: Text
+    text: TextCodec
     socket: Path
     http: httpx2.AsyncClient
     openai: openai.AsyncOpenAI
@@ -40,13 +40,13 @@ Opener = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture(scope="session")
-def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("byte") / "tiny-byte"))
+def byte_text(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("byte") / "tiny-byte"))
 
 
 @pytest.fixture(scope="session")
-def sentence_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text.load(tokenizer_folders.sentencepiece(tmp_path_factory.mktemp("sentence") / "tiny-sentence"))
+def sentence_text(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.load(tokenizer_folders.sentencepiece(tmp_path_factory.mktemp("sentence") / "tiny-sentence"))
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ async def templates() -> AsyncIterator[SandboxPool]:
 
 
 @pytest.fixture
-def open_api(byte_text: Text, socket_folder: Path, templates: SandboxPool) -> Opener:
+def open_api(byte_text: TextCodec, socket_folder: Path, templates: SandboxPool) -> Opener:
     """Serve a performer that says this text (or what a script says) to everyone."""
 
     @contextlib.asynccontextmanager
     async def opened(
         says: str | Callable[[GenerationRequest], Sequence[int]] = "hello world",
-        text: Text | None = None,
+        text: TextCodec | None = None,
         context: int = 2048,
         embeds: bool = False,
         sentence: SentenceConfig | None = None,

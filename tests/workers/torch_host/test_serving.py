@@ -17,7 +17,7 @@ from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import until
 from tests.workers.torch_host.engine_rig import random_model, running
 from tests.workers.torch_host.tiny import save_tokenizer
@@ -29,7 +29,7 @@ HI: Any = [{"role": "user", "content": "one two three"}]
 class House:
     """A served model, the same weights as Transformers runs them, and clients."""
 
-    def __init__(self, engine: EngineLoop, text: Text, socket: Path) -> None:
+    def __init__(self, engine: EngineLoop, text: TextCodec, socket: Path) -> None:
         self.engine = engine
         self.text = text
         self.reference = random_model("llama")
@@ -48,7 +48,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path, socket_folder: Path, templates: SandboxPool) -> AsyncIterator[House]:
     save_tokenizer(tmp_path / "tiny")
-    text = Text.load(tmp_path / "tiny")
+    text = TextCodec.load(tmp_path / "tiny")
     with running(random_model("llama")) as engine:
         trials = SchemaTrials(SandboxPool(SCHEMAS))
         served = await serve_text(socket_folder / "s", engine, text, "tiny", templates=templates, trials=trials)

@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class MoveResult:
+class SeenMove:
     """What a slot was seen to use after its move, and how long the move takes in all where copies still go on."""
 
     seen: Claim | None = None
@@ -75,7 +75,7 @@ class HostedMoves:
 
     # --- the moves --------------------------------------------------------------------------------------------------
 
-    async def load(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
+    async def load(self, move: Move, entry: Entry, engine: HostedEngine) -> SeenMove:
         """Fill its arena and wake it. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing behind."""
         await self._cleanup.finished(move.claim)
         async with self._admission.granted(move), self._new(move, entry, engine) as slot:
@@ -83,13 +83,13 @@ class HostedMoves:
             await self._admission.check_room(move)
             return await self._woken(move, slot)
 
-    async def prepare(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
+    async def prepare(self, move: Move, entry: Entry, engine: HostedEngine) -> SeenMove:
         """Fill its arena. This takes no GPU memory, so it needs no grant. Raises LoadFailed."""
         async with self._new(move, entry, engine) as slot:
             await self._twice(move, slot, lambda: self._opener.open(move, slot))
-        return MoveResult(slot.told)
+        return SeenMove(slot.told)
 
-    async def wake(self, move: Move) -> MoveResult:
+    async def wake(self, move: Move) -> SeenMove:
         """Wake a sleeping slot, in another worker if its own has ended. A wake that fails leaves it asleep.
 
         Raises LoadFailed, NoGrant or StoreDown.
@@ -100,7 +100,7 @@ class HostedMoves:
             with _moving(slot):
                 return await self._woken(move, slot)
 
-    async def sleep(self, move: Move) -> MoveResult:
+    async def sleep(self, move: Move) -> SeenMove:
         """Give its GPU memory back. Raises LoadFailed if the worker cannot; the slot must be unloaded then."""
         slot = self._table.there[move.slot]
         # The slot is untouched until it is certain that its memory will be used.
@@ -110,7 +110,7 @@ class HostedMoves:
             async with self._giving_back(slot):
                 await self._put_to_sleep(move, slot)
         await self._grants.leave(slot.id)
-        return MoveResult(slot.told)
+        return SeenMove(slot.told)
 
     async def unload(self, move: Move) -> None:
         """Close the slot and free its arena."""
@@ -210,10 +210,10 @@ class HostedMoves:
         await worker.gone.wait()
         self._opener.let_go(slot)
 
-    async def _woken(self, move: Move, slot: HostedSlot) -> MoveResult:
+    async def _woken(self, move: Move, slot: HostedSlot) -> SeenMove:
         answer = await self._twice(move, slot, lambda: self._wake_once(move, slot))
         arrives_s = seconds(answer, "expected_s")
-        return MoveResult(slot.told, self._clock() - move.started + arrives_s)
+        return SeenMove(slot.told, self._clock() - move.started + arrives_s)
 
     async def _wake_once(self, move: Move, slot: HostedSlot) -> Answer:
         if slot.worker is None:

@@ -17,7 +17,7 @@ from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutO
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
-from greenroom.runtime.moves.hosted_moves import HostedMoves, MoveResult
+from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove
 from greenroom.runtime.moves.load_errors import LoadErrors
 from greenroom.runtime.moves.process_moves import ProcessMoves
 from greenroom.runtime.observer import Observer
@@ -52,7 +52,7 @@ class Mover:
         self._observer = observer
         self._post = post
         self._clock = clock
-        self._tasks: dict[MoveId, asyncio.Task[MoveResult]] = {}
+        self._tasks: dict[MoveId, asyncio.Task[SeenMove]] = {}
         self._aborted: set[MoveId] = set()
 
     def start(self, move: Move) -> None:
@@ -81,10 +81,10 @@ class Mover:
 
     # --- the end of a move ------------------------------------------------------------------------------------------
 
-    def _ended(self, move: Move, task: asyncio.Task[MoveResult], began: float) -> None:
+    def _ended(self, move: Move, task: asyncio.Task[SeenMove], began: float) -> None:
         del self._tasks[move.id]
         self._aborted.discard(move.id)
-        result = MoveResult()
+        result = SeenMove()
         if task.cancelled():
             outcome = Outcome.ABORTED
         elif (error := task.exception()) is None:
@@ -124,19 +124,19 @@ class Mover:
 
     # --- the work ---------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, move: Move) -> MoveResult:
+    async def _carry_out(self, move: Move) -> SeenMove:
         if self._hosted.has(move.slot):
             return await self._move_hosted(move)
         if move.kind is MoveKind.UNLOAD:
             await self._processes.unload(move)
-            return MoveResult()
+            return SeenMove()
         if move.kind is MoveKind.SLEEP:
-            return MoveResult(await self._processes.sleep(move))
+            return SeenMove(await self._processes.sleep(move))
         entry = self._current(move)
         if move.kind is MoveKind.WAKE:
             seen = await self._processes.wake(move)
             self.failures.pop(move.model, None)
-            return MoveResult(seen)
+            return SeenMove(seen)
         engine = entry.engine
         if entry.config.path is not None and is_empty_folder(entry.config.path):
             raise UnusableModel(f"{entry.id} could not be loaded: the folder {entry.config.path} is empty.")
@@ -148,7 +148,7 @@ class Mover:
         assert move.kind is MoveKind.LOAD, "only workers prepare"
         seen = await self._processes.load(move, entry, engine)
         self.failures.pop(move.model, None)
-        return MoveResult(seen)
+        return SeenMove(seen)
 
     def _current(self, move: Move) -> Entry:
         entry = self._catalog.revision(move.model, move.revision)
@@ -156,16 +156,16 @@ class Mover:
             raise Outdated(f"{move.model} has changed since this {move.kind.value} was decided.")
         return entry
 
-    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
+    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> SeenMove:
         bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
         result = await bring(move, entry, engine)
         self.failures.pop(move.model, None)
         return result
 
-    async def _move_hosted(self, move: Move) -> MoveResult:
+    async def _move_hosted(self, move: Move) -> SeenMove:
         if move.kind is MoveKind.UNLOAD:
             await self._hosted.unload(move)
-            return MoveResult()
+            return SeenMove()
         if move.kind is MoveKind.SLEEP:
             return await self._hosted.sleep(move)
         self._current(move)

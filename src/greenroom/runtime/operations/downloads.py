@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
-from greenroom.library.fetcher import Done, Failed, FetchProcess, Plan, Progress, Report, start_fetch
+from greenroom.library.fetcher import Done, Failed, FetchPlan, FetchProcess, FetchProgress, Report, start_fetch
 from greenroom.library.orders import DownloadOrder, FetchPlace, OrderRules, expect_listed, place_of
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
@@ -97,7 +97,7 @@ class DownloadServices:
     is_draining: Callable[[], bool]
     events: DownloadEvents
     found: Callable[[], Awaitable[None]]
-    fetched: Callable[[DownloadOrder, Plan | None, Done], None]
+    fetched: Callable[[DownloadOrder, FetchPlan | None, Done], None]
     start_fetch: StartFetch = start_fetch
     clock: Callable[[], float] = time.monotonic
 
@@ -111,7 +111,7 @@ class LiveDownload:
     process: FetchProcess | None = None
     is_cancelled: bool = False
     place: str = ""
-    plan: Plan | None = None
+    plan: FetchPlan | None = None
     have: dict[str, int] = field(default_factory=dict)
     waits: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,10 +120,10 @@ class LiveDownload:
 
     def hear(self, report: Report) -> None:
         match report:
-            case Plan():
+            case FetchPlan():
                 self.plan = report
                 self._seen.clear()
-            case Progress():
+            case FetchProgress():
                 self.have |= report.files
                 self.waits = report.waiting
                 now = self.clock()

@@ -71,7 +71,9 @@ class LoadProgress:
 class MoveOrders(Protocol):
     async def move(
         self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
-    ) -> None: ...
+    ) -> None:
+        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
+        ...
 
 
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]

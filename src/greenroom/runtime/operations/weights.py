@@ -15,7 +15,7 @@ from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
-from greenroom.library.records import ENGINE_OF_KIND, ModelKind, Record
+from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
 from greenroom.library.roots import is_below
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.downloads import Downloads
@@ -111,7 +111,9 @@ class Weights:
             _log.warning("version cannot be deleted", path=path, error=error.message)
 
 
-def _choose(there: Sequence[Record], quantization: str | None, model: Model, order: WeightsOrder) -> Record:
+def _choose(
+    there: Sequence[LibraryRecord], quantization: str | None, model: Model, order: WeightsOrder
+) -> LibraryRecord:
     """The one of these that the model's engine runs. Raises UnusableModel."""
     fitting = [record for record in there if _fits(record.kind, model)]
     if quantization is not None:
@@ -131,7 +133,7 @@ def _fits(kind: ModelKind, model: Model) -> bool:
     return ENGINE_OF_KIND[kind] == model.engine
 
 
-def _expect_kind(record: Record, model: Model) -> None:
+def _expect_kind(record: LibraryRecord, model: Model) -> None:
     if not _fits(record.kind, model):
         raise UnusableModel(f"{record.id} has files of kind {record.kind.value}, which {model.engine} does not run.")
 

@@ -40,7 +40,7 @@ SECONDS_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RememberedTimes:
     identity: str
     learned: Learned
 
@@ -124,7 +124,7 @@ class LearnedTimes:
             if (times := learned.get(entry.id)) is not None:
                 # Moved to the end: the newest are last.
                 self._known.pop(entry.id, None)
-                self._known[entry.id] = Remembered(self._identity(entry), times)
+                self._known[entry.id] = RememberedTimes(self._identity(entry), times)
         for model in list(self._known)[: max(0, len(self._known) - self._models_max)]:
             del self._known[model]
 
@@ -156,7 +156,7 @@ def known_loads_s(folder: Path, models: Mapping[str, Model]) -> dict[str, float]
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def _text(known: Mapping[ModelId, Remembered]) -> str:
+def _text(known: Mapping[ModelId, RememberedTimes]) -> str:
     models = {model: {"identity": one.identity, **_said(one.learned)} for model, one in known.items()}
     return json.dumps({"version": VERSION, "models": models}, indent=1) + "\n"
 
@@ -170,7 +170,7 @@ def _rounded(seconds: float) -> float:
     return min(max(round(seconds, 4), SECONDS_MIN), SECONDS_MAX)
 
 
-def _read(path: Path) -> dict[ModelId, Remembered]:
+def _read(path: Path) -> dict[ModelId, RememberedTimes]:
     """The times of an earlier run; none, with a warning, if they cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
@@ -184,11 +184,11 @@ def _read(path: Path) -> dict[ModelId, Remembered]:
         return {}
 
 
-def _parsed(text: str) -> dict[ModelId, Remembered]:
+def _parsed(text: str) -> dict[ModelId, RememberedTimes]:
     said = json.loads(text)
     if said["version"] != VERSION:
         raise ValueError(f"it has version {said['version']}, this gateway reads {VERSION}")
-    return {ModelId(model): Remembered(str(one["identity"]), _times(one)) for model, one in said["models"].items()}
+    return {ModelId(model): RememberedTimes(str(one["identity"]), _times(one)) for model, one in said["models"].items()}
 
 
 def _times(said: Mapping[str, Any]) -> Learned:
@@ -202,7 +202,7 @@ def _seconds(said: object) -> float:
     return float(said)
 
 
-def _write_if_new(path: Path, known: Mapping[ModelId, Remembered], written: str) -> str:
+def _write_if_new(path: Path, known: Mapping[ModelId, RememberedTimes], written: str) -> str:
     """Write the file if this differs from what it has. Returns its text."""
     text = _text(known)
     if text != written:

@@ -12,7 +12,7 @@ from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
 from greenroom.core.events import RequestArrived
 from greenroom.core.explain import Explanation
-from greenroom.core.model import ModelId, MoveKind, SlotId
+from greenroom.core.model import ModelId, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError
 from greenroom.http.body import BodyBudget
@@ -23,7 +23,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.operations.downloads import Downloads
-from greenroom.runtime.operations.loads import Loads
+from greenroom.runtime.operations.loads import Loads, MoveOrders
 from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.record.usage_store import UsageStore
@@ -50,14 +50,6 @@ class Scheduling(Protocol):
 class Loop(Protocol):
     @property
     def scheduler(self) -> Scheduling: ...
-
-
-class MoveOrders(Protocol):
-    async def move(
-        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
-    ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
-        ...
 
 
 class LoadFailures(Protocol):

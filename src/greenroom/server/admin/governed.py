@@ -47,7 +47,7 @@ _log = get_logger("governance")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReadCall:
     """A call as the table's rows read it."""
 
     fields: Mapping[str, Any]
@@ -68,13 +68,13 @@ class Needed:
 
 
 # None if this call needs no token after all.
-Reading = Callable[[Asked], Needed | None]
+Reading = Callable[[ReadCall], Needed | None]
 
 
 def _by_body(operation: Operation, *keys: str) -> Reading:
     """The model is named by one of these fields."""
 
-    def needed(asked: Asked) -> Needed:
+    def needed(asked: ReadCall) -> Needed:
         named = [asked.fields[key] for key in keys if asked.fields.get(key) is not None]
         if len(named) != 1 or not isinstance(named[0], str):
             raise BadRequest(f"say which model as {keys[0]}, once", param=keys[0])
@@ -86,7 +86,7 @@ def _by_body(operation: Operation, *keys: str) -> Reading:
 def _by_path(operation: Operation, order: str) -> Reading:
     """The model is named by the path before the order, as the handler reads it."""
 
-    def needed(asked: Asked) -> Needed:
+    def needed(asked: ReadCall) -> Needed:
         raw = asked.raw_path
         name = name_before(raw[len(_PREFIX) :], order.encode()) if raw.startswith(_PREFIX) else None
         if name is None:
@@ -96,40 +96,40 @@ def _by_path(operation: Operation, order: str) -> Reading:
     return needed
 
 
-def _delete(asked: Asked) -> Needed:
+def _delete(asked: ReadCall) -> Needed:
     return Needed("model-delete", asked.path["model_id"])
 
 
-def _pull(asked: Asked) -> Needed | None:
+def _pull(asked: ReadCall) -> Needed | None:
     """By the id of the hub, however it is written."""
     needed = _by_body("model-download", "model", "name")(asked)
     return None if needed is None else replace(needed, model=pulled(needed.model or ""))
 
 
-def _flush(asked: Asked) -> Needed:
+def _flush(asked: ReadCall) -> Needed:
     model = asked.fields.get("modelId")
     if model is not None and not isinstance(model, str):
         raise BadRequest("modelId must be a text", param="modelId")
     return Needed("cache-flush", model)
 
 
-def _update(asked: Asked) -> Needed:
+def _update(asked: ReadCall) -> Needed:
     """The model is named by the query; without that it is the configured one, for which every rule must hold."""
     return Needed("model-update", asked.fields.get("model"))
 
 
-def _reload(asked: Asked) -> Needed:
+def _reload(asked: ReadCall) -> Needed:
     return Needed("config-reload", None)
 
 
-def _lease(asked: Asked) -> Needed | None:
+def _lease(asked: ReadCall) -> Needed | None:
     """A lease that does not wait takes free memory only; any other may evict models, and the scheduler says which."""
     wait_s = asked.fields.get("wait_s", 0)
     takes_free = isinstance(wait_s, int | float) and not isinstance(wait_s, bool) and wait_s == 0
     return None if takes_free else Needed("model-unload", None, unbound=("id", "pid", "holder"))
 
 
-def _names(asked: Asked, key: str) -> tuple[str, ...]:
+def _names(asked: ReadCall, key: str) -> tuple[str, ...]:
     """The models that a field names, if it names any; the handler refuses what is no name."""
     value = asked.fields.get(key)
     return tuple(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str))
@@ -213,7 +213,7 @@ class GovernedRoutes:
         """The call, or None if it needs no token, and its body without the token. Raises GreenroomError."""
         body, token = _without_token(scope, data)
         fields = {**body, **_query(scope, body, row.in_query)}
-        needed = row.reading(Asked(fields, row.path, scope["raw_path"]))
+        needed = row.reading(ReadCall(fields, row.path, scope["raw_path"]))
         if needed is None:
             return None, body
 

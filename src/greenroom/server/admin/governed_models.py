@@ -15,7 +15,7 @@ from typing import Any, Final
 from greenroom.config.sections.governance import Operation
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.library.quantization import choose
-from greenroom.library.records import Record
+from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
@@ -102,7 +102,9 @@ def _on_disk(
     return places, [model for model, path in configured.items() if os.path.realpath(path) in places]
 
 
-def _chosen(records: Sequence[Record], quantization: str, others: Sequence[Record]) -> list[Record]:
+def _chosen(
+    records: Sequence[LibraryRecord], quantization: str, others: Sequence[LibraryRecord]
+) -> list[LibraryRecord]:
     found = []
     for record in records:
         # The handler refuses what cannot be chosen.

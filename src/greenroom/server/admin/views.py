@@ -91,7 +91,7 @@ class Health(View):
     queueDepth: int  # noqa: N815
 
 
-class Probe(View):
+class ProbeAnswer(View):
     """The answer of /healthz and /readyz."""
 
     status: Literal["ok", "starting", "draining", "no_version", "saturated"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from greenroom.sim.cases import Case, Result, short_labels
+from greenroom.sim.cases import Case, CaseResult, short_labels
 from greenroom.sim.results.plots import Bar, Line, bars, linear, logarithmic, plot
 from greenroom.sim.results.stats import CLASS_NAMES, Stats, Waits
 from greenroom.sim.results.verdict import Advice, advice, bottleneck, seconds
@@ -62,7 +62,7 @@ details { margin: 0.5rem 0; } summary { cursor: pointer; }
 """
 
 
-def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
+def html(results: Sequence[CaseResult], assumed: Sequence[str]) -> str:
     """The whole page. `assumed` are sentences about where the numbers come from; the first names the requests."""
     said = advice(results)
     return "\n".join(
@@ -112,7 +112,7 @@ def _changes(said: Advice) -> list[str]:
     return ["<details><summary>Each change by itself, in words</summary><ul>", *sentences, "</ul></details>"]
 
 
-def _which(results: Sequence[Result], chosen: Sequence[Result]) -> list[str]:
+def _which(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
     if len(chosen) == len(results):
         return []
     return ['<p class="note">Shown from here on: the case as it is, and the best ones.</p>']
@@ -127,15 +127,15 @@ class Column(NamedTuple):
     title: str
     unit: str
     tip: str
-    cell: Callable[[Result], str]
+    cell: Callable[[CaseResult], str]
 
 
-def _wait(name: str) -> Callable[[Result], str]:
+def _wait(name: str) -> Callable[[CaseResult], str]:
     """`-` if no request was served, which is not the same as 0."""
     return lambda result: f"{getattr(result.stats.waits, name):,.1f}" if result.stats.served else "-"
 
 
-def _mean(name: str) -> Callable[[Result], str]:
+def _mean(name: str) -> Callable[[CaseResult], str]:
     return lambda result: _mean_of(result.stats.all_delays, name)
 
 
@@ -167,7 +167,7 @@ _FIGURES = (
 _POLICY = Column("policy", "", "How the scheduler decides", lambda result: result.case.policy)
 
 
-def columns(results: Sequence[Result]) -> list[Column]:
+def columns(results: Sequence[CaseResult]) -> list[Column]:
     """Those that say something here."""
     first = results[0].case
     options = [column for column, name in zip(_OPTIONS, _OPTION_NAMES, strict=True) if getattr(first, name) is not None]
@@ -177,7 +177,7 @@ def columns(results: Sequence[Result]) -> list[Column]:
     return [_POLICY, *options, *(column for column in _FIGURES if column.title not in left_out)]
 
 
-def comparison(results: Sequence[Result], chosen: Sequence[Result]) -> str:
+def comparison(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> str:
     """One row for each case."""
     shown = columns(results)
     head = "".join(
@@ -188,7 +188,7 @@ def comparison(results: Sequence[Result], chosen: Sequence[Result]) -> str:
     return _table_of(head, [_row(result, shown, result.case in marked) for result in results])
 
 
-def _row(result: Result, shown: Sequence[Column], is_marked: bool) -> str:
+def _row(result: CaseResult, shown: Sequence[Column], is_marked: bool) -> str:
     cells = (f"<td{_name(number)}>{escape(column.cell(result))}</td>" for number, column in enumerate(shown))
     return f"<tr{MARKED if is_marked else ''}>{''.join(cells)}</tr>"
 
@@ -212,7 +212,7 @@ def _table_of(head: str, rows: Sequence[str]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-def _details(result: Result) -> str:
+def _details(result: CaseResult) -> str:
     stats = result.stats
     groups: Sequence[tuple[str, Mapping[str, Waits]]] = (("class", stats.by_class), ("tenant", stats.by_tenant))
     tables = "\n".join((_models(stats), *(_group(name, waits) for name, waits in groups)))
@@ -258,11 +258,11 @@ def _group(name: str, groups: Mapping[str, Waits]) -> str:
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def _labels(results: Sequence[Result]) -> dict[Case, str]:
+def _labels(results: Sequence[CaseResult]) -> dict[Case, str]:
     return short_labels(result.case for result in results)
 
 
-def delay_bars(results: Sequence[Result]) -> str:
+def delay_bars(results: Sequence[CaseResult]) -> str:
     """The mean delay of a request, by cause, one bar a case."""
     rows, labels = [], _labels(results)
     for result in results:
@@ -273,7 +273,7 @@ def delay_bars(results: Sequence[Result]) -> str:
     return bars("Mean delay of a served request, by cause", ("not there", "full", "slow"), rows, seconds)
 
 
-def over_time_plot(results: Sequence[Result]) -> str:
+def over_time_plot(results: Sequence[CaseResult]) -> str:
     """The p95 wait of requests by the time of their arrival, one line a case."""
     ends_s = max((moment.at for result in results for moment in result.stats.over_time), default=0.0)
     labels = _labels(results)
@@ -289,7 +289,7 @@ def over_time_plot(results: Sequence[Result]) -> str:
     return plot("Waits over time", x, y, lines, lambda at, wait: f"at {at:.3g} {unit}, p95 wait {seconds(wait)}")
 
 
-def wait_plots(results: Sequence[Result]) -> list[str]:
+def wait_plots(results: Sequence[CaseResult]) -> list[str]:
     """For each class the share of requests that waited at most so long, one line a case."""
     names = {name for result in results for name in result.stats.by_class}
     # Classes by their rank, then other priorities.
@@ -297,7 +297,7 @@ def wait_plots(results: Sequence[Result]) -> list[str]:
     return [_wait_plot(name, results) for name in (*ranked, *sorted(names.difference(ranked)))]
 
 
-def _wait_plot(name: str, results: Sequence[Result]) -> str:
+def _wait_plot(name: str, results: Sequence[CaseResult]) -> str:
     labels = _labels(results)
     found = [(labels[result.case], result.stats.by_class[name]) for result in results if name in result.stats.by_class]
     x = logarithmic("wait, s", [waits.max_s for _, waits in found], AT_ONCE_S)
@@ -306,7 +306,7 @@ def _wait_plot(name: str, results: Sequence[Result]) -> str:
     return plot(title, x, linear("%", [100.0]), lines, lambda wait, share: f"{share:.0f} % within {seconds(wait)}")
 
 
-def tiers_plot(result: Result) -> str:
+def tiers_plot(result: CaseResult) -> str:
     """How many slots were ready, asleep and moving, as means over short stretches of time."""
     ends_s = max(result.stats.ends_s, 1e-9)
     unit_s, unit = _unit(ends_s)

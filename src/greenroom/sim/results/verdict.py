@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import pairwise
 from typing import Any
 
-from greenroom.sim.cases import Case, Result
+from greenroom.sim.cases import Case, CaseResult
 from greenroom.sim.results.stats import Stats, Waits
 from greenroom.sim.truth import Delays
 
@@ -80,8 +80,8 @@ class Change:
     """Two cases that differ in one option, and what that would be."""
 
     what: str
-    old: Result
-    new: Result
+    old: CaseResult
+    new: CaseResult
 
     def sentence(self) -> str:
         figures = ", ".join(_figures(self.old.stats, self.new.stats))
@@ -157,10 +157,10 @@ class Advice:
     bottom_line: list[str]
     changes: list[str]
     best: str | None
-    chosen: list[Result]
+    chosen: list[CaseResult]
 
 
-def advice(results: Sequence[Result]) -> Advice:
+def advice(results: Sequence[CaseResult]) -> Advice:
     first = results[0]
     said = [_as_it_is(first), _why(first.stats.all_delays)]
     if len(results) == 1:
@@ -183,7 +183,7 @@ def advice(results: Sequence[Result]) -> Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class CaseField:
     """A field of `Case`, and how a change of it is called."""
 
     name: str
@@ -203,30 +203,30 @@ def _room(mib: int) -> str:
 
 
 OPTIONS = (
-    Option("gpus", _more_gpus),
-    Option("gpu_mib", lambda old, new: f"GPUs of {new:,} MiB instead of {old:,}"),
-    Option("green_room_mib", _green_room),
-    Option("concurrency", lambda old, new: f"a concurrency of {new} instead of {old}"),
-    Option("policy", lambda old, new: f"the policy {new} instead of {old}"),
+    CaseField("gpus", _more_gpus),
+    CaseField("gpu_mib", lambda old, new: f"GPUs of {new:,} MiB instead of {old:,}"),
+    CaseField("green_room_mib", _green_room),
+    CaseField("concurrency", lambda old, new: f"a concurrency of {new} instead of {old}"),
+    CaseField("policy", lambda old, new: f"the policy {new} instead of {old}"),
 )
 
 
-def _values(option: Option, known: Mapping[Case, Result]) -> list[Any]:
+def _values(option: CaseField, known: Mapping[Case, CaseResult]) -> list[Any]:
     """In the order in which they were given."""
     return list(dict.fromkeys(getattr(case, option.name) for case in known))
 
 
-def _change(option: Option, first: Result, old: Any, new: Any, known: Mapping[Case, Result]) -> Change:
+def _change(option: CaseField, first: CaseResult, old: Any, new: Any, known: Mapping[Case, CaseResult]) -> Change:
     """From one value of this option to another; the rest is as in the first case."""
     before, after = (known[replace(first.case, **{option.name: value})] for value in (old, new))
     return Change(option.words(old, new), before, after)
 
 
-def _steps(option: Option, first: Result, known: Mapping[Case, Result]) -> list[Change]:
+def _steps(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
     return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
 
 
-def _best_buy(first: Result, best: Change | None, single: Sequence[Change], whole: Result) -> list[str]:
+def _best_buy(first: CaseResult, best: Change | None, single: Sequence[Change], whole: CaseResult) -> list[str]:
     """The best of single changes, others that are as good, and the best of all cases if that is better still."""
     if best is None:
         lines = ["None of the changes tried helps noticeably by itself."]
@@ -244,7 +244,7 @@ def _best_buy(first: Result, best: Change | None, single: Sequence[Change], whol
     return lines
 
 
-def _worthwhile(option: Option, first: Result, known: Mapping[Case, Result]) -> list[Change]:
+def _worthwhile(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
     """The smallest change of this option that is good enough, or that no further one improves on; if it helps."""
     start = getattr(first.case, option.name)
     changes = [_change(option, first, start, value, known) for value in _values(option, known)[1:]]
@@ -264,14 +264,14 @@ def _better(one: Change, other: Change) -> Change:
     return other if effect(one.new.stats, other.new.stats) > 0 else one
 
 
-def _best_of_all(best: Result, results: Sequence[Result]) -> Result:
+def _best_of_all(best: CaseResult, results: Sequence[CaseResult]) -> CaseResult:
     """This one, unless it is not good enough and another is noticeably better."""
     if is_enough(best.stats):
         return best
     return reduce(lambda one, other: other if effect(one.stats, other.stats) > 0 else one, results, best)
 
 
-def _as_it_is(result: Result) -> str:
+def _as_it_is(result: CaseResult) -> str:
     stats = result.stats
     if not stats.requests:
         return f"As it is ({result.case.label}), no request arrives."

@@ -28,14 +28,14 @@ TOKENS_MIN, ROWS_MIN = 16, 20
 PREFILL_SHARE_MAX = 0.5
 
 
-class Answer(NamedTuple):
+class AnswerTimes(NamedTuple):
     began: float
     ended: float
     prompt_len: int
     output_len: int
 
 
-def recorded_answers(path: str | Path) -> dict[str, list[Answer]]:
+def recorded_answers(path: str | Path) -> dict[str, list[AnswerTimes]]:
     """The answers in this file by the names of their models; none if it is not a recording with these columns."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -45,13 +45,13 @@ def recorded_answers(path: str | Path) -> dict[str, list[Answer]]:
         return {}
 
 
-def _answers(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Answer]]:
+def _answers(rows: Iterable[Mapping[str, str]]) -> dict[str, list[AnswerTimes]]:
     """Rows without a length or a time are left out."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[AnswerTimes]] = {}
     for row in islice(rows, ROWS_MAX):
         try:
             at, wait_s, total_s = (float(row[name]) for name in ("t", "wait_s", "total_s"))
-            answer = Answer(at + wait_s, at + total_s, int(row["prompt_len"]), int(row["output_len"]))
+            answer = AnswerTimes(at + wait_s, at + total_s, int(row["prompt_len"]), int(row["output_len"]))
         except (TypeError, ValueError):
             continue
         is_sane = max(answer.prompt_len, answer.output_len) <= TOKENS_MAX
@@ -61,7 +61,7 @@ def _answers(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Answer]]:
 
 
 def speeds(
-    answers: Mapping[str, Sequence[Answer]],
+    answers: Mapping[str, Sequence[AnswerTimes]],
     curve_of: Callable[[str], SpeedCurve | None],
     prefill_tokens_per_s: float,
     gpus: int,
@@ -79,7 +79,7 @@ def speeds(
 
 
 def _rate(
-    row: Answer,
+    row: AnswerTimes,
     model: str,
     curve: SpeedCurve | None,
     company: Mapping[str, _Company],
@@ -98,7 +98,7 @@ def _rate(
 class _Company:
     """How many answers of a model ran at any time."""
 
-    def __init__(self, rows: Sequence[Answer]) -> None:
+    def __init__(self, rows: Sequence[AnswerTimes]) -> None:
         self._began = sorted(row.began for row in rows)
         self._ended = sorted(row.ended for row in rows)
 

@@ -33,7 +33,7 @@ CUT: Final = "it was cut; the next start of the gateway marks it"
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LastLine:
     """The last line: its number, counted from 1, and its hash."""
 
     number: int
@@ -45,7 +45,7 @@ class AuditLog:
         self._path = path
         self._run = run
         self._fd: int | None = None
-        self._head = Head(0, BEGINNING)
+        self._head = LastLine(0, BEGINNING)
         self._writing = threading.Lock()
         # What was wrong with the file when it was opened.
         self.problem: str | None = None
@@ -84,7 +84,7 @@ class AuditLog:
             kept = read_head(self._path)
             chain = _read_chain(self._path, _hash_of(kept))
             # What is left of a cut line becomes a line.
-            self._fd, self._head = fd, Head(chain.number + (chain.torn is not None), chain.last)
+            self._fd, self._head = fd, LastLine(chain.number + (chain.torn is not None), chain.last)
             has_end = chain.torn is None and chain.has_end
             found = chain.problem(kept)
             self.problem = None if found is None else f"line {found[0]}: {found[1]}"
@@ -106,7 +106,7 @@ class AuditLog:
                 self._take_back(size, head)
                 raise
 
-    def _take_back(self, size: int, head: Head) -> None:
+    def _take_back(self, size: int, head: LastLine) -> None:
         """Nothing was permitted by a line that is half on disk, or whose number is not kept beside the log."""
         assert self._fd is not None
         self._head = head
@@ -126,7 +126,7 @@ class AuditLog:
         if len(line) > LINE_BYTES_MAX:
             raise OSError(None, "the line is too long")
         _write(self._fd, before + line + b"\n")
-        self._head = Head(number, digest)
+        self._head = LastLine(number, digest)
         self._keep_head()
 
     def _keep_head(self) -> None:
@@ -191,15 +191,15 @@ def verify(path: Path, expected_head: str | None = None) -> Verified:
     return Verified(chain.number, chain.last, tuple(chain.cut), *(found or (None, None)))
 
 
-def read_head(path: Path) -> Head | None:
+def read_head(path: Path) -> LastLine | None:
     """What is kept beside the log; None if nothing is. One that cannot be read fits no line."""
     try:
         value = read(head_path(path).read_bytes())
-        return Head(int(value["n"]), str(value["sha256"]))
+        return LastLine(int(value["n"]), str(value["sha256"]))
     except FileNotFoundError:
         return None
     except (NotCanonical, LookupError, TypeError, ValueError):
-        return Head(-1, "")
+        return LastLine(-1, "")
 
 
 class _Chain:
@@ -240,7 +240,7 @@ class _Chain:
         if self.last in self._wanted:
             self.seen[self.last] = self.number
 
-    def problem(self, kept: Head | None) -> tuple[int, str] | None:
+    def problem(self, kept: LastLine | None) -> tuple[int, str] | None:
         """The first bad line and what is wrong with it, at the end of the file."""
         if self._doubtful is not None:
             self._blame(self.number, "it is no line of this log")
@@ -263,7 +263,7 @@ class _Chain:
             self._bad = number, problem
 
 
-def _hash_of(head: Head | None) -> str | None:
+def _hash_of(head: LastLine | None) -> str | None:
     return None if head is None else head.sha256
 
 

@@ -15,7 +15,7 @@ from greenroom.tenancy.governance.keyset import SHARED, load_keys
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class GovernanceReport:
     """`problems` are why the gateway would not start; there are no ids of keys then."""
 
     problems: tuple[str, ...]
@@ -34,7 +34,7 @@ class Report:
         return [key["signer"] for key in self.keys if key["signer"] is not None]
 
 
-def report(section: Governance) -> Report | None:
+def report(section: Governance) -> GovernanceReport | None:
     """None while nothing is signed."""
     if not section.is_on:
         return None
@@ -44,7 +44,7 @@ def report(section: Governance) -> Report | None:
         ids = load_keys(section).ids
     except ConfigError as error:
         problems = tuple(error.message.splitlines())
-    return Report(problems, tuple(_keys(section, ids)), tuple(_rules(section)))
+    return GovernanceReport(problems, tuple(_keys(section, ids)), tuple(_rules(section)))
 
 
 def _keys(section: Governance, ids: dict[str, str]) -> Iterator[dict[str, Any]]:

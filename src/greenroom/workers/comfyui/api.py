@@ -19,7 +19,7 @@ from ..serving.fields import parse_body
 from ..serving.http import Answer
 from ..serving.request_reader import Request
 from .client import Comfy, ComfyGone, Event
-from .workflow import Plan, Workflow
+from .workflow import Workflow, WorkflowPlan
 
 GENERATIONS = "/v1/images/generations"
 # Its events say when a workflow has ended; if they are missed, this is how long that stays unknown.
@@ -31,7 +31,7 @@ END_NOTICED_S = 1.0
 PICTURES_HEADER = "x-pictures"
 
 
-class Generation:
+class WorkflowRun:
     """One request, and how far it is."""
 
     def __init__(self, runs: int, samplers: int) -> None:
@@ -69,15 +69,15 @@ class Generation:
             self.changed.set()
 
 
-class ImageApi:
-    def __init__(self, comfy: Comfy, plan: Plan, output: Path) -> None:
+class WorkflowApi:
+    def __init__(self, comfy: Comfy, plan: WorkflowPlan, output: Path) -> None:
         """`output` is a folder of its own, in which ComfyUI may leave pictures."""
         self._comfy = comfy
         self._output = output
         self._plan = plan
         self._samplers = plan.samplers
         self._turn = asyncio.Lock()
-        self._generations: dict[str, Generation] = {}
+        self._generations: dict[str, WorkflowRun] = {}
         # Set when ComfyUI has ended; its words.
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cleaning: set[asyncio.Task[None]] = set()
@@ -143,7 +143,7 @@ class ImageApi:
         runs = self._plan.runs(body)
         request_id = request.headers.get("x-request-id") or new_id("request")
         self.idle.clear()
-        generation = self._generations[request_id] = Generation(len(runs), len(self._samplers))
+        generation = self._generations[request_id] = WorkflowRun(len(runs), len(self._samplers))
         pictures: list[bytes] | None = None
         try:
             async with self._turn:
@@ -161,7 +161,7 @@ class ImageApi:
         coded = [{"b64_json": base64.b64encode(picture).decode()} for picture in pictures]
         return {"created": int(time.time()), "data": coded}
 
-    async def _run(self, generation: Generation, workflow: Workflow) -> list[bytes]:
+    async def _run(self, generation: WorkflowRun, workflow: Workflow) -> list[bytes]:
         """The pictures of one workflow. Whatever goes wrong, nothing of it is left. Raises ApiError or ComfyGone."""
         submitted = asyncio.ensure_future(self._comfy.submit(workflow))
         try:
@@ -179,7 +179,7 @@ class ImageApi:
             raise failed("The workflow made no picture: it needs a node that saves or shows one.")
         return pictures
 
-    async def _made(self, generation: Generation, prompt_id: str) -> list[dict[str, str]]:
+    async def _made(self, generation: WorkflowRun, prompt_id: str) -> list[dict[str, str]]:
         while (made := await self._comfy.finished(prompt_id)) is None:
             heard = asyncio.ensure_future(generation.changed.wait())
             await asyncio.wait((heard, self._ended), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)

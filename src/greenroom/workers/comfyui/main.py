@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..serving.http import HttpServer
-from .api import ImageApi
+from .api import WorkflowApi
 from .client import Comfy
-from .workflow import Plan
+from .workflow import WorkflowPlan
 
 STOP_MAX_S = 5.0
 # Those that are told that ComfyUI has ended get their answers.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--settings", type=json.loads, required=True)
     said = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    plan = Plan.of(json.loads(Path(said.settings["workflow"]).read_bytes()), said.settings["inputs"])
+    plan = WorkflowPlan.of(json.loads(Path(said.settings["workflow"]).read_bytes()), said.settings["inputs"])
     output = _output_beside(said.socket)
     try:
         return asyncio.run(_serve(said.socket, plan, said.settings["command"], output))
@@ -62,10 +62,10 @@ def _output_beside(socket_path: Path) -> Path:
     return output
 
 
-async def _serve(socket_path: Path, plan: Plan, command: Sequence[str], output: Path) -> int:
+async def _serve(socket_path: Path, plan: WorkflowPlan, command: Sequence[str], output: Path) -> int:
     port = _free_port()
     comfy = Comfy(port, secrets.token_hex(16))
-    api = ImageApi(comfy, plan, output)
+    api = WorkflowApi(comfy, plan, output)
     server = HttpServer(api.handle)
     await server.open(socket_path)
     holes = {"PORT": str(port), "OUTPUT": str(output)}
@@ -88,7 +88,7 @@ async def _serve(socket_path: Path, plan: Plan, command: Sequence[str], output: 
     return 0 if stopping.is_set() else 1
 
 
-async def _become_ready(comfy: Comfy, api: ImageApi, port: int) -> None:
+async def _become_ready(comfy: Comfy, api: WorkflowApi, port: int) -> None:
     await comfy.up()
     if not is_ours(port, await asyncio.to_thread(listeners)):
         _log.error("another user's program listens on ComfyUI's port %d", port)
@@ -96,7 +96,7 @@ async def _become_ready(comfy: Comfy, api: ImageApi, port: int) -> None:
     api.is_up = True
 
 
-async def _tell(api: ImageApi, why: str) -> None:
+async def _tell(api: WorkflowApi, why: str) -> None:
     _log.error(why)
     api.end(why)
     with contextlib.suppress(TimeoutError):

@@ -35,14 +35,14 @@ _KNOWN = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guid
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkflowPlan:
     """The operator's workflow in ComfyUI's API format, and where each named value belongs."""
 
     workflow: Workflow
     inputs: Mapping[str, Sequence[Target]]
 
     @classmethod
-    def of(cls, workflow: Workflow, inputs: Mapping[str, Sequence[str]]) -> Plan:
+    def of(cls, workflow: Workflow, inputs: Mapping[str, Sequence[str]]) -> WorkflowPlan:
         """`inputs` are written as NODE.INPUT."""
         targets = {
             _SAME.get(name, name): [(node, field) for node, _, field in (one.partition(".") for one in places)]

@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from .failures import FetchError
-from .transfer import Patience, RemoteFile
-from .web import Origin, retry_after_s
+from .transfer import FetchPatience, RemoteFile
+from .web import HubOrigin, retry_after_s
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 FILES_MAX: Final = 20_000
@@ -53,7 +53,7 @@ def token() -> str | None:
         raise FetchError("disk_error", why) from error
 
 
-def look(repo: str, revision: str | None, answer_max_s: float, patience: Patience) -> Repository:
+def look(repo: str, revision: str | None, answer_max_s: float, patience: FetchPatience) -> Repository:
     """Raises FetchError."""
     package = _package()
     hub = _origin()
@@ -71,10 +71,10 @@ def look(repo: str, revision: str | None, answer_max_s: float, patience: Patienc
             patience.wait(failures, _refusal(error, repo, revision, package))
 
 
-def _origin() -> Origin:
+def _origin() -> HubOrigin:
     """Raises FetchError."""
     try:
-        return Origin.of(endpoint())
+        return HubOrigin.of(endpoint())
     except FetchError:
         why = f"HF_ENDPOINT is {endpoint()!r:.200}, which is no address such as {DEFAULT_ENDPOINT}."
         raise FetchError("bad_url", why) from None
@@ -92,11 +92,11 @@ def _package() -> Any:
     return huggingface_hub
 
 
-def _stay_at(hub: Origin, package: Any) -> None:
+def _stay_at(hub: HubOrigin, package: Any) -> None:
     """Questions about a repository go to the hub alone, whatever it redirects to."""
 
     def check(request: Any) -> None:
-        if Origin.of(str(request.url)) != hub:
+        if HubOrigin.of(str(request.url)) != hub:
             raise FetchError("redirect_refused", f"{hub.host} redirects a question about the repository elsewhere.")
 
     session = package.get_session()
@@ -104,7 +104,7 @@ def _stay_at(hub: Origin, package: Any) -> None:
 
 
 def _refusal(error: Exception, repo: str, revision: str | None, package: Any) -> FetchError:
-    kinds, host = package.errors, Origin.of(endpoint()).host
+    kinds, host = package.errors, HubOrigin.of(endpoint()).host
     if isinstance(error, kinds.GatedRepoError):
         return FetchError(
             "gated",

@@ -27,9 +27,9 @@ from urllib.parse import unquote, urlsplit
 from . import hub
 from .disk import Disk, explained
 from .failures import FetchError
-from .places import CachePlace, FolderPlace, Place
-from .transfer import BACKOFF_S, Patience, RateLimit, RemoteFile, Transfer
-from .web import Origin, Web
+from .places import CachePlace, FetchTarget, FolderPlace
+from .transfer import BACKOFF_S, FetchPatience, RateLimit, RemoteFile, Transfer
+from .web import HubOrigin, Web
 
 FILES_AT_ONCE: Final = 4
 REPORT_EVERY_S: Final = 0.25
@@ -39,7 +39,7 @@ LINE_BYTES_MAX: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FetchOrder:
     """`repo` or `url`; `cache` or `folder`."""
 
     repo: str | None = None
@@ -56,20 +56,20 @@ class Order:
     backoff_s: float | None = None
 
 
-class Stopped(Exception):
+class FetchStopped(Exception):
     """Another file of the download has failed."""
 
 
 class Fetching:
     """One download into a place. Files are fetched in several threads."""
 
-    def __init__(self, web: Web, disk: Disk, rate: RateLimit, report: Reporter, patience: Patience) -> None:
+    def __init__(self, web: Web, disk: Disk, rate: RateLimit, report: Reporter, patience: FetchPatience) -> None:
         self._disk = disk
         self._report = report
         self._transfer = Transfer(web, disk, rate, self._came, patience)
         self._stopped = threading.Event()
 
-    def run(self, place: Place, files: Sequence[RemoteFile]) -> Path:
+    def run(self, place: FetchTarget, files: Sequence[RemoteFile]) -> Path:
         """Returns the folder of the model, or its only file. Raises FetchError; then no file has its name."""
         with explained("Writing to the disk"):
             on_disk = place.prepare(files)
@@ -80,19 +80,19 @@ class Fetching:
                 self._fetch_all(place, missing)
                 return place.finish(files)
 
-    def _is_here(self, place: Place, file: RemoteFile) -> bool:
+    def _is_here(self, place: FetchTarget, file: RemoteFile) -> bool:
         here = place.has(file)
         if here:
             self._report.tell_bytes(file, file.size or 0)
         return here
 
-    def _expect_room(self, on_disk: Path, place: Place, missing: Sequence[RemoteFile]) -> None:
+    def _expect_room(self, on_disk: Path, place: FetchTarget, missing: Sequence[RemoteFile]) -> None:
         """For all that is missing, before the first byte is asked for."""
         parts = (place.part(file) for file in missing)
         have = sum(part.stat().st_size for part in parts if part.exists())
         self._disk.expect_room(on_disk, max(0, sum(file.size or 0 for file in missing) - have))
 
-    def _fetch_all(self, place: Place, files: Sequence[RemoteFile]) -> None:
+    def _fetch_all(self, place: FetchTarget, files: Sequence[RemoteFile]) -> None:
         pool = ThreadPoolExecutor(FILES_AT_ONCE)
         try:
             futures = [pool.submit(self._fetch, place, file) for file in files]
@@ -104,7 +104,7 @@ class Fetching:
             self._stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, place: Place, file: RemoteFile) -> None:
+    def _fetch(self, place: FetchTarget, file: RemoteFile) -> None:
         def wait_for_other() -> None:
             part = place.part(file)
             self._came(file, part.stat().st_size if part.exists() else 0)
@@ -119,7 +119,7 @@ class Fetching:
 
     def _came(self, file: RemoteFile, have: int) -> None:
         if self._stopped.is_set():
-            raise Stopped
+            raise FetchStopped
         self._report.tell_bytes(file, have)
 
 
@@ -130,9 +130,11 @@ def _failure(done: set[Future[None]]) -> BaseException | None:
 # --- what to fetch --------------------------------------------------------------------------------------------------
 
 
-def carry_out(order: Order, rate: RateLimit, report: Reporter) -> None:
+def carry_out(order: FetchOrder, rate: RateLimit, report: Reporter) -> None:
     """Raises FetchError."""
-    patience = Patience(backoff_s=BACKOFF_S if order.backoff_s is None else order.backoff_s, tell=report.tell_trouble)
+    patience = FetchPatience(
+        backoff_s=BACKOFF_S if order.backoff_s is None else order.backoff_s, tell=report.tell_trouble
+    )
     disk = Disk()
     if order.url is not None:
         place, files, token = _of_url(order.url, order, disk, report)
@@ -142,12 +144,14 @@ def carry_out(order: Order, rate: RateLimit, report: Reporter) -> None:
     report.tell_done(Fetching(web, disk, rate, report, patience).run(place, files))
 
 
-def _of_url(url: str, order: Order, disk: Disk, report: Reporter) -> tuple[Place, Sequence[RemoteFile], str | None]:
+def _of_url(
+    url: str, order: FetchOrder, disk: Disk, report: Reporter
+) -> tuple[FetchTarget, Sequence[RemoteFile], str | None]:
     """One file, without a token: it is of no repository."""
     name = unquote(urlsplit(url).path.rpartition("/")[2])
     if not hub.is_inside(name) or "/" in name:
         raise FetchError("bad_url", "The address does not end with the name of a file.")
-    if Origin.of(url).scheme != "https" and Origin.of(hub.endpoint()).scheme != "http":
+    if HubOrigin.of(url).scheme != "https" and HubOrigin.of(hub.endpoint()).scheme != "http":
         raise FetchError("bad_url", "A file is fetched over https.")
     files = [RemoteFile(name, url)]
     report.tell_plan(None, None, files)
@@ -155,8 +159,8 @@ def _of_url(url: str, order: Order, disk: Disk, report: Reporter) -> tuple[Place
 
 
 def _of_repository(
-    order: Order, disk: Disk, report: Reporter, patience: Patience
-) -> tuple[Place, Sequence[RemoteFile], str | None]:
+    order: FetchOrder, disk: Disk, report: Reporter, patience: FetchPatience
+) -> tuple[FetchTarget, Sequence[RemoteFile], str | None]:
     assert order.repo is not None, "an order names a repository or a URL"
     found = hub.look(order.repo, order.revision, order.stall_s, patience)
     files = hub.choose(found.files, order.quantization, order.include, order.exclude)
@@ -167,7 +171,7 @@ def _of_repository(
     return place, files, hub.token()
 
 
-def _folder(order: Order, disk: Disk) -> FolderPlace:
+def _folder(order: FetchOrder, disk: Disk) -> FolderPlace:
     return FolderPlace(disk, Path(order.folder or ""), None if order.root is None else Path(order.root))
 
 
@@ -231,7 +235,7 @@ def main(argv: Sequence[str]) -> None:
     # The terminal's interrupt is for the process that started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     said = json.loads(sys.stdin.buffer.readline(LINE_BYTES_MAX))
-    order = Order(**said | {"include": tuple(said["include"]), "exclude": tuple(said["exclude"])})
+    order = FetchOrder(**said | {"include": tuple(said["include"]), "exclude": tuple(said["exclude"])})
     report, rate = Reporter(), RateLimit(order.rate_bytes_s)
     trust_bundle()
     threading.Thread(target=_heed, args=(rate,), daemon=True).start()

@@ -39,7 +39,7 @@ def _named_by(cache: Path) -> str:
     return "" if found is None else f" {found} says so: set it to a folder that can be written to."
 
 
-class Place(Protocol):
+class FetchTarget(Protocol):
     """Methods raise OSError or FetchError."""
 
     def prepare(self, files: Sequence[RemoteFile]) -> Path:

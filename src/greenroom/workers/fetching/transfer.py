@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from .disk import Disk, explained, remove
 from .failures import FetchError
-from .web import Answer, Web
+from .web import HubAnswer, Web
 
 PIECE_BYTES: Final = 256 * 1024
 PIECE_BYTES_MIN: Final = 1024
@@ -89,7 +89,7 @@ class RateLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class FetchPatience:
     """How long failures are borne. Tests have less of it."""
 
     attempts_max: int = ATTEMPTS_MAX
@@ -116,14 +116,14 @@ class Transfer:
         disk: Disk,
         rate: RateLimit,
         came: Callable[[RemoteFile, int], None],
-        patience: Patience | None = None,
+        patience: FetchPatience | None = None,
     ) -> None:
         """`came` is told how much of a file is here; what it raises ends the transfer."""
         self._web = web
         self._disk = disk
         self._rate = rate
         self._came = came
-        self._patience = patience or Patience()
+        self._patience = patience or FetchPatience()
 
     def fetch(self, file: RemoteFile, part: Path) -> None:
         """Returns when the part is whole, checked and synced. Raises FetchError; then the part can be resumed."""
@@ -208,7 +208,7 @@ class Transfer:
             self._disk.write_file(note, etag.encode("latin-1", "replace"))
 
 
-def _expected(file: RemoteFile, answer: Answer) -> int | None:
+def _expected(file: RemoteFile, answer: HubAnswer) -> int | None:
     if file.size is not None and answer.total is not None and answer.total != file.size:
         raise FetchError(
             "wrong_size",

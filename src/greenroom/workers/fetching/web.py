@@ -38,13 +38,13 @@ _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class HubOrigin:
     scheme: str
     host: str
     port: int
 
     @classmethod
-    def of(cls, url: str) -> Origin:
+    def of(cls, url: str) -> HubOrigin:
         """Raises FetchError for anything but http and https."""
         try:
             parts = urlsplit(url)
@@ -57,7 +57,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HubAnswer:
     """The answer to a request for bytes, with its body unread."""
 
     response: http.client.HTTPResponse
@@ -92,8 +92,8 @@ class Web:
         self, hub: str, token: str | None, stall_s: float, network: Network | None = None, listed: str | None = None
     ) -> None:
         """`listed` is an address whose host the operator has named: it may be private."""
-        self.hub = Origin.of(hub)
-        self._listed = None if listed is None else Origin.of(listed)
+        self.hub = HubOrigin.of(hub)
+        self._listed = None if listed is None else HubOrigin.of(listed)
         self._token = token
         self._stall_s = stall_s
         self._network = network or Network()
@@ -101,7 +101,7 @@ class Web:
         self._context: ssl.SSLContext | None = None
 
     @contextlib.contextmanager
-    def get(self, url: str, start: int = 0, etag: str | None = None) -> Iterator[Answer]:
+    def get(self, url: str, start: int = 0, etag: str | None = None) -> Iterator[HubAnswer]:
         """The bytes from `start` on, or all if the server cannot do that or has another file than `etag`.
 
         Raises FetchError.
@@ -116,7 +116,7 @@ class Web:
             raise FetchError("redirect_refused", f"{_host(url)} redirects more than {REDIRECTS_MAX} times.")
 
     def _ask(self, opened: contextlib.ExitStack, url: str, start: int, etag: str | None) -> http.client.HTTPResponse:
-        origin, parts = Origin.of(url), urlsplit(url)
+        origin, parts = HubOrigin.of(url), urlsplit(url)
         headers = {"User-Agent": USER_AGENT, "Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close"}
         if start:
             headers["Range"] = f"bytes={start}-"
@@ -131,7 +131,7 @@ class Web:
 
     # --- connecting ---------------------------------------------------------------------------------------------------
 
-    def _connected(self, origin: Origin) -> http.client.HTTPConnection:
+    def _connected(self, origin: HubOrigin) -> http.client.HTTPConnection:
         proxy = _proxy(origin)
         if proxy is not None:
             return self._through(proxy, origin)
@@ -146,7 +146,7 @@ class Web:
             raise
         return connection
 
-    def _through(self, proxy: SplitResult, origin: Origin) -> http.client.HTTPConnection:
+    def _through(self, proxy: SplitResult, origin: HubOrigin) -> http.client.HTTPConnection:
         """The proxy looks names up: only addresses that are written as such can be checked here."""
         with contextlib.suppress(ValueError):
             self._expect_public(origin, [str(ipaddress.ip_address(origin.host))])
@@ -159,7 +159,7 @@ class Web:
             return http.client.HTTPSConnection(host, port, timeout=self._stall_s, context=self._tls())
         return http.client.HTTPConnection(host, port, timeout=self._stall_s)
 
-    def _expect_public(self, origin: Origin, addresses: list[str]) -> None:
+    def _expect_public(self, origin: HubOrigin, addresses: list[str]) -> None:
         if origin in (self.hub, self._listed) or all(map(is_public, addresses)):
             return
         if self._hub_is_private is None:
@@ -167,7 +167,7 @@ class Web:
         if not self._hub_is_private:
             raise FetchError("address_refused", f"{origin.host} has a private address: nothing is fetched from there.")
 
-    def _socket(self, origin: Origin) -> socket.socket:
+    def _socket(self, origin: HubOrigin) -> socket.socket:
         addresses = self._network.look_up(origin.host, origin.port)
         self._expect_public(origin, addresses)
         for number, address in enumerate(addresses, 1):
@@ -204,12 +204,12 @@ def explained() -> Iterator[None]:
         raise FetchError("hub_unreachable", f"The connection failed: {said}.", passes=True) from None
 
 
-def redirected(url: str, location: str | None, hub: Origin) -> str:
+def redirected(url: str, location: str | None, hub: HubOrigin) -> str:
     """The address that an answer of `url` sends us to. Raises FetchError if it may not be followed."""
     if not location or not location.isascii() or not location.isprintable():
         raise FetchError("redirect_refused", f"{_host(url)} redirects to no address.")
     target = urljoin(url, location)
-    if Origin.of(target).scheme != "https" and hub.scheme != "http":
+    if HubOrigin.of(target).scheme != "https" and hub.scheme != "http":
         raise FetchError("redirect_refused", f"{_host(url)} redirects to {_host(target)} without https.")
     return target
 
@@ -226,7 +226,7 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-def _proxy(origin: Origin) -> SplitResult | None:
+def _proxy(origin: HubOrigin) -> SplitResult | None:
     said = urllib.request.getproxies_environment().get("https") if origin.scheme == "https" else None
     if not said or urllib.request.proxy_bypass(origin.host):
         return None
@@ -244,7 +244,7 @@ def _host(url: str) -> str:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def _answer(response: http.client.HTTPResponse, url: str, start: int) -> Answer:
+def _answer(response: http.client.HTTPResponse, url: str, start: int) -> HubAnswer:
     if response.status not in (200, 206):
         raise refusal(response.status, response.headers, _host(url))
     headers = response.headers
@@ -254,8 +254,8 @@ def _answer(response: http.client.HTTPResponse, url: str, start: int) -> Answer:
     if headers.get("content-encoding", "identity") != "identity":
         raise FetchError("not_the_file", f"{_host(url)} sends the file encoded.", passes=True)
     if response.status == 200:
-        return Answer(response, 0, _count(headers.get("content-length", "")), headers.get("etag"))
-    return Answer(response, start, _range_total(headers.get("content-range", ""), start), headers.get("etag"))
+        return HubAnswer(response, 0, _count(headers.get("content-length", "")), headers.get("etag"))
+    return HubAnswer(response, start, _range_total(headers.get("content-range", ""), start), headers.get("etag"))
 
 
 def _range_total(said: str, start: int) -> int | None:

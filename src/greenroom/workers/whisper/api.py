@@ -29,7 +29,7 @@ _TASKS: Final = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translatio
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SoundRequest:
     """One request, checked."""
 
     sound: memoryview
@@ -72,7 +72,7 @@ class AudioApi:
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
-    def _read(self, request: Request) -> Asked:
+    def _read(self, request: Request) -> SoundRequest:
         form = read_form(request.headers.get("content-type", ""), request.body)
         task = _TASKS[request.path]
         sound = form.file("file", needed=True)
@@ -93,7 +93,7 @@ class AudioApi:
             # `chunking_strategy` is OpenAI's name for the same.
             vad=_flag(form, "vad_filter") or bool(form.fields.get("chunking_strategy")),
         )
-        return Asked(sound, wanted, format, granularities, stream)
+        return SoundRequest(sound, wanted, format, granularities, stream)
 
     def _language(self, form: Form, task: str) -> str | None:
         known = self._transcriber.languages
@@ -110,7 +110,7 @@ class AudioApi:
 
     # --- what is answered -------------------------------------------------------------------------------------------
 
-    async def _transcribe(self, asked: Asked, answer: Answer, request_id: str) -> None:
+    async def _transcribe(self, asked: SoundRequest, answer: Answer, request_id: str) -> None:
         # All of the sound is decoded once before it is heard: what is broken or too long is refused as a whole.
         length_s = await self._transcriber.length_s(asked.sound)
         headers = {LENGTH_HEADER: f"{length_s:.3f}"}
@@ -123,7 +123,7 @@ class AudioApi:
         body = formats.body(asked.format, asked.wanted.task, asked.granularities, segments, length_s)
         answer.whole(200, body, {"content-type": formats.content_type(asked.format), **headers})
 
-    async def _segments(self, asked: Asked, length_s: float, request_id: str) -> AsyncGenerator[Segment, None]:
+    async def _segments(self, asked: SoundRequest, length_s: float, request_id: str) -> AsyncGenerator[Segment, None]:
         self._progress[request_id] = 0.0
         try:
             async with aclosing(self._transcriber.segments(asked.sound, asked.wanted)) as found:

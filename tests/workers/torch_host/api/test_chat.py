@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import until
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener, Rig
@@ -241,7 +241,7 @@ async def test_without_tools_nothing_is_a_call(open_api: Opener) -> None:
 async def test_calls_marked_by_special_tokens_are_found(open_api: Opener, tmp_path: Any) -> None:
     template = tokenizer_folders.TEMPLATE + "{# [TOOL_CALLS] #}"
     folder = tokenizer_folders.byte_level(tmp_path / "mistral", template, special=("[TOOL_CALLS]",))
-    text = Text.load(folder)
+    text = TextCodec.load(folder)
     said = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]'
     async with open_api(said, text=text) as rig:
         message = (await ask(rig, tools=[WEATHER])).choices[0].message
@@ -469,7 +469,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused(open_api: Opener) -> None
 
 async def test_a_template_that_loops_fails_its_request_and_no_other(open_api: Opener, tmp_path: Any) -> None:
     source = "{% if messages[0].content == 'loop' %}" + tokenizer_folders.LOOPING + "{% endif %}ok"
-    text = Text.load(tokenizer_folders.byte_level(tmp_path / "odd", source))
+    text = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "odd", source))
     async with open_api("fine", text=text, template_deadline_s=1.0) as rig:
         looping = rig.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "loop"}]})
         fine = ask(rig)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.workers.torch_host.conftest import Opener, Rig
 
 
@@ -25,7 +25,7 @@ async def test_a_text_is_continued(open_api: Opener) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_a_sentencepiece_continuation_keeps_its_space(open_api: Opener, sentence_text: Text) -> None:
+async def test_a_sentencepiece_continuation_keeps_its_space(open_api: Opener, sentence_text: TextCodec) -> None:
     async with open_api("cat", text=sentence_text) as rig:
         answer = await ask(rig, "the", echo=True)
     assert rig.performer.asks[0].tokens[0] == 1, "the text begins with its mark"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.engine.requests import PromptTooLong
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener
@@ -45,7 +45,7 @@ async def test_shorter_vectors_only_where_the_model_was_trained_for_them(open_ap
         refused = await rig.http.post("/v1/embeddings", json={"input": "a", "dimensions": 2})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
     unit = SentenceConfig(steps=("normalize",))
-    async with open_api(embeds=True, text=Text.load(folder), sentence=unit) as rig:
+    async with open_api(embeds=True, text=TextCodec.load(folder), sentence=unit) as rig:
         rig.performer.vectors = [[3.0, 4.0, 5.0, 6.0]]
         short = await rig.http.post("/v1/embeddings", json={"input": "a", "dimensions": 2})
         other = await rig.http.post("/v1/embeddings", json={"input": "a", "dimensions": 4})

@@ -17,7 +17,7 @@ from greenroom.workers.torch_host.control.device_context import DeviceContext
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.weight_file import WeightFile
@@ -82,7 +82,7 @@ def test_tokenizer_and_stage_are_made_while_weights_are_read(
 
     monkeypatch.setattr(WeightFile, "fill", fill_beside)
     monkeypatch.setattr(reading._ReadJob, "_next", noted(reading._ReadJob._next, reads.set))
-    monkeypatch.setattr(Text, "load", noted(Text.load, note("text", text)))
+    monkeypatch.setattr(TextCodec, "load", noted(TextCodec.load, note("text", text)))
     monkeypatch.setattr(preparing, "DeviceWeights", noted(DeviceWeights, note("stage", weights)))
     let_go(prepared(llama, descriptor))
     assert text.is_set()
@@ -110,7 +110,7 @@ def test_what_another_worker_filled_is_prepared_without_reading(llama: Path, des
 
 
 def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Text, "load", broken)
+    monkeypatch.setattr(TextCodec, "load", broken)
 
 
 def break_stage(monkeypatch: pytest.MonkeyPatch) -> None:

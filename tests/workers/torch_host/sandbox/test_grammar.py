@@ -18,7 +18,7 @@ from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakeEngine
@@ -32,12 +32,12 @@ CITY = {
 
 
 @pytest.fixture
-def grammars(byte_text: Text) -> Iterator[Grammars]:
+def grammars(byte_text: TextCodec) -> Iterator[Grammars]:
     with closing(grammars_of(byte_text)) as made:
         yield made
 
 
-def grammars_of(text: Text, **limits: int) -> Grammars:
+def grammars_of(text: TextCodec, **limits: int) -> Grammars:
     return Grammars(text, SchemaTrials(SandboxPool(SCHEMAS)), **limits)
 
 
@@ -47,7 +47,7 @@ def allowed(constraint: JsonConstraint, words: int) -> set[int]:
     return {token for token in range(words * 32) if int(row[token // 32]) >> (token % 32) & 1}
 
 
-def follows(text: Text, constraint: JsonConstraint, said: str) -> bool:
+def follows(text: TextCodec, constraint: JsonConstraint, said: str) -> bool:
     """Whether each token of this text was allowed when it came, whatever the width of the mask."""
     for token in text.tokens_of(said, False):
         exact = allowed(constraint, (text.size + 31) // 32)
@@ -59,15 +59,15 @@ def follows(text: Text, constraint: JsonConstraint, said: str) -> bool:
     return constraint.is_done
 
 
-async def test_only_what_the_schema_says_may_come(byte_text: Text, grammars: Grammars) -> None:
+async def test_only_what_the_schema_says_may_come(byte_text: TextCodec, grammars: Grammars) -> None:
     assert follows(byte_text, await grammars.constraint(CITY, True, "f"), '{"city": "Köln"}')
     assert not follows(byte_text, await grammars.constraint(CITY, True, "f"), '{"city": "Rome"}')
     assert not follows(byte_text, await grammars.constraint(CITY, True, "f"), "Sure: {")
 
 
-async def test_a_vocabulary_that_fills_its_words_is_masked_too(byte_text: Text, tmp_path: Path) -> None:
+async def test_a_vocabulary_that_fills_its_words_is_masked_too(byte_text: TextCodec, tmp_path: Path) -> None:
     missing = tuple(f"<pad{number}>" for number in range(-byte_text.size % 32))
-    full = Text.load(tokenizer_folders.byte_level(tmp_path / "full", special=missing))
+    full = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "full", special=missing))
     assert full.size % 32 == 0
     own = Grammars(full, SchemaTrials(SandboxPool(SCHEMAS)))
     for extra_words in (0, 1):
@@ -76,7 +76,7 @@ async def test_a_vocabulary_that_fills_its_words_is_masked_too(byte_text: Text, 
     own.close()
 
 
-async def test_the_end_may_come_exactly_when_the_text_is_complete(byte_text: Text, grammars: Grammars) -> None:
+async def test_the_end_may_come_exactly_when_the_text_is_complete(byte_text: TextCodec, grammars: Grammars) -> None:
     constraint = await grammars.constraint({"type": "integer"}, True, "f")
     (end,) = byte_text.stop_tokens
     assert end not in allowed(constraint, 16)
@@ -86,14 +86,14 @@ async def test_the_end_may_come_exactly_when_the_text_is_complete(byte_text: Tex
     assert constraint.is_done and constraint.problem is None
 
 
-async def test_a_token_out_of_turn_is_a_problem_that_is_told(byte_text: Text, grammars: Grammars) -> None:
+async def test_a_token_out_of_turn_is_a_problem_that_is_told(byte_text: TextCodec, grammars: Grammars) -> None:
     constraint = await grammars.constraint(CITY, True, "f")
     constraint.accept(byte_text.tokens_of("x", False)[0])
     assert constraint.is_done
     assert constraint.problem is not None and "\n" not in constraint.problem
 
 
-async def test_copies_go_their_own_ways(byte_text: Text, grammars: Grammars) -> None:
+async def test_copies_go_their_own_ways(byte_text: TextCodec, grammars: Grammars) -> None:
     first = await grammars.constraint(CITY, True, "f")
     second = first.again()
     first.accept(byte_text.tokens_of("{", False)[0])
@@ -215,7 +215,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
 
 
 async def test_a_schema_is_compiled_once_for_all_who_ask_and_kept(
-    byte_text: Text, grammars: Grammars, compiling: Compiling
+    byte_text: TextCodec, grammars: Grammars, compiling: Compiling
 ) -> None:
     asking = [asyncio.create_task(grammars.constraint(CITY, True, f"f{number}")) for number in range(5)]
     await until(lambda: bool(compiling.began))
@@ -233,7 +233,7 @@ async def test_a_schema_is_compiled_once_for_all_who_ask_and_kept(
     assert len(compiling.began) == 2
 
 
-async def test_the_last_few_compiled_schemas_are_kept(byte_text: Text, compiling: Compiling) -> None:
+async def test_the_last_few_compiled_schemas_are_kept(byte_text: TextCodec, compiling: Compiling) -> None:
     compiling.go.set()
     with closing(grammars_of(byte_text, compiled_max=2)) as grammars:
         for size in (1, 1, 2, 1, 3, 1, 2):
@@ -242,7 +242,9 @@ async def test_the_last_few_compiled_schemas_are_kept(byte_text: Text, compiling
     assert [json.loads(schema)["maxLength"] for schema in compiling.began] == [1, 2, 3, 2]
 
 
-async def test_compiling_needs_none_of_the_threads_that_all_models_share(byte_text: Text, grammars: Grammars) -> None:
+async def test_compiling_needs_none_of_the_threads_that_all_models_share(
+    byte_text: TextCodec, grammars: Grammars
+) -> None:
     go = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         asyncio.get_running_loop().set_default_executor(threads)
@@ -255,7 +257,7 @@ async def test_compiling_needs_none_of_the_threads_that_all_models_share(byte_te
     assert follows(byte_text, constraint, '{"city": "Paris"}')
 
 
-async def test_no_more_compilations_wait_than_may(byte_text: Text, compiling: Compiling) -> None:
+async def test_no_more_compilations_wait_than_may(byte_text: TextCodec, compiling: Compiling) -> None:
     with closing(grammars_of(byte_text, compiling_max=1)) as grammars:
         first = asyncio.create_task(grammars.constraint(CITY, True, "f"))
         await until(lambda: bool(compiling.began))
@@ -268,7 +270,7 @@ async def test_no_more_compilations_wait_than_may(byte_text: Text, compiling: Co
 
 
 async def test_threads_that_compile_end_with_the_model(
-    byte_text: Text, grammars: Grammars, socket_folder: Path, templates: SandboxPool
+    byte_text: TextCodec, grammars: Grammars, socket_folder: Path, templates: SandboxPool
 ) -> None:
     performer = FakeEngine(lambda ask: [])
     before = set(threading.enumerate())
@@ -287,7 +289,7 @@ async def test_threads_that_compile_end_with_the_model(
     await until(lambda: not any(one.is_alive() for one in own))
 
 
-async def test_without_strict_unknown_keywords_are_passed_over(byte_text: Text, grammars: Grammars) -> None:
+async def test_without_strict_unknown_keywords_are_passed_over(byte_text: TextCodec, grammars: Grammars) -> None:
     schema = {"type": "boolean", "not": {"const": True}}
     assert follows(byte_text, await grammars.constraint(schema, False, "f"), "true")
 

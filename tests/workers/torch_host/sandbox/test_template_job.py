@@ -10,7 +10,7 @@ import pytest
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, ChatTemplate
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.workers.torch_host.chat_templates import (
     CONVERSATIONS,
     DEEPER_MISTAKES,
@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-def theirs(text: Text, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
+def theirs(text: TextCodec, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
     """What Transformers makes of it, or says about it."""
     apply = text.tokenizer.apply_chat_template
     try:
@@ -44,7 +44,7 @@ async def ours(template: ChatTemplate, messages: Messages, tools: Tools, switche
 
 
 @pytest.fixture
-def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Iterator[Text]:
+def text(byte_text: TextCodec, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextCodec]:
     """A test may give its tokenizer another template; other tests find its own again."""
     # The tokenizer has setters of its own, and keeps this where they put it.
     monkeypatch.setitem(byte_text.tokenizer._special_tokens_map, "bos_token", "<s>")
@@ -55,7 +55,7 @@ def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Iterator[Text]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_template_writes_what_it_writes_in_transformers(
-    text: Text, templates: SandboxPool, family: str
+    text: TextCodec, templates: SandboxPool, family: str
 ) -> None:
     text.tokenizer.chat_template = FAMILIES[family]
     template = ChatTemplate(text, templates)
@@ -72,7 +72,7 @@ async def test_a_template_writes_what_it_writes_in_transformers(
 
 @pytest.mark.parametrize("source", MISTAKES)
 async def test_a_template_that_fails_says_what_it_says_in_transformers(
-    text: Text, templates: SandboxPool, source: str
+    text: TextCodec, templates: SandboxPool, source: str
 ) -> None:
     text.tokenizer.chat_template = source
     wanted = theirs(text, CONVERSATIONS["long"], None, {})
@@ -81,14 +81,14 @@ async def test_a_template_that_fails_says_what_it_says_in_transformers(
 
 @pytest.mark.parametrize("source", DEEPER_MISTAKES)
 async def test_a_template_that_fails_in_transformers_fails_here(
-    text: Text, templates: SandboxPool, source: str
+    text: TextCodec, templates: SandboxPool, source: str
 ) -> None:
     text.tokenizer.chat_template = source
     assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
     assert (await ours(ChatTemplate(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
 
 
-async def test_the_date_is_todays(text: Text, templates: SandboxPool) -> None:
+async def test_the_date_is_todays(text: TextCodec, templates: SandboxPool) -> None:
     text.tokenizer.chat_template = TODAY
     messages = CONVERSATIONS["short"]
     before = theirs(text, messages, None, {})
@@ -98,7 +98,7 @@ async def test_the_date_is_todays(text: Text, templates: SandboxPool) -> None:
 
 
 async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(
-    text: Text, templates: SandboxPool
+    text: TextCodec, templates: SandboxPool
 ) -> None:
     named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}
     messages = CONVERSATIONS["short"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
 from tests.workers.torch_host.conftest import Opener, Rig
@@ -37,19 +37,19 @@ CALLS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|messa
 PARIS = {"city": "Paris", "days": 3}
 
 
-def harmony_text(folder: Path, template: str = TEMPLATE) -> Text:
+def harmony_text(folder: Path, template: str = TEMPLATE) -> TextCodec:
     tokenizer_folders.byte_level(folder, template, SPECIAL)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|return|>"}))
-    return Text.load(folder)
+    return TextCodec.load(folder)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return harmony_text(tmp_path_factory.mktemp("harmony") / "tiny-oss")
 
 
-def saying(text: Text, *parts: str) -> Callable[[GenerationRequest], Sequence[int]]:
+def saying(text: TextCodec, *parts: str) -> Callable[[GenerationRequest], Sequence[int]]:
     """Parts are encoded one by one: a mark that is cut in two is no mark."""
     tokens = [token for part in parts for token in text.tokens_of(part, False)]
     return lambda _: tokens
@@ -72,7 +72,7 @@ async def both(rig: Rig, **body: Any) -> tuple[str, str, list[tuple[str, Any]], 
     return found
 
 
-async def test_reasoning_and_answer_are_told_apart(open_api: Opener, text: Text) -> None:
+async def test_reasoning_and_answer_are_told_apart(open_api: Opener, text: TextCodec) -> None:
     said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>Hello, Wörld 🙂<|return|>never")
     async with open_api(said, text) as rig:
         assert await both(rig) == ("Hello, Wörld 🙂", "They want a greeting.", [], "stop")
@@ -80,7 +80,7 @@ async def test_reasoning_and_answer_are_told_apart(open_api: Opener, text: Text)
     assert raw == {"role": "assistant", "content": "Hello, Wörld 🙂", "reasoning_content": "They want a greeting."}
 
 
-async def test_reasoning_is_streamed_as_it_comes(open_api: Opener, text: Text) -> None:
+async def test_reasoning_is_streamed_as_it_comes(open_api: Opener, text: TextCodec) -> None:
     async with open_api(saying(text, THINKS + "<|end|>"), text) as rig:
         chunks = await streamed(rig)
     pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
@@ -101,7 +101,7 @@ async def test_reasoning_is_streamed_as_it_comes(open_api: Opener, text: Text) -
 )
 @pytest.mark.parametrize("thinks", [True, False])
 async def test_a_call_is_found_wherever_its_recipient_is_said(
-    open_api: Opener, text: Text, call: str, thinks: bool
+    open_api: Opener, text: TextCodec, call: str, thinks: bool
 ) -> None:
     said = saying(text, f"{THINKS}<|end|><|start|>assistant{call}" if thinks else call)
     async with open_api(said, text) as rig:
@@ -109,7 +109,7 @@ async def test_a_call_is_found_wherever_its_recipient_is_said(
         assert await both(rig, tools=[WEATHER]) == ("", reasoning, [("get_weather", PARIS)], "tool_calls")
 
 
-async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: Text) -> None:
+async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: TextCodec) -> None:
     preamble = "<|channel|>commentary<|message|>I look at the weather.<|end|><|start|>assistant"
     async with open_api(saying(text, preamble + CALLS + "<|call|>"), text) as rig:
         assert await both(rig, tools=[WEATHER]) == (
@@ -120,23 +120,23 @@ async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: Text)
         )
 
 
-async def test_a_call_without_arguments_has_an_empty_object(open_api: Opener, text: Text) -> None:
+async def test_a_call_without_arguments_has_an_empty_object(open_api: Opener, text: TextCodec) -> None:
     said = saying(text, "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>")
     async with open_api(said, text) as rig:
         assert (await both(rig, tools=[TIME]))[2] == [("get_time", {})]
 
 
-async def test_nothing_is_a_call_where_nothing_is_offered(open_api: Opener, text: Text) -> None:
+async def test_nothing_is_a_call_where_nothing_is_offered(open_api: Opener, text: TextCodec) -> None:
     async with open_api(saying(text, CALLS + "<|call|>"), text) as rig:
         assert await both(rig) == ('{"city": "Paris", "days": 3}', "", [], "stop")
 
 
-async def test_a_call_that_was_cut_off_is_text(open_api: Opener, text: Text) -> None:
+async def test_a_call_that_was_cut_off_is_text(open_api: Opener, text: TextCodec) -> None:
     async with open_api(saying(text, CALLS[:-6]), text) as rig:
         assert await both(rig, tools=[WEATHER]) == ('{"city": "Paris", "day', "", [], "stop")
 
 
-async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: Text) -> None:
+async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: TextCodec) -> None:
     again = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
     final = "<|start|>assistant<|channel|>final<|message|>Yes."
     # The end of the second is missing: the next one begins all the same.
@@ -144,19 +144,19 @@ async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: Text) -
         assert await both(rig) == ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop")
 
 
-async def test_marks_in_letters_are_text(open_api: Opener, text: Text) -> None:
+async def test_marks_in_letters_are_text(open_api: Opener, text: TextCodec) -> None:
     about = ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"]
     async with open_api(saying(text, *about), text) as rig:
         assert (await both(rig))[:2] == ("Write <|channel|>final<|message|> first.", "")
 
 
 @pytest.mark.parametrize("plain", ["Hello there.", "to be or not to be", "to=", " to"])
-async def test_an_answer_without_any_header_is_text(open_api: Opener, text: Text, plain: str) -> None:
+async def test_an_answer_without_any_header_is_text(open_api: Opener, text: TextCodec, plain: str) -> None:
     async with open_api(saying(text, plain), text) as rig:
         assert (await both(rig))[:2] == (plain, "")
 
 
-async def test_a_header_without_an_end_is_text(open_api: Opener, text: Text) -> None:
+async def test_a_header_without_an_end_is_text(open_api: Opener, text: TextCodec) -> None:
     endless = "<|channel|>" + "final words " * 200
     async with open_api(saying(text, endless), text) as rig:
         chunks = await streamed(rig)
@@ -164,19 +164,19 @@ async def test_a_header_without_an_end_is_text(open_api: Opener, text: Text) -> 
     assert len(chunks) > 100
 
 
-async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: Text) -> None:
+async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: TextCodec) -> None:
     async with open_api(saying(text, THINKS + "<|end|><|start|>assistant<|channel|>fin"), text) as rig:
         assert await both(rig) == ("", "They want a greeting.", [], "stop")
 
 
-async def test_stop_sequences_are_found_in_either(open_api: Opener, text: Text) -> None:
+async def test_stop_sequences_are_found_in_either(open_api: Opener, text: TextCodec) -> None:
     said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>one two three<|return|>")
     async with open_api(said, text) as rig:
         assert await both(rig, stop=" three") == ("one two", "They want a greeting.", [], "stop")
         assert await both(rig, stop="greet") == ("", "They want a ", [], "stop")
 
 
-async def test_log_probabilities_cover_every_token(open_api: Opener, text: Text) -> None:
+async def test_log_probabilities_cover_every_token(open_api: Opener, text: TextCodec) -> None:
     said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>one two<|return|>")
     async with open_api(said, text) as rig:
         answer = await ask(rig, logprobs=True)
@@ -186,14 +186,16 @@ async def test_log_probabilities_cover_every_token(open_api: Opener, text: Text)
     assert answer.choices[0].message.content == "one two"
 
 
-async def test_the_model_stops_at_its_call_even_where_its_files_do_not_say_so(open_api: Opener, text: Text) -> None:
+async def test_the_model_stops_at_its_call_even_where_its_files_do_not_say_so(
+    open_api: Opener, text: TextCodec
+) -> None:
     async with open_api(saying(text, CALLS + "<|call|>and more"), text) as rig:
         await ask(rig, tools=[WEATHER])
         stops = rig.performer.asks[0].stop_tokens
     assert {text.speller.spell(token)[0] for token in stops} == {"<|return|>", "<|call|>"}
 
 
-async def test_an_answer_held_to_a_schema_is_final_at_once(open_api: Opener, text: Text) -> None:
+async def test_an_answer_held_to_a_schema_is_final_at_once(open_api: Opener, text: TextCodec) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     async with open_api("", text) as rig:
@@ -202,7 +204,7 @@ async def test_an_answer_held_to_a_schema_is_final_at_once(open_api: Opener, tex
         assert text.decode(rig.performer.asks[0].tokens).endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
-async def test_a_tool_that_must_be_called_is(open_api: Opener, text: Text) -> None:
+async def test_a_tool_that_must_be_called_is(open_api: Opener, text: TextCodec) -> None:
     async with open_api("", text) as rig:
         body = {"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
         ((name, arguments),) = (await both(rig, seed=1, **body))[2]
@@ -210,7 +212,7 @@ async def test_a_tool_that_must_be_called_is(open_api: Opener, text: Text) -> No
     assert set(arguments) == {"city", "days"}
 
 
-async def test_reasoning_comes_back_to_the_template(open_api: Opener, text: Text) -> None:
+async def test_reasoning_comes_back_to_the_template(open_api: Opener, text: TextCodec) -> None:
     call = {"type": "function", "id": "1", "function": {"name": "get_weather", "arguments": json.dumps(PARIS)}}
     said = {"role": "assistant", "content": "I look.", "reasoning_content": "Need weather.", "tool_calls": [call]}
     messages: Any = [*HI, said, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
@@ -240,7 +242,7 @@ async def test_a_template_without_the_marks_is_read_as_before(open_api: Opener, 
 
 
 async def test_a_tokenizer_without_the_marks_is_read_as_before(open_api: Opener, tmp_path: Path) -> None:
-    plain = Text.load(tokenizer_folders.byte_level(tmp_path / "plain", TEMPLATE))
+    plain = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "plain", TEMPLATE))
     async with open_api(saying(plain, "<|channel|>final"), plain) as rig:
         answer = await ask(rig)
     assert answer.choices[0].message.content == "<|channel|>final"

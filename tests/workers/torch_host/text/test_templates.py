@@ -11,7 +11,7 @@ import pytest
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, TEMPLATES, ChatTemplate
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.text.test_template_runner import running
@@ -28,19 +28,21 @@ def template(tmp_path: Path, templates: SandboxPool) -> Maker:
     """That of a model with this program."""
 
     def made(source: str | None, deadline_s: float = PATIENCE_S) -> ChatTemplate:
-        text = Text.load(tokenizer_folders.byte_level(tmp_path / "odd-model", source))
+        text = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "odd-model", source))
         return ChatTemplate(text, templates, deadline_s)
 
     return made
 
 
-async def test_a_conversation_is_rendered_with_its_tools_and_switches(byte_text: Text, templates: SandboxPool) -> None:
+async def test_a_conversation_is_rendered_with_its_tools_and_switches(
+    byte_text: TextCodec, templates: SandboxPool
+) -> None:
     made = ChatTemplate(byte_text, templates)
     assert await made.render(HI, None, {}, CONTEXT) == "<|user|>hi\n<|assistant|>"
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "<|user|>hi\nTOOLS look\n!<|assistant|>"
 
 
-async def test_a_caller_cannot_bring_its_own_program(byte_text: Text, templates: SandboxPool) -> None:
+async def test_a_caller_cannot_bring_its_own_program(byte_text: TextCodec, templates: SandboxPool) -> None:
     switches = {"chat_template": "mine", "tokenize": True, "add_generation_prompt": False, "conversation": []}
     switches |= {"messages": [], "tools": TOOLS, "template": "mine"}
     assert await ChatTemplate(byte_text, templates).render(HI, None, switches, CONTEXT) == "<|user|>hi\n<|assistant|>"
@@ -100,7 +102,7 @@ async def test_a_model_without_a_template_says_what_to_do(template: Maker) -> No
     assert refused.value.code == "no_chat_template"
 
 
-async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: Text) -> None:
+async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: TextCodec) -> None:
     with pytest.raises(ApiError) as refused:
         none = SandboxPool(replace(TEMPLATES, processes_max=0, wait_s=0.01))
         await ChatTemplate(byte_text, none).render(HI, None, {}, CONTEXT)
@@ -111,11 +113,11 @@ async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: Text) -> None:
 
 
 @pytest.fixture
-def odd_text(tmp_path: Path) -> Callable[[Callable[..., Any]], Text]:
+def odd_text(tmp_path: Path) -> Callable[[Callable[..., Any]], TextCodec]:
     """A tokenizer whose class renders like this."""
 
-    def made(render: Callable[..., Any]) -> Text:
-        text = Text.load(tokenizer_folders.byte_level(tmp_path / "odd-model"))
+    def made(render: Callable[..., Any]) -> TextCodec:
+        text = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "odd-model"))
         text.tokenizer.__class__ = type("OddTokenizer", (type(text.tokenizer),), {"apply_chat_template": render})
         return text
 

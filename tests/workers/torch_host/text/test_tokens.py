@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, Text
+from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, TextCodec
 from tests.workers.torch_host import tokenizer_folders
 
 
-async def test_a_long_text_is_encoded_beside_the_loop_and_is_the_same(byte_text: Text) -> None:
+async def test_a_long_text_is_encoded_beside_the_loop_and_is_the_same(byte_text: TextCodec) -> None:
     text = "the quick brown fox " * 20_000
     assert len(text) > INLINE_CHARS_MAX
     encoding = asyncio.create_task(byte_text.encode(text, False, 1_000_000, "prompt"))
@@ -23,12 +23,12 @@ async def test_a_long_text_is_encoded_beside_the_loop_and_is_the_same(byte_text:
     assert byte_text.decode(await encoding) == text
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(byte_text: Text) -> None:
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(byte_text: TextCodec) -> None:
     with pytest.raises(ApiError, match="characters"):
         await byte_text.encode("x" * 10_000_000, False, 100, "prompt")
 
 
-async def test_text_that_is_no_unicode_is_refused(byte_text: Text) -> None:
+async def test_text_that_is_no_unicode_is_refused(byte_text: TextCodec) -> None:
     with pytest.raises(ApiError):
         await byte_text.encode("\ud800", False, 100, "prompt")
 
@@ -37,7 +37,7 @@ def test_every_token_that_ends_an_answer_is_known(tmp_path: Path) -> None:
     folder = tokenizer_folders.byte_level(tmp_path / "m", special=("<|eot|>", "<|eom|>"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": True}))
-    assert Text.load(folder).stop_tokens == {0, 1, 2}
+    assert TextCodec.load(folder).stop_tokens == {0, 1, 2}
 
 
 def test_a_tokenizer_file_that_cuts_and_fills_up_is_told_not_to(tmp_path: Path) -> None:
@@ -54,14 +54,14 @@ def test_a_tokenizer_file_that_cuts_and_fills_up_is_told_not_to(tmp_path: Path) 
         "pad_token": tokenizer_folders.END,
     }
     path.write_text(json.dumps(said))
-    text = Text.load(folder)
+    text = TextCodec.load(folder)
     assert (
         text.decode(text.tokens_of("the cat sat on the mat and the dog", True)) == "the cat sat on the mat and the dog"
     )
 
 
 @pytest.mark.parametrize("sample", ["the cat", "Grüße 你好 🙂", "a\n b"])
-def test_tokens_are_spelled_by_their_bytes(byte_text: Text, sentence_text: Text, sample: str) -> None:
+def test_tokens_are_spelled_by_their_bytes(byte_text: TextCodec, sentence_text: TextCodec, sample: str) -> None:
     for text, before in ((byte_text, ""), (sentence_text, " ")):
         speller = Speller(text.tokenizer)
         raw = b"".join(speller.spell(token)[1] for token in text.tokens_of(sample, False))
@@ -69,5 +69,5 @@ def test_tokens_are_spelled_by_their_bytes(byte_text: Text, sentence_text: Text,
         assert speller.spell(10_000_000) == ("", b"")
 
 
-def test_a_special_token_is_spelled_as_it_is_written(byte_text: Text) -> None:
+def test_a_special_token_is_spelled_as_it_is_written(byte_text: TextCodec) -> None:
     assert byte_text.speller.spell(0) == ("<|end|>", b"<|end|>")

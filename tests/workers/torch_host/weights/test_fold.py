@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from greenroom.workers.torch_host.weights import loading
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out, view_of
-from greenroom.workers.torch_host.weights.building import ModelOptions
+from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.fold import fold as fold_module
 from greenroom.workers.torch_host.weights.fold.fold import (
     CHUNK_BYTES,
@@ -152,7 +152,7 @@ def test_a_model_is_folded_as_it_is_read(
 ) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
     folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
-    options = ModelOptions(folder, attention="sdpa")
+    options = BuildOptions(folder, attention="sdpa")
     if by == "transformers":
         tiny.store_oddly(folder)
     with caplog.at_level("INFO"):
@@ -194,7 +194,7 @@ def test_what_could_not_be_folded_is_read_again(tmp_path: Path, descriptor: int)
     built: list[HostArena] = []
     settings = replace(PATIENT, program=program)
     context = LoadContext(folds=True, folding=settings, on_built=lambda module, arena: built.append(arena))
-    loaded = loading.load(TextModel(ModelOptions(folder, attention="sdpa")), descriptor, False, context)
+    loaded = loading.load(TextModel(BuildOptions(folder, attention="sdpa")), descriptor, False, context)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
     for name, tensor in load_file(folder / "model.safetensors").items():

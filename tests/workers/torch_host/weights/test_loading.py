@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
 from greenroom.workers.torch_host.weights import building, loading
-from greenroom.workers.torch_host.weights.building import ModelOptions
+from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
-from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModel, load
+from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModule, load
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.weights.text_model import TextModel
 from tests.workers.torch_host import tiny
@@ -41,11 +41,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def options(folder: Path, **changes: Any) -> ModelOptions:
-    return ModelOptions(folder, attention="eager", **changes)
+def options(folder: Path, **changes: Any) -> BuildOptions:
+    return BuildOptions(folder, attention="eager", **changes)
 
 
-def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> LoadedModel:
+def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> LoadedModule:
     return load(TextModel(options(folder, **changes)), descriptor, filled, LoadContext())
 
 
@@ -62,7 +62,7 @@ def is_fallback(caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
     return asked
 
 
-def answer(found: LoadedModel) -> torch.Tensor:
+def answer(found: LoadedModule) -> torch.Tensor:
     weights = DeviceWeights(found.module, found.arena, CPU, 0, CopyRate())
     weights.wake()
     with torch.no_grad():

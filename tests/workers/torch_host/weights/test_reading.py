@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure
 from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
-from greenroom.workers.torch_host.weights.reading import Transfer, pieces_of
+from greenroom.workers.torch_host.weights.reading import TensorRead, pieces_of
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
 from greenroom.workers.torch_host.weights.weight_file import WeightFile, bounce_for
 
@@ -47,12 +47,12 @@ def descriptor() -> Iterator[int]:
 
 def arena_for(
     path: Path, weights: dict[str, torch.Tensor], descriptor: int, dtype: torch.dtype = torch.float32
-) -> tuple[HostArena, list[Transfer]]:
+) -> tuple[HostArena, list[TensorRead]]:
     save_file(weights, path)
     layout = lay_out((name, tensor.to(dtype)) for name, tensor in weights.items())
     arena = HostArena.create(descriptor, layout, "test", None)
     stored = {tensor.name: tensor for tensor in read_header(path)}
-    return arena, [Transfer(stored[name], layout.places[name]) for name in weights]
+    return arena, [TensorRead(stored[name], layout.places[name]) for name in weights]
 
 
 def forget_cached(path: Path) -> None:
@@ -237,14 +237,14 @@ def test_a_thread_that_cannot_settle_fails_the_reading_and_keeps_nobody_waiting(
         read_all(transfers, arena.tensor, arena.buffer, on_thread=fail)
 
 
-def transfers_of(*ranges: tuple[int, int]) -> list[Transfer]:
+def transfers_of(*ranges: tuple[int, int]) -> list[TensorRead]:
     """Tensors of one file, each from an offset on and so many bytes long."""
     file = Path("model.safetensors")
     stored = [StoredTensor(str(offset), file, "U8", (size,), offset, size) for offset, size in ranges]
-    return [Transfer(one, TensorPlace("uint8", one.shape, 0, one.size)) for one in stored]
+    return [TensorRead(one, TensorPlace("uint8", one.shape, 0, one.size)) for one in stored]
 
 
-def ranges_of(transfers: list[Transfer], parts_max: int = 512) -> list[tuple[int, int]]:
+def ranges_of(transfers: list[TensorRead], parts_max: int = 512) -> list[tuple[int, int]]:
     return [(piece.offset, piece.size) for piece in pieces_of(transfers, PIECE_BYTES, parts_max)]
 
 

@@ -304,9 +304,9 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     if result["keys"]:
         screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
     if result["governance"] is not None:
-        from greenroom.tenancy.governance.report import Report
+        from greenroom.tenancy.governance.report import GovernanceReport
 
-        for line in Report(**result["governance"]).lines():
+        for line in GovernanceReport(**result["governance"]).lines():
             screen.say(line)
     for warning in result["warnings"]:
         screen.say(f"warning: {warning}")

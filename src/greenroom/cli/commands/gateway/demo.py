@@ -86,7 +86,7 @@ def _prepared() -> list[DemoModel]:
     from greenroom.cli import demo_models
 
     with contextlib.ExitStack() as stack:
-        bar: list[demo_models.Progress] = []
+        bar: list[demo_models.ShowProgress] = []
 
         def say(step: str, done: int, total: int) -> None:
             # Loading the bar takes a moment, and it is not needed if both models are there.

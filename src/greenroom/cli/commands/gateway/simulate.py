@@ -20,7 +20,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 from greenroom.cli.simulation_options import add_options
 
 if TYPE_CHECKING:
-    from greenroom.sim.cases import Case, Result
+    from greenroom.sim.cases import Case, CaseResult
     from greenroom.sim.results.stats import Stats, Waits
     from greenroom.sim.truth import Delays
 
@@ -140,7 +140,7 @@ CASE_COLUMNS = (
 )
 
 
-def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+def _table(results: Sequence[CaseResult]) -> tuple[list[str], list[list[str]]]:
     """Titles and rows; columns without information are left out."""
     shown: list[tuple[str, list[str]]] = []
     for title, name in CASE_COLUMNS:
@@ -173,7 +173,7 @@ def _delayed(delays: Delays, name: str) -> str:
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: CaseResult) -> dict[str, Any]:
     case, stats = result.case, result.stats
     return {
         "policy": case.policy,
@@ -227,7 +227,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
     }
 
 
-def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None:
+def _write(path: str, results: Sequence[CaseResult], assumed: Sequence[str]) -> None:
     from greenroom.sim.results.report import html
 
     page = html(results, assumed)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     said = {name: value for name, value in settings.items() if value is not None}
-    conversation = Conversation(Client(address.address_of(args)), args.model, args.system, said)
+    conversation = ChatSession(Client(address.address_of(args)), args.model, args.system, said)
     prompt = _prompt(args.prompt)
     if prompt is None:
         if args.json:
@@ -74,7 +74,7 @@ def _stdin() -> str:
     return text
 
 
-def _talk(conversation: Conversation) -> int:
+def _talk(conversation: ChatSession) -> int:
     with contextlib.suppress(ImportError):
         # Line editing and history at the prompt, where Python has them.
         import readline  # noqa: F401
@@ -93,7 +93,7 @@ def _talk(conversation: Conversation) -> int:
             _one_turn(conversation, line)
 
 
-def _one_turn(conversation: Conversation, line: str) -> None:
+def _one_turn(conversation: ChatSession, line: str) -> None:
     """A question that fails leaves the conversation as it was."""
     try:
         conversation.say(line)
@@ -113,7 +113,7 @@ DONE: Final = "[DONE]"
 WAITING: Final = "waiting "
 
 
-class Conversation:
+class ChatSession:
     def __init__(self, client: Client, model: str, system: str | None, settings: Mapping[str, object]) -> None:
         self.model = model
         self._client = client

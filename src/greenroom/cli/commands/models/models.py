@@ -17,7 +17,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus, GatewayRefused, No
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
     from greenroom.config.schema import Config
-    from greenroom.library.records import Record
+    from greenroom.library.records import LibraryRecord
 
 TITLES: Final = ("id", "kind", "quant", "size", "context", "memory MiB", "last used")
 # An unload and the deletion of many files may take long.
@@ -122,7 +122,7 @@ def _agreed(model: Mapping[str, Any]) -> bool:
 # --- where the models are -------------------------------------------------------------------------------------------
 
 
-class Place(Protocol):
+class InventorySource(Protocol):
     def inventory(self) -> Mapping[str, Any]:
         """All models, in the shape of the gateway's answer. Raises CommandFailed."""
         ...
@@ -132,7 +132,7 @@ class Place(Protocol):
         ...
 
 
-def _place(args: argparse.Namespace) -> Place:
+def _place(args: argparse.Namespace) -> InventorySource:
     """The folders that are named; else the gateway; else the folders of the configuration that it would have."""
     from greenroom.cli.client import Client
 
@@ -191,7 +191,7 @@ class _Disk:
     def __init__(self, folders: Sequence[str], config: Config | None) -> None:
         self._folders = [os.path.abspath(os.path.expanduser(folder)) for folder in folders]
         self._config = config
-        self._records: Sequence[Record] = ()
+        self._records: Sequence[LibraryRecord] = ()
 
     def inventory(self) -> Mapping[str, Any]:
         from greenroom.library.library import look_once
@@ -221,7 +221,7 @@ class _Disk:
             raise CommandFailed(f"{record.path} could not be deleted: {error.strerror or error}") from None
         return {"id": record.id, "deleted": True, "bytes_freed": freed, "unloaded": []}
 
-    def _other_meaning(self, name: str, record: Record) -> str | None:
+    def _other_meaning(self, name: str, record: LibraryRecord) -> str | None:
         """The path of the configured model that a request by this name would get, if it is not this record."""
         models = {} if self._config is None else self._config.models
         meant = next((one for key, one in models.items() if name == key or name in one.aliases), None)
@@ -229,7 +229,7 @@ class _Disk:
             return None
         return meant.path or "none of its own"
 
-    def _configured_as(self, record: Record) -> str | None:
+    def _configured_as(self, record: LibraryRecord) -> str | None:
         """The model of the configuration that has this path, or lies in its folder."""
         models = {} if self._config is None else self._config.models
         mine = {os.path.realpath(record.path), os.path.realpath(os.path.dirname(record.path))}

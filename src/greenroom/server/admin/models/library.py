@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.errors import GreenroomError, ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
-from greenroom.library.records import Record, told, told_problem
+from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
@@ -228,7 +228,7 @@ class LibraryRoutes:
         _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=unloaded)
         return Removed(id=record.id, bytes_freed=freed, unloaded=list(unloaded))
 
-    def _kept_by(self, record: Record) -> str | None:
+    def _kept_by(self, record: LibraryRecord) -> str | None:
         """The model of which this is a version that does not serve now, and is kept."""
         models, updates = self._gateway.config.models, self._gateway.updates
         return next((name for name in models for one in updates.of(name).kept if one.path == record.path), None)
@@ -237,7 +237,7 @@ class LibraryRoutes:
         """Models that a deletion by this name would take files from. Raises ModelNotFound or RemovalFailed."""
         return await self._users_of(self._record(name))
 
-    def _record(self, name: str) -> Record:
+    def _record(self, name: str) -> LibraryRecord:
         """The model with exactly this id or path: a name that several could be meant by deletes none of them.
 
         The id of a configured model means that one, as in every request.
@@ -265,7 +265,7 @@ class LibraryRoutes:
         """True if it holds memory or is about to."""
         return bool(self._gateway.loop.scheduler.view.slots_of(entry.id))
 
-    async def _users_of(self, record: Record) -> list[Entry]:
+    async def _users_of(self, record: LibraryRecord) -> list[Entry]:
         """Models that are configured or in memory and need a file of this one. Raises RemovalFailed."""
         gateway = self._gateway
         entries = [entry for entry in gateway.catalog if entry.id in gateway.config.models or self._slots(entry)]
@@ -278,7 +278,7 @@ class LibraryRoutes:
             ) from None
 
 
-def _sharing(record: Record, entries: Sequence[Entry]) -> list[Entry]:
+def _sharing(record: LibraryRecord, entries: Sequence[Entry]) -> list[Entry]:
     """The models that need one of these files. Blocks."""
     mine = {os.path.realpath(path) for path in (*paths_of(record), record.path)}
     return [entry for entry in entries if not mine.isdisjoint(_files_of(entry))]
@@ -292,7 +292,7 @@ def _files_of(entry: Entry) -> set[str]:
     return {os.path.realpath(path) for path in named if "\0" not in path}
 
 
-def _in_use(record: Record, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:
+def _in_use(record: LibraryRecord, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:
     why = "loaded or asleep" if loaded else "configured"
     names = ", ".join(entry.id for entry in users[:8])
     return ModelInUse(

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from greenroom.core.model import Tier
 from greenroom.dialects.anthropic_answer import model_card, model_list
 from greenroom.errors import ModelNotFound
-from greenroom.library.records import Record
+from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -77,7 +77,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def card_of(record: Record) -> ModelCard:
+def card_of(record: LibraryRecord) -> ModelCard:
     """A model on disk that was not asked for yet."""
     return ModelCard(
         id=record.id,

@@ -227,15 +227,15 @@ async def begin(
     return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
 
 
-class Owner(TypedDict):
+class OperationOwner(TypedDict):
     tenant: str
     key: str
 
 
-def owner_of(request: Request) -> Owner:
+def owner_of(request: Request) -> OperationOwner:
     """In whose name an operation is kept."""
     caller = caller_of(request)
-    return Owner(tenant=caller.tenant or caller.name, key=caller.name)
+    return OperationOwner(tenant=caller.tenant or caller.name, key=caller.name)
 
 
 def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:

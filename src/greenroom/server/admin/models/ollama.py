@@ -23,7 +23,7 @@ from greenroom.dialects.ollama_answer import LINES
 from greenroom.dialects.ollama_request import pulled
 from greenroom.errors import BadRequest, FetchFailed, ModelNotFound
 from greenroom.library.orders import read_order
-from greenroom.library.records import Record
+from greenroom.library.records import LibraryRecord
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.library import LibraryRoutes
@@ -140,7 +140,7 @@ class OllamaRoutes:
         is_done = now is not None and now.status is OperationStatus.DONE
         yield _line({"status": "success"} if is_done else {"error": _why(now)})
 
-    def _record(self, path: str | None) -> Record | None:
+    def _record(self, path: str | None) -> LibraryRecord | None:
         return None if path is None else self._gateway.library.find(path)
 
     def _card(self, id: str, path: str | None, engine: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ async def _read(request: Request) -> tuple[str, bool]:
     return name, order.stream is not False
 
 
-def _details(engine: str, record: Record | None) -> dict[str, Any]:
+def _details(engine: str, record: LibraryRecord | None) -> dict[str, Any]:
     kind = engine if record is None else record.kind.value
     parameters = None if record is None else record.parameters
     return {
@@ -196,7 +196,7 @@ def _details(engine: str, record: Record | None) -> dict[str, Any]:
     }
 
 
-def _info(engine: str, record: Record | None) -> Mapping[str, Any]:
+def _info(engine: str, record: LibraryRecord | None) -> Mapping[str, Any]:
     known: dict[str, Any] = {"general.architecture": engine}
     if record is not None and record.parameters is not None:
         known["general.parameter_count"] = record.parameters

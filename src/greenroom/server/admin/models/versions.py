@@ -93,7 +93,7 @@ class UpdateFault(BaseModel):
     message: str
 
 
-class ModelStatus(BaseModel):
+class ServedVersion(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     model: str
@@ -166,12 +166,12 @@ class VersionRoutes:
         """One update as it is now; it is kept for an hour after its end."""
         return await self._view(self._gateway.updates.get(task_id))
 
-    async def version_status(self, request: Request, model: ModelName = None) -> ModelStatus:
+    async def version_status(self, request: Request, model: ModelName = None) -> ServedVersion:
         """Which version of a model serves, and whether it is being updated."""
         name, updates, is_admin = self._meant(model, caller_of(request)), self._gateway.updates, asked_by_admin(request)
         version, desired, error = updates.of(name).current, updates.desired(name), updates.error(name)
         message = "" if error is None else error.message if is_admin else "An operator can see why."
-        return ModelStatus(
+        return ServedVersion(
             model=name,
             model_version=None if version is None else version.number,
             model_repo_id=None if version is None else told_as(version.repo_id, to_operator=is_admin),

@@ -39,7 +39,7 @@ _TEXT: Final = frozenset((Ability.CHAT, Ability.COMPLETIONS))
 _STREAMS: Final = _TEXT | {Ability.SPEECH}
 
 
-class LoadedModel(View):
+class LoadedCapability(View):
     id: str
     quantization: str | None
     """As configured; null where its files decide."""
@@ -59,7 +59,7 @@ class LoadingModel(View):
 
 
 class Models(View):
-    loaded: list[LoadedModel]
+    loaded: list[LoadedCapability]
     loading: list[LoadingModel]
     available: list[str]
     """Ids of all other models that can be asked for."""
@@ -78,7 +78,7 @@ class Resources(View):
     """The share of these in use; null if no engine tells."""
 
 
-class Queue(View):
+class QueueCapacity(View):
     depth: int
     maxDepth: int  # noqa: N815
     avgWaitMs: float | None  # noqa: N815
@@ -104,7 +104,7 @@ class Capabilities(View):
     runnerId: str  # noqa: N815
     models: Models
     resources: Resources
-    queue: Queue
+    queue: QueueCapacity
     capabilities: Abilities
     health: views.HealthWord
 
@@ -163,9 +163,9 @@ class CapabilityRoutes:
 
     # --- models -------------------------------------------------------------------------------------------------------
 
-    def _loaded(self, entry: Entry) -> LoadedModel:
+    def _loaded(self, entry: Entry) -> LoadedCapability:
         reads = "ctx_size" in KEYS_OF_ENGINES.get(entry.engine.name, ())
-        return LoadedModel(
+        return LoadedCapability(
             id=entry.id,
             quantization=entry.config.quantization,
             contextLength=(entry.config.ctx_size or None) if reads else None,
@@ -218,11 +218,13 @@ class CapabilityRoutes:
         share = round(used / sum(weights.values()), 3) if weights else None
         return sum(sizes.values()) if sizes else None, share
 
-    def _queue(self) -> Queue:
+    def _queue(self) -> QueueCapacity:
         state, waits = self._gateway.loop.scheduler.view, sorted(self._gateway.metrics.waits_s)
         mean = round(1000 * sum(waits) / len(waits), 1) if waits else None
         p95 = round(1000 * waits[math.ceil(0.95 * len(waits)) - 1], 1) if waits else None
-        return Queue(depth=state.waitlist.depth, maxDepth=state.limits.queue_depth_max, avgWaitMs=mean, p95WaitMs=p95)
+        return QueueCapacity(
+            depth=state.waitlist.depth, maxDepth=state.limits.queue_depth_max, avgWaitMs=mean, p95WaitMs=p95
+        )
 
     def _abilities(self, listed: list[Entry]) -> Abilities:
         known = {entry.id: entry.facts.abilities for entry in listed}

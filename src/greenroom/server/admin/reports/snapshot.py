@@ -105,18 +105,18 @@ class Snapshot:
         failure = self._gateway.mover.failures.get(entry.id)
         return isinstance(failure, LoadOutOfMemory) and self.word(entry) is StatusWord.FAILED
 
-    def ready(self) -> views.Probe:
+    def ready(self) -> views.ProbeAnswer:
         """Whether requests are accepted."""
         state = self._state
         if self._gateway.is_draining:
-            return views.Probe(status="draining")
+            return views.ProbeAnswer(status="draining")
         if self._gateway.is_starting:
-            return views.Probe(status="starting")
+            return views.ProbeAnswer(status="starting")
         models, catalog = self._gateway.config.models, self._gateway.catalog
         if any(model.versions is not None and not catalog.is_known(name) for name, model in models.items()):
-            return views.Probe(status="no_version")
+            return views.ProbeAnswer(status="no_version")
         is_full = state.waitlist.depth >= state.limits.queue_depth_max
-        return views.Probe(status="saturated" if is_full else "ok")
+        return views.ProbeAnswer(status="saturated" if is_full else "ok")
 
     @property
     def _is_store_up(self) -> bool:

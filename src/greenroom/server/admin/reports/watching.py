@@ -59,7 +59,7 @@ class Watching:
     def add_to(self, app: FastAPI) -> None:
         app.get("/health", responses={503: {"model": views.Health}})(self.health)
         app.get("/healthz")(self.is_alive)
-        app.get("/readyz", responses={503: {"model": views.Probe}})(self.is_ready)
+        app.get("/readyz", responses={503: {"model": views.ProbeAnswer}})(self.is_ready)
         app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         app.get(f"{API}/status")(self.status)
         app.get(f"{API}/events", response_class=Response, responses={200: {"content": {SSE: {}}}})(self.events)
@@ -67,11 +67,11 @@ class Watching:
         app.get(f"{API}/requests/{{request_id}}")(self.show_request)
         app.get(f"{API}/decisions")(self.list_decisions)
 
-    async def is_alive(self) -> views.Probe:
+    async def is_alive(self) -> views.ProbeAnswer:
         """200 while the gateway answers at all, whatever becomes of its models: a probe by which it is restarted."""
-        return views.Probe(status="ok")
+        return views.ProbeAnswer(status="ok")
 
-    async def is_ready(self, response: Response) -> views.Probe:
+    async def is_ready(self, response: Response) -> views.ProbeAnswer:
         """200 while requests are accepted; 503 while it starts or shuts down, and while its queue is full."""
         ready = self._look().ready()
         response.status_code = 200 if ready.status == "ok" else 503

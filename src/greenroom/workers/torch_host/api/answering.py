@@ -1,6 +1,6 @@
 """Runs the sequences of one request and sends their output, whole or as a stream.
 
-Owns the life of these sequences: whatever happens, none goes on for a caller that is gone. A `Dialect` writes the
+Owns the life of these sequences: whatever happens, none goes on for a caller that is gone. A `AnswerFormat` writes the
 answer: one for chat, one for completions.
 """
 
@@ -20,7 +20,7 @@ from ..text.output_stream import OutputPiece, OutputStream
 Usage = Mapping[str, Any]
 
 
-class Dialect(Protocol):
+class AnswerFormat(Protocol):
     """How one endpoint writes answers. Bytes are events of a stream, ready to be sent."""
 
     def opening(self, index: int) -> bytes | None:
@@ -45,7 +45,7 @@ class Generation:
     """Tokens of each prompt. The choices of one prompt follow each other."""
 
 
-async def answer_whole(engine: InferenceEngine, generation: Generation, dialect: Dialect, answer: Answer) -> None:
+async def answer_whole(engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: Answer) -> None:
     pieces = [OutputPiece() for _ in generation.outputs]
 
     def keep(output: OutputStream, piece: OutputPiece) -> None:
@@ -60,7 +60,7 @@ async def answer_whole(engine: InferenceEngine, generation: Generation, dialect:
 
 
 async def answer_stream(
-    engine: InferenceEngine, generation: Generation, dialect: Dialect, answer: Answer, tells_usage: bool
+    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: Answer, tells_usage: bool
 ) -> None:
     stream = _Stream(dialect, answer, generation)
     for output in generation.outputs:
@@ -77,7 +77,7 @@ async def answer_stream(
 class _Stream:
     """The events of all choices. While the client does not keep up, the output of a choice is joined to one event."""
 
-    def __init__(self, dialect: Dialect, answer: Answer, generation: Generation) -> None:
+    def __init__(self, dialect: AnswerFormat, answer: Answer, generation: Generation) -> None:
         self._dialect = dialect
         self._answer = answer
         self._generation = generation

@@ -19,7 +19,7 @@ from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
 from ..text.output_stream import OutputStream, StopFinder
 from ..text.templates import ChatTemplate
-from ..text.tokens import Text
+from ..text.tokens import TextCodec
 from ..text.tool_calls import Reader
 from ..weights.sentence_config import SentenceConfig
 from .answering import Generation
@@ -64,7 +64,7 @@ class OutputFormat:
 class ModelContext:
     name: str
     engine: InferenceEngine
-    text: Text
+    text: TextCodec
     template: ChatTemplate
     grammars: Grammars
     callbacks: CallbackQueue

@@ -22,7 +22,7 @@ from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SchemaTrials
 from ..text.harmony import Harmony
 from ..text.templates import RENDER_DEADLINE_S, ChatTemplate
-from ..text.tokens import Text, read_config
+from ..text.tokens import TextCodec, read_config
 from ..weights.sentence_config import SentenceConfig
 from .chat import chat
 from .completions import complete
@@ -41,7 +41,7 @@ class Api:
 
     def __init__(
         self,
-        text: Text,
+        text: TextCodec,
         engine: InferenceEngine,
         model: str,
         *,
@@ -117,7 +117,7 @@ class ModelServer(HttpServer):
 async def serve_text(
     socket_path: Path,
     engine: InferenceEngine,
-    text: Text,
+    text: TextCodec,
     model: str,
     *,
     templates: SandboxPool,

@@ -22,9 +22,9 @@ from ..engine.engine_loop import EngineLoop, EngineSizes
 from ..engine.model_check import ModelCheck, fingerprint
 from ..engine.model_shape import kv_bytes, text_config
 from ..kernels.attention import IMPLEMENTATION, register
-from ..text.tokens import Text
+from ..text.tokens import TextCodec
 from ..weights.arena import HostArena
-from ..weights.building import ModelOptions, call_foreign, gguf_in
+from ..weights.building import BuildOptions, call_foreign, gguf_in
 from ..weights.device_memory import driver
 from ..weights.device_weights import DeviceWeights
 from ..weights.loading import LoadContext, load
@@ -44,7 +44,7 @@ THREADS: Final = 3
 class PreparedText:
     """A model of Transformers that sleeps. Implements `PreparedModel`."""
 
-    text: Text
+    text: TextCodec
     weights: DeviceWeights
     engine: EngineLoop
     sentence: SentenceConfig | None
@@ -103,11 +103,11 @@ class _Background:
     """The parts of one model that are built in other threads."""
 
     def __init__(
-        self, order: SlotOptions, options: ModelOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
+        self, order: SlotOptions, options: BuildOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
     ) -> None:
         self._order, self._options, self._device_context, self._threads = order, options, device_context, threads
         self._arena: HostArena | None = None
-        self._text: Future[Text] | None = None
+        self._text: Future[TextCodec] | None = None
         self._engine: Future[tuple[DeviceWeights, EngineLoop]] | None = None
         self._context: Future[object] | None = None
         if device_context.device.type == "cuda":
@@ -146,10 +146,10 @@ class _Background:
         # A traceback keeps this object alive; references from here to an error would make a cycle.
         self._text = self._engine = self._context = self._arena = None
 
-    def _load_text(self) -> Text:
+    def _load_text(self) -> TextCodec:
         options = self._options
-        text: Text = call_foreign(
-            options.folder, lambda: Text.load(options.folder, options.trust_remote_code, options.gguf_file)
+        text: TextCodec = call_foreign(
+            options.folder, lambda: TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
         )
         if options.sentence is not None:
             text.prepare_to_embed(options.sentence.lowers_case)
@@ -161,8 +161,8 @@ class _Background:
         return _weights_and_engine(self._order, self._options.sentence, module, arena, self._device_context)
 
 
-def _options(order: SlotOptions) -> ModelOptions:
-    return ModelOptions(
+def _options(order: SlotOptions) -> BuildOptions:
+    return BuildOptions(
         folder=order.folder,
         # Embeddings use the attention and the masks of the model's own code.
         attention=None if order.embedding else IMPLEMENTATION,

@@ -24,7 +24,7 @@ from ..weights.device_weights import DeviceWeights
 log = logging.getLogger(__name__)
 
 
-class Stopped(Exception):
+class PipelineStopped(Exception):
     """Raised inside a pipeline, between two steps, to end it."""
 
 
@@ -135,7 +135,7 @@ class ImageEngine(ModelThread):
             for seed in job.seeds:
                 job.made.append(job.encode(self._picture(job, seed)))
             result = job.made
-        except Stopped:
+        except PipelineStopped:
             result = Cancelled("The request was cancelled, or the model had to go to sleep.")
         except Exception as error:
             log.exception("a picture could not be made")
@@ -178,7 +178,7 @@ class ImageEngine(ModelThread):
 
     def _check(self, job: ImageJob) -> None:
         if job.cancelled or not self._should_wake:
-            raise Stopped
+            raise PipelineStopped
 
     def _finish(self, job: ImageJob, result: list[bytes] | Exception) -> None:
         try:

@@ -19,7 +19,7 @@ from ..failures import BadModel
 from ..weights import building
 from ..weights.arena import Layout
 from ..weights.read_plan import StoredParts, Unplanned, fill, translated, untranslated
-from ..weights.reading import TORCH_DTYPES, Transfer
+from ..weights.reading import TORCH_DTYPES, TensorRead
 from .pipeline_files import Component, PipelineFiles
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -60,7 +60,7 @@ class PipelineSource:
             parts[component.name] = made
         return Components(parts)
 
-    def plan(self, module: torch.nn.Module, layout: Layout) -> list[Transfer]:
+    def plan(self, module: torch.nn.Module, layout: Layout) -> list[TensorRead]:
         found: dict[str, StoredParts] = {}
         for component in self._files.components:
             part: Any = getattr(module, component.name)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ...serving.errors import ApiError, unavailable, unsupported
-from ..text.tokens import Text
+from ..text.tokens import TextCodec
 from .schema_job import COMPILE_STACK_BYTES
 from .schema_trials import SchemaChecker, SchemaTrials
 
@@ -94,7 +94,7 @@ class Grammars:
 
     def __init__(
         self,
-        text: Text,
+        text: TextCodec,
         trials: SchemaTrials,
         *,
         compiling_max: int = COMPILING_MAX,

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Final, Literal
 
-from .tokens import Text
+from .tokens import TextCodec
 from .tool_calls import ParsedText, ToolCall
 
 # Unicode reserves these for use within a program.
@@ -47,13 +47,13 @@ Kind = Literal["text", "reasoning", "call"]
 class Harmony:
     """The format's tokens in one model."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: TextCodec) -> None:
         self.marks = {token: _MARKS[text.speller.spell(token)[0]] for token in text.specials_spelled(_MARKS)}
         """Special tokens, and the character that stands for each."""
         self.stops = text.specials_spelled(_LAST)
 
     @staticmethod
-    def of(text: Text, template: str) -> Harmony | None:
+    def of(text: TextCodec, template: str) -> Harmony | None:
         """None if the template or the tokenizer does not have the marks."""
         if any(mark not in template for mark in ("<|start|>", "<|channel|>", "<|message|>")):
             return None

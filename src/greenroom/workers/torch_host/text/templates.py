@@ -26,7 +26,7 @@ from ...serving.errors import ApiError, too_long, unavailable, unsupported
 from ...serving.fields import Body, kind_of
 from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
 from ..sandbox.pool import JobKind, SandboxError, SandboxPool, Stopped, TimedOut, Unavailable
-from .tokens import Text
+from .tokens import TextCodec
 
 # Every character is at most so many bytes. Error messages are shorter than this.
 CHAR_BYTES_MAX: Final = 4
@@ -129,7 +129,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    def __init__(self, text: Text, pool: SandboxPool, deadline_s: float = RENDER_DEADLINE_S) -> None:
+    def __init__(self, text: TextCodec, pool: SandboxPool, deadline_s: float = RENDER_DEADLINE_S) -> None:
         self._text = text
         self._folder = text.folder
         tokenizer = text.tokenizer

@@ -25,7 +25,7 @@ ENCODING_THREADS = 2
 CONFIG_BYTES_MAX = 4 * 1024 * 1024
 
 
-class Text:
+class TextCodec:
     def __init__(self, tokenizer: Any, folder: Path) -> None:
         """`tokenizer` is one of Transformers'."""
         self.tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Text:
         self._token_chars_max = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
-    def load(cls, folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Text:
+    def load(cls, folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> TextCodec:
         """Read the tokenizer of a model's folder, or of a GGUF file in it.
 
         Takes about a second; raises what Transformers raises.

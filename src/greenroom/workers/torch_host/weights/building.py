@@ -32,7 +32,7 @@ _FILLS: Final = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
+class BuildOptions:
     """Which model to load, and how."""
 
     folder: Path
@@ -52,7 +52,7 @@ class ModelOptions:
         return how | ({"gguf_file": self.gguf_file} if self.gguf_file else {})
 
 
-def read_config(options: ModelOptions) -> Any:
+def read_config(options: BuildOptions) -> Any:
     """The model's configuration, with the wanted dtype. Raises BadModel."""
     if options.dtype not in DTYPES:
         raise BadModel(f"dtype {options.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
@@ -68,7 +68,7 @@ def read_config(options: ModelOptions) -> Any:
     return config
 
 
-def auto_class_for(options: ModelOptions, config: Any) -> tuple[Any, dict[str, Any]]:
+def auto_class_for(options: BuildOptions, config: Any) -> tuple[Any, dict[str, Any]]:
     """The auto class that builds the model, and extra arguments for it. Raises BadModel."""
     how: dict[str, Any] = {"attn_implementation": options.attention} if options.attention is not None else {}
     if options.sentence is None:
@@ -91,7 +91,7 @@ def _class_in(maker: Any, config: Any) -> Any:
     return found if inspect.isclass(found) else None
 
 
-def build(options: ModelOptions, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
+def build(options: BuildOptions, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
     """The module on the meta device, with its computed buffers on the CPU; None if that cannot be done."""
     if getattr(config, "quantization_config", None) is not None or options.gguf_file is not None:
         return None
@@ -239,7 +239,7 @@ def gguf_in(folder: Path) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def refuse_pickle(options: ModelOptions) -> None:
+def refuse_pickle(options: BuildOptions) -> None:
     """Raises BadModel if there are no safetensors: pickles can run code and must be allowed."""
     if options.allow_pickle:
         return
@@ -253,7 +253,7 @@ def refuse_pickle(options: ModelOptions) -> None:
     raise BadModel(f"{options.folder} has no weights: no model.safetensors and no index of such files. Is it complete?")
 
 
-def load_whole(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
+def load_whole(options: BuildOptions, config: Any, dtype: torch.dtype) -> Any:
     """The model in ordinary memory, loaded by Transformers. Raises BadModel, also if weights are missing."""
     maker, told = auto_class_for(options, config)
     how = options.loading | told | ({} if options.allow_pickle or options.gguf_file else {"use_safetensors": True})

@@ -21,13 +21,13 @@ from . import building, reading
 from .arena import HostArena, Layout, lay_out, view_of
 from .fold import FOLDING, ChunkTable, FoldSettings, fill_folded
 from .read_plan import Unplanned
-from .reading import Transfer
+from .reading import TensorRead
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModule:
     module: torch.nn.Module
     arena: HostArena
     read_bytes: int
@@ -68,14 +68,14 @@ class ModelSource(Protocol):
     def build(self) -> torch.nn.Module | None:
         """The module without its weights; None if it cannot be built before they are there."""
 
-    def plan(self, module: torch.nn.Module, layout: Layout) -> list[Transfer]:
+    def plan(self, module: torch.nn.Module, layout: Layout) -> list[TensorRead]:
         """Which bytes of the files fill which places. Raises Unplanned if they would have to be computed."""
 
     def load_whole(self) -> torch.nn.Module:
         """The module with its weights in ordinary memory."""
 
 
-def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContext) -> LoadedModel:
+def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContext) -> LoadedModule:
     """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
     context.raise_if_cancelled()
     module = source.build()
@@ -84,7 +84,7 @@ def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContex
         arena = HostArena.adopt(descriptor, source.identity, unfolds=context.folds)
         if arena is not None and building.fits(module, arena.layout):
             context.on_built(module, arena)
-            return LoadedModel(module, arena, 0)
+            return LoadedModule(module, arena, 0)
     try:
         return _planned(source, module, descriptor, context)
     except Unplanned as reason:
@@ -97,7 +97,9 @@ def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContex
         raise BadModel(f"{error} ({unplanned})") from error
 
 
-def _planned(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModel:
+def _planned(
+    source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext
+) -> LoadedModule:
     if module is None:
         raise Unplanned("it cannot be built before its weights are there")
     layout = lay_out(building.state_of(module))
@@ -120,7 +122,7 @@ def _planned(source: ModelSource, module: torch.nn.Module | None, descriptor: in
         context.on_reading()
         context.on_built(module, arena)
 
-    return LoadedModel(module, arena, _fill(arena, descriptor, context, read, on_reading))
+    return LoadedModule(module, arena, _fill(arena, descriptor, context, read, on_reading))
 
 
 def _fill(
@@ -212,7 +214,7 @@ def _ignored(start: int, size: int) -> None:
     """Nothing is folded."""
 
 
-def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModel:
+def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModule:
     context.on_thread()
     context.on_reading()
     loaded = source.load_whole()
@@ -226,4 +228,4 @@ def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int,
     # The first copy of the weights must be freed before memory is measured.
     gc.collect()
     context.on_built(module, arena)
-    return LoadedModel(module, arena, copied)
+    return LoadedModule(module, arena, copied)

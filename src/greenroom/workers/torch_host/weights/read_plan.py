@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .arena import Layout, TensorPlace
-from .reading import CONVERTED, TORCH_DTYPES, Transfer
+from .reading import CONVERTED, TORCH_DTYPES, TensorRead
 from .safetensors_files import StoredTensor
 
 
@@ -32,12 +32,12 @@ class StoredParts:
     by_pattern: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
 
-def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[Transfer]:
+def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[TensorRead]:
     """Transfers that fill every place of a model of Transformers. Raises Unplanned."""
     return fill(layout, translated(module, tensors, dtype))
 
 
-def fill(layout: Layout, found: Mapping[str, StoredParts]) -> list[Transfer]:
+def fill(layout: Layout, found: Mapping[str, StoredParts]) -> list[TensorRead]:
     """Transfers that fill every place with the stored tensors of its name. Raises Unplanned."""
     return [transfer for place, names in _by_place(layout) for transfer in _transfers(place, names, found)]
 
@@ -89,7 +89,7 @@ def _by_place(layout: Layout) -> list[tuple[TensorPlace, list[str]]]:
     return list(found.values())
 
 
-def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredParts]) -> Iterator[Transfer]:
+def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredParts]) -> Iterator[TensorRead]:
     stored = [found[name] for name in names if name in found]
     if not stored:
         raise Unplanned(f"no file has {names[0]}")
@@ -105,7 +105,7 @@ def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredP
     yield _transfer(sources[0], place)
 
 
-def _joined(place: TensorPlace, name: str, parts: StoredParts) -> Iterator[Transfer]:
+def _joined(place: TensorPlace, name: str, parts: StoredParts) -> Iterator[TensorRead]:
     """Experts stored one by one: `[expert, rows, columns]`, with the rows of several projections in sequence."""
     sources = [parts.by_pattern.get(pattern, []) for pattern in parts.converter.source_patterns]
     if not _only_joins(parts.converter, len(sources)) or len(place.shape) != 3:
@@ -133,7 +133,7 @@ def _only_joins(converter: Any, count: int) -> bool:
     return len(converter.target_patterns) == 1 and steps == wanted[: 1 if count == 1 else 2]
 
 
-def _transfer(source: StoredTensor, place: TensorPlace) -> Transfer:
+def _transfer(source: StoredTensor, place: TensorPlace) -> TensorRead:
     if source.shape != place.shape:
         raise Unplanned(
             f"{source.name} is {list(source.shape)} in {source.file.name} and {list(place.shape)} in the model"
@@ -141,4 +141,4 @@ def _transfer(source: StoredTensor, place: TensorPlace) -> Transfer:
     kind = TORCH_DTYPES.get(source.dtype)
     if kind is None or (kind != place.dtype and not {kind, place.dtype} <= CONVERTED):
         raise Unplanned(f"{source.name} is {source.dtype} in {source.file.name} and {place.dtype} in the model")
-    return Transfer(source, place)
+    return TensorRead(source, place)

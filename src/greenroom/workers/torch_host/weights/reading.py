@@ -2,7 +2,7 @@
 
 Owns the reading threads, their buffers, and the conversion of dtypes on the way. Files are read in long pieces from
 beginning to end, however small their tensors are. `weight_file` knows how a file is read fastest. Never parses files
-and never decides what goes where: it is given `Transfer`s. Read `read_all` first.
+and never decides what goes where: it is given `TensorRead`s. Read `read_all` first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONVERTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TensorRead:
     """One tensor in a file and its place in the arena."""
 
     source: StoredTensor
@@ -82,7 +82,7 @@ class Transfer:
 class TensorPart:
     """A range of a tensor's bytes, counted from the tensor's start."""
 
-    transfer: Transfer
+    transfer: TensorRead
     start: int
     size: int
 
@@ -106,7 +106,7 @@ class FilePiece:
 
 
 def read_all(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[TensorRead],
     arena: torch.Tensor,
     buffer: memoryview,
     *,
@@ -277,7 +277,7 @@ def _name_at(piece: FilePiece, place: int) -> str:
 
 
 def pieces_of(
-    transfers: Sequence[Transfer], piece_bytes: int = PIECE_BYTES, parts_max: int = PARTS_MAX
+    transfers: Sequence[TensorRead], piece_bytes: int = PIECE_BYTES, parts_max: int = PARTS_MAX
 ) -> Iterator[FilePiece]:
     """The files from beginning to end, cut into pieces that may span several tensors."""
     parts: list[TensorPart] = []
@@ -296,7 +296,7 @@ def pieces_of(
         yield _piece(parts, size)
 
 
-def _goes_on(last: TensorPart, transfer: Transfer, start: int) -> bool:
+def _goes_on(last: TensorPart, transfer: TensorRead, start: int) -> bool:
     """True if this tensor, from `start` on, directly follows the last part in the file."""
     before, source = last.transfer.source, transfer.source
     return before.file == source.file and before.offset + last.start + last.size == source.offset + start
@@ -307,5 +307,5 @@ def _piece(parts: Sequence[TensorPart], size: int) -> FilePiece:
     return FilePiece(source.file, source.offset + parts[0].start, size, tuple(parts))
 
 
-def _in_file_order(transfers: Sequence[Transfer]) -> list[Transfer]:
+def _in_file_order(transfers: Sequence[TensorRead]) -> list[TensorRead]:
     return sorted(transfers, key=lambda transfer: (str(transfer.source.file), transfer.source.offset))

@@ -17,7 +17,7 @@ from ..engine.model_shape import text_config
 from ..failures import BadModel
 from . import building, reading
 from .arena import Layout
-from .building import ModelOptions
+from .building import BuildOptions
 from .read_plan import plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
@@ -30,7 +30,7 @@ class TextModel:
 
     maker = "Transformers"
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: BuildOptions) -> None:
         self._options = options
         self._config = building.read_config(options)
         self._tensors = _tensors(options)
@@ -41,7 +41,7 @@ class TextModel:
     def build(self) -> torch.nn.Module | None:
         return building.build(self._options, self._config, self._dtype)
 
-    def plan(self, module: torch.nn.Module, layout: Layout) -> list[reading.Transfer]:
+    def plan(self, module: torch.nn.Module, layout: Layout) -> list[reading.TensorRead]:
         return plan(module, layout, self._tensors, self._dtype)
 
     def load_whole(self) -> torch.nn.Module:
@@ -49,7 +49,7 @@ class TextModel:
         return module
 
 
-def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
+def _tensors(options: BuildOptions) -> dict[str, StoredTensor]:
     """The tensors of the files; empty for other formats than safetensors. Raises BadModel if those are not allowed."""
     head = building.stored_head_weights(options.sentence, options.allow_pickle) if options.sentence is not None else {}
     if options.gguf_file is not None:
@@ -61,7 +61,7 @@ def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
     return {}
 
 
-def _check_layers(options: ModelOptions, config: Any, tensors: dict[str, StoredTensor]) -> None:
+def _check_layers(options: BuildOptions, config: Any, tensors: dict[str, StoredTensor]) -> None:
     """Raises BadModel for an implausible number of layers: building them could exhaust time and memory."""
     layers = getattr(text_config(config), "num_hidden_layers", None)
     if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
@@ -81,7 +81,7 @@ def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
     return dtype
 
 
-def _identity(options: ModelOptions, dtype: torch.dtype) -> str:
+def _identity(options: BuildOptions, dtype: torch.dtype) -> str:
     """A hash of an arena's content: the files as they are now, the options, and the version of Transformers."""
     found = hashlib.sha256()
     for part in (str(dtype), str(options.sentence), transformers.__version__):
@@ -92,7 +92,7 @@ def _identity(options: ModelOptions, dtype: torch.dtype) -> str:
     return found.hexdigest()
 
 
-def _sources(options: ModelOptions) -> list[Path]:
+def _sources(options: BuildOptions) -> list[Path]:
     head = options.sentence.projections.values() if options.sentence is not None else ()
     projections = [projection.weights_file for projection in head]
     if options.gguf_file is not None:
