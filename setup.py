@@ -41,6 +41,7 @@ HOT = (
     "telemetry/metrics.py",
     "telemetry/table.py",
     "telemetry/usage.py",
+    "tenancy/budgets.py",
     "tenancy/keys.py",
     "tenancy/limits.py",
     "tenancy/shared_window.py",

@@ -202,6 +202,8 @@ class Exchange:
             framing += wire.KEEP_ALIVE
         if head.answer_headers is not None:
             headers = headers + head.answer_headers
+        if head.answer_lines is not None:
+            framing += head.answer_lines()
         rendered = wire.render_head(status, headers, framing, state.date)
         self.started = True
         return rendered

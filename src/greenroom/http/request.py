@@ -305,6 +305,7 @@ class Head:
 
     __slots__ = (
         "answer_headers",
+        "answer_lines",
         "asked",
         "charge",
         "chunked",
@@ -338,6 +339,8 @@ class Head:
         self.upgrade: bytes | None = None
         # Headers that every answer to this request gets, also errors.
         self.answer_headers: Headers | None = None
+        # Makes more of them, as finished lines, when the answer begins.
+        self.answer_lines: Callable[[], bytes] | None = None
         # Set by the upper layer at `admit`, for its own use at `handle`: its caller, and what it is counted against.
         self.note: object = None
         self.charge: object = None

@@ -39,7 +39,8 @@ OPEN_PATHS: Final = frozenset((b"/health", b"/healthz", b"/readyz"))
 # Sec-Fetch-Site of our own pages, and of an address that was typed or bookmarked.
 OWN_SITES: Final = (b"same-origin", b"none")
 # The headers that are looked at before a request is admitted.
-GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key"))
+PREFER: Final = b"prefer"
+GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key", PREFER))
 READING: Final = (b"GET", b"HEAD")
 METRICS_PATH: Final = b"/metrics"
 # The management API takes small JSON only.
@@ -94,7 +95,8 @@ class FrontDoor:
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
         is_job = route is None and not is_upstream and head.method == b"POST" and routed_path(head) == JOBS_PATH
         if self.limiter is not None and (route is not None or is_upstream or is_job):
-            self._count(self.limiter, head, is_job=is_job)
+            is_later = is_job or (PREFER in said and self.jobs is not None and prefers_later(head))
+            self._count(self.limiter, head, is_job=is_later)
         settings = self._inference.settings
         if route is not None:
             return settings.upload_max if route.form else settings.body_max
@@ -132,12 +134,11 @@ class FrontDoor:
 
     def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:
         """Count a request for its tenant and key, before its body is read. Raises RateLimited."""
-        is_job = is_job or (self.jobs is not None and prefers_later(head))
         caller = _caller(head)
         tenant = said_tenant(head) if caller.tenant is None else None
         head.charge = charge = limiter.admit(caller, tenant, is_job=is_job)
         if charge is not None:
-            head.answer_headers = (head.answer_headers or []) + charge.headers()
+            head.answer_lines = charge.answer_lines
 
     def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
         """Refuse requests that a page of another site makes by an image, a frame or a form, which send no Origin.
@@ -195,9 +196,9 @@ class MetricsDoor:
 
 def prefers_later(head: Head) -> bool:
     """True if the caller prefers a job (Prefer: respond-async). An upgrade cannot be answered later."""
-    if head.get(b"prefer") is None or head.upgrade is not None:
+    if head.get(PREFER) is None or head.upgrade is not None:
         return False
-    said = b",".join(value for name, value in head.headers if name == b"prefer")
+    said = b",".join(value for name, value in head.headers if name == PREFER)
     preferences = _QUOTED.sub(b"", said).lower().split(b",")
     # `name; parameter`, where commas in quotes part nothing.
     return any(one.partition(b";")[0].strip() == b"respond-async" for one in preferences)

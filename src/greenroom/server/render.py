@@ -15,7 +15,6 @@ import msgspec
 
 from greenroom.dialects.shapes import Dialect, error_event_of, error_shape
 from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly, RateLimited
-from greenroom.tenancy.limits import rate_headers
 
 Header = tuple[bytes, bytes]
 
@@ -30,6 +29,8 @@ OPERATORS_FIELDS = frozenset({"memory"})
 _TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
 # Line breaks and tabs stay: an engine's last lines are lines.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Of a limit that is exceeded, as headers and in the body.
+_RATES = ((b"x-ratelimit-limit", "limit"), (b"x-ratelimit-remaining", "remaining"), (b"x-ratelimit-reset", "resetAt"))
 _HEADER_SAFE = re.compile(r"[!-~]{1,128}")
 
 
@@ -67,7 +68,8 @@ def response(
     if shown.final:
         headers.append((b"x-should-retry", b"false"))
     if isinstance(shown, RateLimited) and "limit" in shown.beside:
-        headers += rate_headers(shown.beside["limit"], shown.beside["remaining"], shown.beside["resetAt"])
+        for name, key in _RATES:
+            headers.append((name, b"%d" % shown.beside[key]))
     if isinstance(shown, InvalidKey):
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(shown, PostOnly):

@@ -1,9 +1,8 @@
 """How many requests and tokens tenants, keys and models may use per minute, and how many requests at once.
 
-Owns the counts. A `Window` counts the minute of the clock and the one before; a `Meter` has the windows of one tenant,
-key or model; a `Charge` is one request, counted against up to three meters. Requests are counted when they are
-admitted: for tenant and key at the headers, for the model and for tokens when the body has been read. Nothing here
-waits. `shared_limits.py` has windows that several gateways share.
+Owns who is counted for what. A `Meter` has the budgets (`budgets.py`) of one tenant, key or model; a `Charge` is one
+request, counted against up to three meters. Requests are counted when they are admitted: for tenant and key at the
+headers, for the model and for tokens when the body has been read. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -16,131 +15,19 @@ from typing import Final
 from greenroom.config.schema import Config, RateLimits
 from greenroom.config.sections.tenants import DEFAULT_TENANT
 from greenroom.errors import RateLimited
+from greenroom.tenancy.budgets import MINUTE_S, Budget, Window
 from greenroom.tenancy.keys import Caller
 
-MINUTE_S: Final = 60.0
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.
 PLACE_RETRY_S: Final = 1.0
 # More requests at once than there can be.
 UNLIMITED: Final = 1 << 60
 
-Headers = list[tuple[bytes, bytes]]
+TENANT: Final = "tenant"
+KEY: Final = "key"
+MODEL: Final = "model"
 
-
-class Budget:
-    """An amount per minute. `now` is seconds since 1970. A class rather than a protocol: calls are cheaper compiled."""
-
-    limit: int
-
-    def left(self, now: float) -> int:
-        """How much may be taken now; 0 or less if nothing."""
-        raise NotImplementedError
-
-    def has(self, amount: int, now: float) -> bool:
-        """True if so much may be taken now. One that is shared may fetch it for the next time."""
-        raise NotImplementedError
-
-    def reservable(self, now: float) -> int:
-        """The most that one request can reserve: the limit, or what can be had of a shared one."""
-        raise NotImplementedError
-
-    def remaining(self, now: float) -> int:
-        """How much is left, as callers are told."""
-        raise NotImplementedError
-
-    def take(self, amount: int, now: float) -> int:
-        """Count this much, also beyond the limit. Returns the minute for which it is counted."""
-        raise NotImplementedError
-
-    def give_back(self, amount: int, minute: int, now: float) -> None:
-        """Uncount what was taken in this minute and not used. Nothing happens if that minute counts no more."""
-        raise NotImplementedError
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until so much could be taken if nothing else is taken meanwhile."""
-        raise NotImplementedError
-
-
-class Window(Budget):
-    """A sliding window of two buckets: of the last minute, the part that the sliding minute still covers counts.
-
-    If callers take no more than `left`, then never more than `limit` in a minute of the clock, and in any d seconds up
-    to 60 at most `limit` x (1 + d / 60).
-    """
-
-    def __init__(self, limit: int, period_s: float = MINUTE_S) -> None:
-        self.limit = limit
-        self._period_s = period_s
-        self.minute = 0
-        self._ends = period_s
-        self.count = 0
-        self.before = 0
-
-    def left(self, now: float) -> int:
-        if now >= self._ends:
-            self._roll(now)
-        if self.before == 0:
-            return self.limit - self.count
-        return math.floor(self.limit - self.before * (1.0 - self._passed(now))) - self.count
-
-    def has(self, amount: int, now: float) -> bool:
-        return self.left(now) >= amount
-
-    def reservable(self, now: float) -> int:
-        return self.limit
-
-    def remaining(self, now: float) -> int:
-        left = self.left(now)
-        return left if left > 0 else 0
-
-    def take(self, amount: int, now: float) -> int:
-        if now >= self._ends:
-            self._roll(now)
-        self.count += amount
-        return self.minute
-
-    def give_back(self, amount: int, minute: int, now: float) -> None:
-        if now >= self._ends:
-            self._roll(now)
-        if minute == self.minute:
-            self.count = max(0, self.count - amount)
-        elif minute == self.minute - 1:
-            self.before = max(0, self.before - amount)
-
-    def wait_s(self, amount: int, now: float) -> float:
-        if now >= self._ends:
-            self._roll(now)
-        passed, amount = self._passed(now), min(amount, self.limit)
-        room = self.limit - self.count - amount
-        if room >= 0:
-            return max(0.0, _covered_at(self.before, room) - passed) * self._period_s
-        return (1.0 - passed + _covered_at(self.count, self.limit - amount)) * self._period_s
-
-    def set_counts(self, minute: int, count: int, before: int) -> None:
-        """Begin anew with these counts."""
-        self.minute, self.count, self.before = minute, count, before
-        self._ends = (minute + 1) * self._period_s
-
-    def _roll(self, now: float) -> None:
-        """Begin a new minute."""
-        minute = int(now / self._period_s)
-        if minute > self.minute:
-            self.set_counts(minute, 0, self.count if minute == self.minute + 1 else 0)
-
-    def _passed(self, now: float) -> float:
-        """Which part of the minute has passed. A clock that is set back stands still."""
-        return max(0.0, min(1.0, now / self._period_s - self.minute))
-
-
-def _covered_at(before: int, room: int) -> float:
-    """The part of a minute after which what was counted in the minute before takes no more than `room`."""
-    return 0.0 if before <= room else 1.0 - room / before
-
-
-def reset_at(now: float) -> int:
-    """The end of this minute, in seconds since 1970."""
-    return (int(now // MINUTE_S) + 1) * int(MINUTE_S)
-
+_LINES: Final = b"x-ratelimit-limit: %d\r\nx-ratelimit-remaining: %d\r\nx-ratelimit-reset: %d\r\n"
 
 # The budget for this name in the store, limit and former budget if there was one.
 NewBudget = Callable[[str, int], Budget]
@@ -170,30 +57,21 @@ class Meter:
         self.tokens = _applied(self.tokens, limits.tokens_per_minute, f"token_limit{scope}:{self.name}", new_budget)
         self.concurrent_max = UNLIMITED if limits.concurrent_max is None else limits.concurrent_max
 
-    def expect_request(self, now: float) -> None:
-        """Raises RateLimited if one more request would exceed its requests per minute."""
-        budget = self.requests
-        if budget is not None and budget.left(now) < 1:
-            raise self._used_up(budget, "req", 1, now)
+    def no_requests(self, budget: Budget, now: float) -> RateLimited:
+        """Its requests per minute are used up."""
+        return self._used_up(budget, "req", 1, now)
 
-    def expect_tokens(self, amount: int, now: float) -> None:
-        """Raises RateLimited if so many tokens would exceed its tokens per minute."""
-        budget = self.tokens
-        if budget is not None:
-            wanted = 1 if amount <= 1 else min(amount, budget.reservable(now))
-            if not budget.has(wanted, now):
-                raise self._used_up(budget, "tokens", wanted, now)
+    def no_tokens(self, budget: Budget, asked: int, now: float) -> RateLimited:
+        """Its tokens per minute do not suffice for a request that asks for so many."""
+        return self._used_up(budget, "tokens", min(asked, budget.reservable(now)) or 1, now)
 
-    def expect_room(self, tokens: int, now: float) -> None:
-        """Raises RateLimited if so many tokens would exceed its limit, or it has as many requests at once as it may."""
-        if self.tokens is not None:
-            self.expect_tokens(tokens, now)
-        if self.in_flight >= self.concurrent_max:
-            raise RateLimited(
-                f"{self.kind.capitalize()} {self.name} has {self.concurrent_max} requests at once, as many as it may",
-                retry_after_s=PLACE_RETRY_S,
-                beside={"limit": self.concurrent_max, "remaining": 0, "resetAt": math.ceil(now + PLACE_RETRY_S)},
-            )
+    def no_place(self, now: float) -> RateLimited:
+        """It has as many requests at once as it may."""
+        return RateLimited(
+            f"{self.kind.capitalize()} {self.name} has {self.concurrent_max} requests at once, as many as it may",
+            retry_after_s=PLACE_RETRY_S,
+            beside={"limit": self.concurrent_max, "remaining": 0, "resetAt": math.ceil(now + PLACE_RETRY_S)},
+        )
 
     def _used_up(self, budget: Budget, unit: str, amount: int, now: float) -> RateLimited:
         return RateLimited(
@@ -201,11 +79,6 @@ class Meter:
             retry_after_s=budget.wait_s(amount, now),
             beside={"limit": budget.limit, "remaining": budget.remaining(now), "resetAt": reset_at(now)},
         )
-
-
-TENANT: Final = "tenant"
-KEY: Final = "key"
-MODEL: Final = "model"
 
 
 def _applied(budget: Budget | None, limit: int | None, name: str, new_budget: NewBudget) -> Budget | None:
@@ -220,11 +93,11 @@ def _applied(budget: Budget | None, limit: int | None, name: str, new_budget: Ne
 class Charge:
     """One request, and the meters that it is counted against."""
 
-    __slots__ = ("_begun", "_reserved", "_told", "_wall", "meters", "model", "tokens_asked")
+    __slots__ = ("_begun", "_least", "_least_of", "_of_caller", "_reserved", "_wall", "meters", "model", "tokens_asked")
 
     def __init__(self, meters: tuple[Meter, ...], wall: Callable[[], float]) -> None:
         """`meters` are those of its tenant and its key."""
-        self.meters = meters
+        self.meters = self._of_caller = meters
         self.model: Meter | None = None
         # What it says it will use at most; 0 if it says nothing.
         self.tokens_asked = 0
@@ -232,8 +105,9 @@ class Charge:
         # The meters at which it has a place; what it reserved, where, and for which minute. A reload changes neither.
         self._begun: tuple[Meter, ...] = ()
         self._reserved: list[tuple[Budget, int, int]] = []
-        # What its caller was told to have left of a limit on requests; -1: nothing.
-        self._told = -1
+        # Of the limits on requests that it was counted for, the one with the least left.
+        self._least = UNLIMITED
+        self._least_of: Budget | None = None
 
     def admit(self, *, is_job: bool) -> None:
         """Count a request for tenant and key. Raises RateLimited, and then nothing is counted.
@@ -241,46 +115,71 @@ class Charge:
         A job needs no place at once: it waits for one on disk.
         """
         now = self._wall()
-        for meter in self.meters:
-            meter.expect_request(now)
-            if is_job:
-                meter.expect_tokens(0, now)
-            else:
-                meter.expect_room(0, now)
-        for meter in self.meters:
-            budget = meter.requests
-            if budget is not None:
-                budget.take(1, now)
+        for meter in self._of_caller:
+            tokens = meter.tokens
+            if tokens is not None and tokens.left(now) < 1:
+                raise meter.no_tokens(tokens, 0, now)
+            if meter.in_flight >= meter.concurrent_max and not is_job:
+                raise meter.no_place(now)
+        for position, meter in enumerate(self._of_caller):
+            try:
+                self._count_for(meter, now)
+            except RateLimited:
+                for before in self._of_caller[:position]:
+                    if before.requests is not None:
+                        before.requests.give_back(1, before.requests.minute, now)
+                raise
+
+    def set_model(self, model: Meter | None) -> None:
+        """Count it against this model, too."""
+        self.model = model
+        self.meters = self._of_caller if model is None else (*self._of_caller, model)
 
     def admit_to_model(self) -> None:
         """Count a request for the model. Raises RateLimited, and then nothing is counted."""
         if self.model is not None:
-            now = self._wall()
-            self.model.expect_tokens(0, now)
-            self._count_for_model(self.model, now)
+            now, tokens = self._wall(), self.model.tokens
+            if tokens is not None and tokens.left(now) < 1:
+                raise self.model.no_tokens(tokens, 0, now)
+            self._count_for(self.model, now)
 
-    def _count_for_model(self, model: Meter, now: float) -> None:
-        model.expect_request(now)
-        if model.requests is not None:
-            model.requests.take(1, now)
+    def _count_for(self, meter: Meter, now: float) -> None:
+        budget = meter.requests
+        if budget is not None:
+            left = budget.take_one(now)
+            if left < 0:
+                raise meter.no_requests(budget, now)
+            if left < self._least:
+                self._least, self._least_of = left, budget
 
     def begin(self, *, is_counted: bool = False) -> None:
         """Reserve tokens and take a place among the requests at once. Raises RateLimited, and then nothing is counted.
 
         The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted.
         """
-        now, meters, asked = self._wall(), self._all(), self.tokens_asked
+        now, meters = self._wall(), self.meters
         for meter in meters:
-            meter.expect_room(asked, now)
-        if self.model is not None and not is_counted:
-            self._count_for_model(self.model, now)
+            if meter.in_flight >= meter.concurrent_max:
+                raise meter.no_place(now)
+        try:
+            self._reserve(now)
+            if self.model is not None and not is_counted:
+                self._count_for(self.model, now)
+        except RateLimited:
+            self._settle(0, now)
+            raise
         self._begun = meters
         for meter in meters:
             meter.in_flight += 1
+
+    def _reserve(self, now: float) -> None:
+        for meter in self.meters:
             budget = meter.tokens
             if budget is not None:
-                reserved = min(asked, budget.reservable(now)) if asked else 0
-                self._reserved.append((budget, reserved, budget.take(reserved, now)))
+                amount = budget.reserve(self.tokens_asked, now)
+                if amount < 0:
+                    raise meter.no_tokens(budget, self.tokens_asked, now)
+                self._reserved.append((budget, amount, budget.minute))
 
     def end(self, tokens_used: int | None) -> None:
         """Free its place, and count the tokens that were really used. Only the first call after `begin` counts.
@@ -288,61 +187,41 @@ class Charge:
         What was reserved and not used is given back to the minute of the reservation; what was used beyond it counts
         from now on. None: an engine worked and nothing tells how much; what was reserved stays counted.
         """
-        meters, self._begun = self._begun, ()
-        for meter in meters:
+        for meter in self._begun:
             meter.in_flight -= 1
-        reservations, self._reserved = self._reserved, []
-        if not reservations or tokens_used is None:
-            return
-        now = self._wall()
-        for budget, reserved, minute in reservations:
-            if tokens_used > reserved:
-                budget.take(tokens_used - reserved, now)
-            elif tokens_used < reserved:
-                budget.give_back(reserved - tokens_used, minute, now)
+        self._begun = ()
+        if tokens_used is None:
+            self._reserved.clear()
+        elif self._reserved:
+            self._settle(tokens_used, self._wall())
+
+    def _settle(self, used: int, now: float) -> None:
+        for budget, reserved, minute in self._reserved:
+            if used > reserved:
+                budget.take(used - reserved, now)
+            elif used < reserved:
+                budget.give_back(reserved - used, minute, now)
+        self._reserved.clear()
 
     def counts_tokens(self) -> bool:
-        for meter in self.meters:
+        for meter in self.meters:  # noqa: SIM110 (a generator for each request costs more than the rest of this)
             if meter.tokens is not None:
                 return True
-        return self.model is not None and self.model.tokens is not None
+        return False
 
-    def headers(self) -> Headers:
-        """X-RateLimit-*: of its limits on requests, the one with the least left; else of those on tokens."""
-        now, least, limit = self._wall(), -1, 0
-        meters = self._all()
-        for meter in meters:
-            budget = meter.requests
-            if budget is not None and ((left := budget.remaining(now)) < least or least < 0):
-                least, limit = left, budget.limit
-        self._told = least
-        if least < 0:
-            for meter in meters:
-                budget = meter.tokens
-                if budget is not None and ((left := budget.remaining(now)) < least or least < 0):
-                    least, limit = left, budget.limit
-        return [] if least < 0 else rate_headers(limit, least, reset_at(now))
-
-    def model_headers(self) -> Headers | None:
-        """The same once its model is known; None if what was told already is still the least."""
-        model = self.model
-        if model is None:
-            return None
-        is_least = self._told < 0 or (
-            model.requests is not None and model.requests.remaining(self._wall()) < self._told
-        )
-        return self.headers() if is_least else None
-
-    def _all(self) -> tuple[Meter, ...]:
-        return self.meters if self.model is None else (*self.meters, self.model)
+    def answer_lines(self) -> bytes:
+        """X-RateLimit-*: of its limits on requests, the one that had the least left; else of those on tokens."""
+        now, budget, least = self._wall(), self._least_of, self._least
+        if budget is None:
+            for meter in self.meters:
+                if meter.tokens is not None and (left := meter.tokens.remaining(now)) < least:
+                    budget, least = meter.tokens, left
+        return b"" if budget is None else _LINES % (budget.limit, least, reset_at(now))
 
 
-def rate_headers(limit: int, remaining: int, reset: int) -> Headers:
-    return [
-        (b"x-ratelimit-limit", b"%d" % limit),
-        (b"x-ratelimit-remaining", b"%d" % remaining),
-        (b"x-ratelimit-reset", b"%d" % reset),
-    ]
+def reset_at(now: float) -> int:
+    """The end of this minute, in seconds since 1970."""
+    return (int(now // MINUTE_S) + 1) * int(MINUTE_S)
 
 
 class Limiter:
@@ -402,7 +281,7 @@ class Limiter:
             if meter is None and not meters:
                 return None
             admitted = Charge(meters, self._wall)
-        admitted.model = meter
+        admitted.set_model(meter)
         return admitted
 
     def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Meter, ...]:

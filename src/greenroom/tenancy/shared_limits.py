@@ -27,7 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from greenroom.tenancy.limits import MINUTE_S
+from greenroom.tenancy.budgets import MINUTE_S
 from greenroom.tenancy.shared_window import Asked, SharedWindow
 
 TIMEOUT_S: Final = 1.0

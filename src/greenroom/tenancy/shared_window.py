@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Protocol
 
-from greenroom.tenancy.limits import Budget, Window
+from greenroom.tenancy.budgets import Budget, Window
 
 # A gateway takes its permits in blocks of this part of the limit.
 BLOCK_PARTS: Final = 8
@@ -93,7 +93,21 @@ class SharedWindow(Budget):
         self._wake_if_low(now)
         return self.in_hand
 
+    def take_one(self, now: float) -> int:
+        if self.left(now) < 1:
+            return -1
+        self.take(1, now)
+        return self.remaining(now)
+
+    def reserve(self, asked: int, now: float) -> int:
+        amount = min(asked, self.reservable(now))
+        if not self.has(amount or 1, now):
+            return -1
+        self.take(amount, now)
+        return amount
+
     def has(self, amount: int, now: float) -> bool:
+        """True if so much is in hand. What is above a block is fetched for the next time."""
         if self.left(now) < amount and self._store.holds_share(now):
             self._use_share(now)
         is_in_hand = self.in_hand >= amount

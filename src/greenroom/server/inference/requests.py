@@ -16,7 +16,6 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
 from greenroom.errors import GatewayBug, GreenroomError, RateLimited
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers
 from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
@@ -41,8 +40,6 @@ _log = get_logger("server")
 # The status that is recorded if the caller left before the answer was complete; nothing is sent.
 CLIENT_CLOSED: Final = 499
 SWITCHED: Final = 101
-# How the names of the headers begin that tell of limits.
-_RATE: Final = b"x-ratelimit"
 # By it an engine tells how many seconds of sound it heard or made. An answer for more than ten days is a mistake.
 AUDIO_HEADER: Final = b"x-audio-seconds"
 AUDIO_MAX_S: Final = 864_000.0
@@ -156,8 +153,6 @@ class Inference:
         if charge is not None:
             self._charge(exchange, ask, charge)
         try:
-            if charge is not None and (rates := charge.model_headers()) is not None:
-                exchange.head.answer_headers = _without_rates(exchange.head) + rates
             record = self._log.begin(ask, request_id)
             running = Running(exchange, ask, request_id, record, settings or self.settings, self._shared)
             running.begin()
@@ -173,12 +168,10 @@ class Inference:
 
     def _charge(self, exchange: Exchange, ask: Ask, charge: Charge) -> None:
         """Count what the body tells: model, tokens, a place among the requests at once. Raises RateLimited."""
-        try:
-            charge.begin(is_counted=ask.job is not None)
-        except RateLimited:
-            # Its own numbers are told instead.
-            _without_rates(exchange.head)
-            raise
+        # An answer that refuses it tells other numbers: those of the limit that it exceeds.
+        exchange.head.answer_lines = None
+        charge.begin(is_counted=ask.job is not None)
+        exchange.head.answer_lines = charge.answer_lines
 
     def _ended(self, running: Running, error: GreenroomError | None) -> None:
         try:
@@ -381,12 +374,6 @@ def _tokens_used(running: Running) -> int | None:
     if record.completion_tokens is None and _is_uncounted(running):
         return None
     return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
-
-
-def _without_rates(head: Head) -> Headers:
-    """Drop what was said of limits at the headers. Returns the headers that are left for every answer."""
-    head.answer_headers = left = [one for one in head.answer_headers or [] if not one[0].startswith(_RATE)]
-    return left
 
 
 def _seconds(value: bytes) -> float | None:

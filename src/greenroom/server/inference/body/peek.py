@@ -148,14 +148,17 @@ def text(fields: Fields, name: str) -> str | None:
 
 def tokens_asked(fields: Fields) -> int:
     """How many tokens its answers may have together, as it says itself; 0 if it does not, or says it wrongly."""
-    most = max(_count(fields, name) for name in TOKENS_MAX)
-    return most * max(1, _count(fields, "n"))
+    most = 0
+    for name in TOKENS_MAX:
+        if (raw := fields.get(name)) is not None:
+            most = max(most, _count(raw))
+    answers = fields.get("n")
+    return most if answers is None else most * max(1, _count(answers))
 
 
-def _count(fields: Fields, name: str) -> int:
-    raw = fields.get(name)
+def _count(raw: Raw) -> int:
     try:
-        return 0 if raw is None else max(0, min(TOKENS_ASKED_MAX, _whole_or_null.decode(raw) or 0))
+        return max(0, min(TOKENS_ASKED_MAX, _whole_or_null.decode(raw) or 0))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
 

@@ -172,6 +172,9 @@ class Jobs:
             if ask.charge is not None:
                 ask.charge.admit_to_model()
         except GreenroomError as error:
+            if isinstance(error, RateLimited):
+                # It tells the numbers of the limit that it exceeds.
+                head.answer_lines = None
             self._inference.count_refused(error, kept.head, caller, ask)
             raise
         row = await self._table.add(
