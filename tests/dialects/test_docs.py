@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenroom.dialects import anthropic_answer, ollama_answer
+from greenroom.dialects import anthropic_answer, ollama_answer, responses_answer
 from greenroom.dialects.neutral import Fields, Frame
 from greenroom.dialects.translation import ChatTranslation
 from greenroom.errors import BadRequest
@@ -24,6 +24,7 @@ FRAME = Frame("m", "1", 0.0)
 Translate = Callable[[Frame, bool], ChatTranslation]
 SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
     "Anthropic": (anthropic_answer.messages_translation, {"max_tokens": 9, "messages": HELLO}),
+    "OpenAI Responses": (responses_answer.response_translation, {"input": "hi"}),
     "Ollama": (ollama_answer.chat_translation, {"messages": HELLO}),
 }
 

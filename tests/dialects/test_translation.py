@@ -16,6 +16,7 @@ from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
 from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
 from greenroom.dialects.ollama_answer import chat_translation
+from greenroom.dialects.responses_answer import response_translation
 from greenroom.errors import BadRequest, EngineFault
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
@@ -41,7 +42,7 @@ STREAM = b"".join(
         event({"content": "llo"}),
         event(call(0, name="f", arguments='{"a":')),
         event(call(0, arguments=" 1}")),
-        event(call(1, name="g", arguments="")),
+        event(call(1, name="g", arguments="{}")),
         event({}, "tool_calls"),
         b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n",
         b"data: [DONE]\n\n",
@@ -174,3 +175,18 @@ def test_results_of_tools_without_ids_go_to_the_calls_in_their_order() -> None:
     ids = [one["id"] for one in messages[0]["tool_calls"]]
     assert len(set(ids)) == 3
     assert [message["tool_call_id"] for message in messages[1:4]] == [ids[1], ids[0], ids[2]]
+
+
+@given(st.lists(st.integers(0, 2_000), max_size=12))
+def test_a_response_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None:
+    whole = json.loads(response_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    events = read_events(streamed(cuts, response_translation))
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"] == whole
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == whole["output"]
+    for place, item in enumerate(done):
+        mine = [one for one in events if one.get("output_index") == place]
+        deltas = "".join(one["delta"] for one in mine if one["type"].endswith(".delta"))
+        assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])

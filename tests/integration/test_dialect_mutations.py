@@ -78,6 +78,24 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             "options": {"num_predict": 8, "temperature": 0.5},
         },
     ],
+    "/v1/responses": [
+        {"input": "hi", "instructions": "Be brief.", "max_output_tokens": 8, "stream": True, "store": False},
+        {
+            "max_output_tokens": 8,
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+                {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            ],
+            "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"effort": "low"},
+            "text": {"format": {"type": "text"}},
+            "temperature": 0.5,
+        },
+    ],
     "/api/generate": [
         {"prompt": "hi", "system": "s", "options": {"num_predict": 8}, "stream": False},
         {"prompt": "hi", "images": [PNG], "keep_alive": 5, "format": SCHEMA, "options": {"num_predict": 8}},

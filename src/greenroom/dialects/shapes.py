@@ -13,6 +13,7 @@ class Dialect(enum.Enum):
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
     OLLAMA = "ollama"
+    RESPONSES = "responses"
 
 
 _ANTHROPIC_TYPES: Final = {
@@ -44,6 +45,8 @@ def error_event_of(dialect: Dialect, body: bytes) -> bytes:
         return b"event: error\ndata: %b\n\n" % body
     if dialect is Dialect.OLLAMA:
         return body + b"\n"
+    if dialect is Dialect.RESPONSES:
+        return b'event: error\ndata: {"type":"error",%b\n\n' % body[1:]
     return b"data: %b\n\n" % body
 
 

@@ -157,6 +157,7 @@ class StreamShape(enum.Enum):
     TEXT = "text_completion"
     TRANSCRIPT = "transcript.text.delta"
     MESSAGE = "message"
+    RESPONSE = "response"
     OLLAMA_CHAT = "ollama.chat"
     OLLAMA_GENERATE = "ollama.generate"
 
@@ -198,6 +199,9 @@ def empty_chunk(model: str, shape: StreamShape, stream_id: str, created: int) ->
     """An event that adds nothing to the answer."""
     if shape is StreamShape.MESSAGE:
         return b'event: ping\ndata: {"type":"ping"}\n\n'
+    if shape is StreamShape.RESPONSE:
+        # Its events are numbered from the first one on, so none can be put before them.
+        return comment(model, None, None)
     if not shape.has_comments:
         said = (
             {"message": {"role": "assistant", "content": ""}} if shape is StreamShape.OLLAMA_CHAT else {"response": ""}

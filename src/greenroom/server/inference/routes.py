@@ -19,6 +19,7 @@ from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Ability
 from greenroom.dialects import ollama_answer
 from greenroom.dialects.anthropic_answer import count_translation, messages_translation
+from greenroom.dialects.responses_answer import response_translation
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import Translate
 from greenroom.errors import NotAllowed
@@ -97,6 +98,14 @@ MODEL_ROUTES: Final[dict[bytes, Route]] = {
         dialect=Dialect.ANTHROPIC,
         translate=count_translation,
         can_stream=False,
+    ),
+    b"/v1/responses": Route(
+        "responses",
+        Ability.CHAT,
+        StreamShape.RESPONSE,
+        is_text=True,
+        dialect=Dialect.RESPONSES,
+        translate=response_translation,
     ),
     b"/api/chat": Route(
         "ollama_chat",

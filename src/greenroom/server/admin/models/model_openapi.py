@@ -318,6 +318,12 @@ _APIS: Final = {
         ("messages", "max_tokens"),
         {"messages": _OBJECTS, "max_tokens": _field("integer", "How long the answer may be."), "stream": _STREAM},
     ),
+    "responses": _Api(
+        "Continue a conversation, as OpenAI's Responses have it. Nothing is stored.",
+        _object("output", output=_OBJECTS, model={"type": "string"}, usage={"type": ["object", "null"]}),
+        ("input",),
+        {"input": {"type": ["string", "array"], "description": "A text, or items."}, "stream": _STREAM},
+    ),
     "count_tokens": _Api(
         "Count the tokens of a request to /v1/messages.",
         _object("input_tokens", input_tokens={"type": "integer"}),

@@ -1,0 +1,197 @@
+"""An answer as OpenAI's Responses have it: a response with items, whole or as events."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, ToolPiece
+from greenroom.dialects.responses_request import read_response
+from greenroom.dialects.shapes import Dialect
+from greenroom.dialects.translation import ChatTranslation
+
+# Told back as they were sent.
+_ECHOED: Final[dict[str, Any]] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "user": None,
+}
+_encode: Final = msgspec.json.Encoder().encode
+_NULL: Final = b"null"
+
+
+def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+    answer = ResponseAnswer(frame)
+    return ChatTranslation(Dialect.RESPONSES, answer.read, answer.whole, answer if is_stream else None)
+
+
+class ResponseAnswer:
+    """One response. Of a stream, the last item is open until another kind of piece comes."""
+
+    __slots__ = ("_echo", "_frame", "_is_cut", "_item", "_number", "_output", "_tokens")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._echo: dict[str, Any] = {}
+        # Events so far, items that are done, and the one that is open.
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._item: dict[str, Any] | None = None
+        self._is_cut = False
+        self._tokens = Tokens()
+
+    def read(self, fields: Fields) -> Conversation:
+        asked = read_response(fields)
+        sent = {name: fields[name] for name in _ECHOED if name in fields and bytes(fields[name]) != _NULL}
+        self._echo = {**_ECHOED, **sent}
+        return asked
+
+    def whole(self, answer: Piece) -> bytes:
+        if answer.thought:
+            self._output.append(self._thought(answer.thought))
+        if answer.text or not (answer.tools or answer.thought):
+            self._output.append(self._message(answer.text))
+        for tool in answer.tools:
+            self._output.append(self._call(tool, tool.arguments))
+        self._is_cut, self._tokens = answer.reason == "length", answer.tokens or Tokens()
+        return _encode(self._response())
+
+    # --- a stream ---------------------------------------------------------------------------------------------------
+
+    def piece(self, piece: Piece) -> bytes:
+        written = [] if self._number else self._begin()
+        if piece.thought:
+            written += self._grow("reasoning", piece.thought)
+        if piece.text:
+            written += self._grow("message", piece.text)
+        for tool in piece.tools:
+            written += self._called(tool)
+        self._is_cut = self._is_cut or piece.reason == "length"
+        self._tokens = piece.tokens or self._tokens
+        return b"".join(written)
+
+    def end(self) -> bytes:
+        written = [*([] if self._number else self._begin()), *self._close()]
+        kind = "response.incomplete" if self._is_cut else "response.completed"
+        return b"".join([*written, self._event(kind, {"response": self._response()})])
+
+    def _begin(self) -> list[bytes]:
+        response = {**self._response(), "status": "in_progress", "usage": None}
+        return [self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress")]
+
+    def _grow(self, kind: str, text: str) -> list[bytes]:
+        """Add to the open item, or open another one."""
+        written = []
+        if self._item is None or self._item["type"] != kind:
+            written = self._close()
+            item = self._thought("") if kind == "reasoning" else self._message("")
+            written.append(self._open(item))
+            part = {"part": item["content"][0], "content_index": 0}
+            written += [self._at("response.content_part.added", part)] if kind == "message" else []
+        assert self._item is not None
+        self._item["content"][0]["text"] += text
+        name = "reasoning_text" if kind == "reasoning" else "output_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return [*written, self._at(f"response.{name}.delta", {"content_index": 0, "delta": text, **logprobs})]
+
+    def _called(self, tool: ToolPiece) -> list[bytes]:
+        written = []
+        if self._item is None or self._item.get("place") != tool.place:
+            written = self._close()
+            written.append(self._open(self._call(tool, "")))
+            assert self._item is not None
+            self._item["place"] = tool.place
+        assert self._item is not None
+        self._item["arguments"] += tool.arguments
+        if tool.arguments:
+            written.append(self._at("response.function_call_arguments.delta", {"delta": tool.arguments}))
+        return written
+
+    def _open(self, item: dict[str, Any]) -> bytes:
+        self._item = item
+        begun = {**item, "status": "in_progress", **({"content": []} if "content" in item else {})}
+        return self._event("response.output_item.added", {"output_index": len(self._output), "item": begun})
+
+    def _close(self) -> list[bytes]:
+        item = self._item
+        if item is None:
+            return []
+        item.pop("place", None)
+        if item["type"] == "function_call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            written = [self._at("response.function_call_arguments.done", said)]
+        else:
+            part = item["content"][0]
+            name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            done: dict[str, Any] = {"content_index": 0, "text": part["text"]}
+            if item["type"] == "message":
+                done["logprobs"] = []
+            written = [self._at(f"response.{name}.done", done)]
+            if item["type"] == "message":
+                written.append(self._at("response.content_part.done", {"content_index": 0, "part": part}))
+        written.append(self._event("response.output_item.done", {"output_index": len(self._output), "item": item}))
+        self._output.append(item)
+        self._item = None
+        return written
+
+    def _at(self, kind: str, more: dict[str, Any]) -> bytes:
+        """An event about the open item."""
+        assert self._item is not None
+        return self._event(kind, {"item_id": self._item["id"], "output_index": len(self._output), **more})
+
+    def _event(self, kind: str, more: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, "sequence_number": number, **more}))
+
+    # --- shapes -----------------------------------------------------------------------------------------------------
+
+    def _response(self) -> dict[str, Any]:
+        return {
+            "id": f"resp_{self._frame.id}",
+            "object": "response",
+            "created_at": int(self._frame.created),
+            "status": "incomplete" if self._is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "model": self._frame.model,
+            "output": self._output,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": _usage(self._tokens),
+            **self._echo,
+        }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {**self._head("message", "msg"), "role": "assistant", "content": [part]}
+
+    def _thought(self, text: str) -> dict[str, Any]:
+        return {**self._head("reasoning", "rs"), "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def _call(self, tool: ToolPiece, arguments: str) -> dict[str, Any]:
+        call = tool.id or f"call_{self._frame.id}_{tool.place}"
+        said = {"call_id": call, "name": tool.name or "", "arguments": arguments}
+        return {**self._head("function_call", "fc"), **said}
+
+    def _head(self, kind: str, prefix: str) -> dict[str, Any]:
+        return {"type": kind, "id": f"{prefix}_{self._frame.id}_{len(self._output)}", "status": "completed"}
+
+
+def _usage(tokens: Tokens) -> dict[str, Any]:
+    return {
+        "input_tokens": tokens.prompt,
+        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+        "output_tokens": tokens.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens.prompt + tokens.completion,
+    }
