@@ -37,6 +37,7 @@ from tests.fake_http import Connection, Gone, Reader, Request, multipart
 HUGE_LINE_BYTES = 2 * 1024 * 1024
 # Any bytes will do for a picture.
 PIXEL = "iVBORw0KGgo="
+NATIVE = ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/pooling", "/score")
 SSE_WEIRD = ("no-done", "no-end", "broken-event", "huge-line", "non-sse-200", "error-500")
 
 
@@ -202,6 +203,8 @@ class Engine:
             await connection.echo_raw(request.get("upgrade"))
         elif request.method == "POST" and request.path.startswith("/v1/"):
             await self._work(connection, request)
+        elif request.method == "POST" and request.path in NATIVE:
+            connection.send_json(200, {"content": self.switches.name, "tokens": [1, 2], "asked": request.json()})
         elif request.method == "POST" and request.path in ("/sleep", "/wake_up"):
             self._turn(connection, request.path)
         else:

@@ -17,6 +17,7 @@ from greenroom.dialects.chat import ChatEvents, error_message
 from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
 from greenroom.dialects.ollama_answer import chat_translation
 from greenroom.dialects.responses_answer import response_translation
+from greenroom.dialects.tokenize import tokenize_translation
 from greenroom.errors import BadRequest, EngineFault
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
@@ -190,3 +191,25 @@ def test_a_response_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> Non
         mine = [one for one in events if one.get("output_index") == place]
         deltas = "".join(one["delta"] for one in mine if one["type"].endswith(".delta"))
         assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+
+
+def test_the_fields_of_tokenize_are_told_apart() -> None:
+    def asked(engine_is_vllm: bool, **body: Any) -> Any:
+        fields = {
+            "model": msgspec.Raw(b'"m"'),
+            **{name: msgspec.Raw(json.dumps(one).encode()) for name, one in body.items()},
+        }
+        translation = tokenize_translation(fields, engine_is_vllm=engine_is_vllm)
+        if translation is None:
+            return None
+        sent = {name: json.loads(bytes(raw)) for name, raw in translation.request(fields).items()}
+        return sent, json.loads(translation.whole(200, b'{"tokens": [5, 6], "count": 2}'))
+
+    assert asked(False, content="x") is None and asked(True, prompt="x") is None and asked(True, messages=[]) is None
+    sent, answer = asked(True, content="x")
+    assert sent == {"model": "m", "prompt": "x", "add_special_tokens": False} and answer == {"tokens": [5, 6]}
+    sent, answer = asked(False, prompt="x")
+    assert sent == {"model": "m", "content": "x", "add_special": True} and answer == {"count": 2, "tokens": [5, 6]}
+    for wrong in ({"messages": [{}]}, {"prompt": 7}, {}):
+        with pytest.raises(BadRequest):
+            asked(False, **wrong)

@@ -47,6 +47,8 @@ BODIES: dict[str, Any] = {
     "/v1/models/load": {"modelId": "m"},
     "/v1/models/unload": {"modelId": "m"},
     "/v1/models/download": {"model": "org/name"},
+    "/models/load": {"model": "m"},
+    "/models/unload": {"model": "m"},
     "/api/pull": {"model": "org/name"},
     "/api/delete": {"model": "m"},
     "/v1/cache/flush": {"scope": "all"},

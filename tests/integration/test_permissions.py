@@ -67,6 +67,10 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/metrics"): everyone(),
     ("GET", "/v1/models"): everyone(),
     ("GET", "/models"): everyone(),
+    ("GET", "/props"): everyone(400),
+    ("GET", "/slots"): everyone(400),
+    ("POST", "/models/load"): admins(404, {"model": "nothing"}),
+    ("POST", "/models/unload"): admins(404, {"model": "nothing"}),
     ("GET", "/api/tags"): everyone(),
     ("GET", "/api/ps"): everyone(),
     ("GET", "/api/version"): everyone(),
@@ -127,10 +131,11 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/openapi.json"): admins(),
     ("GET", "/api/v1/docs"): admins(),
 }
-SAID = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "input": "hi", "prompt": "hi"}
+SAID = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "input": "hi"}
+MORE = {b"/api/embeddings": {"prompt": "hi"}}
 # A form without a boundary is let in and then not understood.
 ASKING = {
-    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", **SAID})
+    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", **SAID, **MORE.get(path, {})})
     for path, route in MODEL_ROUTES.items()
 }
 UPSTREAM = {

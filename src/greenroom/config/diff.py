@@ -150,6 +150,7 @@ AT_ONCE_KEYS = frozenset(
         "server.allowed_hosts",
         "server.allowed_origins",
         "server.public_url",
+        "server.default_model",
         "server.forward_headers",
         "server.body_max_mib",
         "server.upload_max_mib",

@@ -14,6 +14,7 @@ class Dialect(enum.Enum):
     ANTHROPIC = "anthropic"
     OLLAMA = "ollama"
     RESPONSES = "responses"
+    LLAMACPP = "llamacpp"
 
 
 _ANTHROPIC_TYPES: Final = {
@@ -36,6 +37,8 @@ def error_shape(dialect: Dialect, status: int, error: Mapping[str, Any], request
         return {"type": "error", "error": {**error, "type": kind}, "request_id": request_id or None}
     if dialect is Dialect.OLLAMA:
         return {"error": error["message"]}
+    if dialect is Dialect.LLAMACPP:
+        return {"error": {**error, "code": status}}
     return {"error": dict(error)}
 
 

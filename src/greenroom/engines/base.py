@@ -42,6 +42,11 @@ INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "GGML_
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 
+# Routes of their own that requests to models may use.
+LLAMACPP_PATHS: Final = frozenset({"/completion", "/infill", "/tokenize", "/detokenize", "/apply-template"})
+VLLM_PATHS: Final = frozenset({"/tokenize", "/detokenize", "/pooling", "/score"})
+
+
 class Listens(Enum):
     """How the gateway reaches the engine. No other process can take a socket in our private directory."""
 
@@ -185,7 +190,7 @@ class Describing(ABC):
     salt_field: str | None = None
     # Its own paths that may be used behind /upstream, as in `routes`, where others control it; None: all of them.
     upstream_paths: tuple[str, ...] | None = None
-    # Paths of APIs other than OpenAI's that it answers itself; requests to others are translated to OpenAI's chat.
+    # Paths of APIs other than OpenAI's that it answers itself. What it does not is translated to chat, or refused.
     speaks: frozenset[str] = frozenset()
     # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
     fetches_media: bool = False

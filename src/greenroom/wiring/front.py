@@ -144,6 +144,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         common.clock,
         prefetch.waits,
     )
+    reader.default_model = lambda: gateway.config.server.default_model
     reader.meant = lambda name, caller: meant(gateway.config, name, caller)
     application = make_management(gateway)
     management = AsgiBridge(application)

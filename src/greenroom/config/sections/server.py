@@ -53,6 +53,9 @@ class Server(Section):
     public_url: PublicUrl | None = None
     """How callers reach this server, such as https://models.example.org, for URLs in answers; else by the Host they
     sent."""
+    default_model: str | None = None
+    """The model of calls to llama.cpp's own routes (/completion, /tokenize …) that name none; without it they are
+    refused."""
     forward_headers: tuple[HeaderName, ...] = ()
     """Further request headers passed on to engines; without this only Content-Type and Accept are."""
     header_timeout_s: Seconds = 10

@@ -17,7 +17,16 @@ from greenroom.config.kinds import words
 from greenroom.config.macros import GPU_HOLES
 from greenroom.config.problems import can_be_run
 from greenroom.config.schema import Model
-from greenroom.engines.base import EngineFacts, Launch, LaunchPlace, ProcessEngine, Split, environment
+from greenroom.engines.base import (
+    LLAMACPP_PATHS,
+    VLLM_PATHS,
+    EngineFacts,
+    Launch,
+    LaunchPlace,
+    ProcessEngine,
+    Split,
+    environment,
+)
 from greenroom.engines.estimates import llama_options
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
@@ -35,6 +44,8 @@ _IMAGES = ("vllm/vllm-openai", "lmsysorg/sglang", "openmmlab/lmdeploy", "hugging
 
 class CommandEngine(ProcessEngine):
     name = "command"
+    # Of a program nothing is known: it refuses by itself what it does not answer.
+    speaks = LLAMACPP_PATHS | VLLM_PATHS
 
     def facts(self, model: Model) -> EngineFacts:
         """`sizes_itself` is the operator's key if given; otherwise true for programs known to take all free memory."""

@@ -17,6 +17,7 @@ from greenroom.config.schema import Model
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.config.sections.shared_caches import sharing_variables
 from greenroom.engines.base import (
+    LLAMACPP_PATHS,
     CacheFigures,
     EngineFacts,
     Launch,
@@ -48,7 +49,7 @@ class LlamaCppEngine(ProcessEngine):
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
     metrics_path = "/slots"
-    speaks = frozenset({"/v1/messages/count_tokens"})
+    speaks = frozenset({*LLAMACPP_PATHS, "/v1/messages/count_tokens"})
     fetches_media = True
 
     def facts(self, model: Model) -> EngineFacts:

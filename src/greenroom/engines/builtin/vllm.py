@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Model
-from greenroom.engines.base import CallEngine, Launch, LaunchPlace, Listens, environment
+from greenroom.engines.base import VLLM_PATHS, CallEngine, Launch, LaunchPlace, Listens, environment
 from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
     SERIES_MAX,
@@ -57,7 +57,7 @@ class VllmEngine(FolderServer):
     listens = Listens.SOCKET
     figure_names = ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
     upstream_paths = (*ANSWERING_PATHS, "/pooling")
-    speaks = frozenset({"/v1/messages/count_tokens"})
+    speaks = frozenset({*VLLM_PATHS, "/v1/messages/count_tokens"})
 
     def kv_tokens(self, metrics: bytes) -> int | None:
         # Labels of one series for each of its engines.

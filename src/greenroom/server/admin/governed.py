@@ -141,6 +141,8 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", "/v1/models/unload"): _by_body("model-unload", "modelId", "model"),
     ("POST", "/v1/models/download"): _by_body("model-download", "model", "url"),
     ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
+    ("POST", "/models/load"): _by_body("model-load", "model"),
+    ("POST", "/models/unload"): _by_body("model-unload", "model"),
     ("POST", "/api/pull"): _pull,
     ("DELETE", "/api/delete"): _by_body("model-delete", "model", "name"),
     ("POST", "/v1/cache/flush"): _flush,

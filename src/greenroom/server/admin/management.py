@@ -32,6 +32,7 @@ from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.models.listing import Listing, ModelStatuses
 from greenroom.server.admin.models.loads import LoadRoutes
 from greenroom.server.admin.models.model_openapi import with_model_routes
+from greenroom.server.admin.models.native import NativeRoutes
 from greenroom.server.admin.models.ollama import OllamaRoutes
 from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
@@ -129,6 +130,10 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/v1/capabilities"): Permission.ASK,
     ("GET", "/v1/models"): Permission.ASK,
     ("GET", "/models"): Permission.ASK,
+    ("GET", "/props"): Permission.ASK,
+    ("GET", "/slots"): Permission.ASK,
+    ("POST", "/models/load"): Permission.LOAD,
+    ("POST", "/models/unload"): Permission.LOAD,
     ("GET", "/api/tags"): Permission.ASK,
     ("GET", "/api/ps"): Permission.ASK,
     ("GET", "/api/version"): Permission.ASK,
@@ -207,7 +212,9 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
     DownloadRoutes(lambda: gateway.downloads).add_to(app)
-    LoadRoutes(gateway).add_to(app)
+    loads = LoadRoutes(gateway)
+    loads.add_to(app)
+    NativeRoutes(gateway, loads, look).add_to(app)
     library = LibraryRoutes(gateway, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, look).add_to(app)

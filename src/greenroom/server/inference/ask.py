@@ -6,8 +6,6 @@ the error to answer with.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -18,9 +16,7 @@ import msgspec
 from greenroom.config.schema import Ability, Config, Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import NO_TENANT, ModelId, RequestId, TenantId
-from greenroom.dialects.chat import shows_pictures
-from greenroom.dialects.neutral import Frame
-from greenroom.dialects.translation import PassedOn, Translate, Translation
+from greenroom.dialects.translation import Translation
 from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.body import Body, Payload
@@ -53,6 +49,7 @@ from greenroom.server.inference.routes import (
     is_open,
     split_model,
 )
+from greenroom.server.inference.translating import check_native, translate_ask
 from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge, Limiter
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
@@ -252,6 +249,7 @@ class AskReader:
         self.limiter: Limiter | None = None
         # The model under version control that a call means which names this one, or none.
         self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
+        self.default_model: Callable[[], str | None] = lambda: None
         # Without it engines are asked for what the caller asked for.
         self.picture_urls: PictureUrls | None = None
 
@@ -259,7 +257,11 @@ class AskReader:
         """A JSON request. Raises Unresolved if only the disk can tell which model it names."""
         head = exchange.head
         _expect_post(head)
-        meant = (lambda: self.meant(_query_model(head), caller)) if route is GENERATE else None
+        meant: Callable[[], str] | None = None
+        if route is GENERATE:
+            meant = lambda: self.meant(_query_model(head), caller)  # noqa: E731
+        elif route.is_native:
+            meant = self._default_model
         peeked = peek.peek(exchange.body.read(), meant)
         options = model_options.of_json(peeked.fields) if self._resolver.takes_options else NO_OPTIONS
         ask = self._ask(
@@ -280,7 +282,9 @@ class AskReader:
             ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
         ask.peeked = peeked
         if route.translate is not None:
-            self._translate(ask, peeked, route.translate)
+            translate_ask(ask, peeked, route.translate)
+        elif route.is_native:
+            check_native(ask, peeked, exchange.body, settings.body_max)
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
         check_media(peeked.fields, ask.entry.config.media_hosts)
@@ -302,17 +306,11 @@ class AskReader:
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
         return ask
 
-    def _translate(self, ask: Ask, peeked: peek.Peeked, translate: Translate) -> None:
-        """Have the engine asked in a dialect that it speaks. Raises BadRequest for what cannot be said in it."""
-        translation = translate(Frame(ask.asked_as, secrets.token_hex(12), time.time()), ask.stream)
-        # Read in any case: an engine may break where a mistake should be named.
-        fields = translation.request(peeked.fields)
-        if shows_pictures(fields):
-            _check_ability(ask.entry, Ability.VISION)
-        if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
-            ask.translation = PassedOn(ask.route.dialect, ask.target)
-        else:
-            ask.translation, ask.target, peeked.fields = translation, translation.path, fields
+    def _default_model(self) -> str:
+        """The model of a call of a native route that names none. Raises BadRequest."""
+        if (name := self.default_model()) is None:
+            raise BadRequest("The body names no model, and there is no server.default_model.", param="model")
+        return name
 
     def version_of(self, model: str) -> Version | None:
         """The version that this model serves now."""

@@ -44,6 +44,7 @@ class Route:
     `form`: it takes a form, which must have these fields beside `model`. `makes_pictures`: its answer has pictures.
     `is_sound`: its answer is counted by the length of the sound that was heard or made.
     `dialect`: which API it belongs to. `translate`: how it becomes OpenAI's chat; None: it goes to the engine as it is.
+    `is_native`: a route of engines, open to models whose engine has it. `is_promptless`: it computes no prompt.
     `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
     """
 
@@ -56,6 +57,8 @@ class Route:
     is_sound: bool = False
     dialect: Dialect = Dialect.OPENAI
     translate: Translate | None = None
+    is_native: bool = False
+    is_promptless: bool = False
     can_stream: bool = True
     streams_unless_told: bool = False
 
@@ -63,6 +66,11 @@ class Route:
         """Whether the answer streams, where the field `stream` was read as `asked`."""
         said = bytes(fields.get("stream", _NULL))
         return self.can_stream and (asked or (self.streams_unless_told and said == b"null"))
+
+
+def _native(name: str, *, is_text: bool = False, is_promptless: bool = False) -> Route:
+    """A route of llama.cpp or vLLM, whose bodies and answers pass as they are."""
+    return Route(name, is_text=is_text, dialect=Dialect.LLAMACPP, is_native=True, is_promptless=is_promptless)
 
 
 # A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
@@ -99,6 +107,13 @@ MODEL_ROUTES: Final[dict[bytes, Route]] = {
         translate=count_translation,
         can_stream=False,
     ),
+    b"/completion": _native("completion", is_text=True),
+    b"/infill": _native("infill", is_text=True),
+    b"/tokenize": _native("tokenize", is_promptless=True),
+    b"/detokenize": _native("detokenize", is_promptless=True),
+    b"/apply-template": _native("apply_template", is_promptless=True),
+    b"/pooling": _native("pooling"),
+    b"/score": _native("score"),
     b"/v1/responses": Route(
         "responses",
         Ability.CHAT,

@@ -257,6 +257,8 @@ class Running:
         """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
         if self._pin is None:
             owner = self.ask.scope.owner
+            if self.ask.route.is_promptless:
+                return True
             if self.ask.route is UPSTREAM:
                 is_post = self.exchange.head.method == b"POST"
                 if not is_post or is_open(self.ask.target.partition(b"?")[0], PROMPTLESS_PATHS):

@@ -59,8 +59,9 @@ _ERROR: Final[Schema] = {"$ref": "#/components/schemas/ErrorBody"}
 _ENGINE_ERROR: Final[Schema] = {"type": "object", "description": "An engine's own error, as the engine sent it."}
 
 
-# Without Ollama's, whose errors and streams have other shapes.
-DOCUMENTED: Final = {path: route for path, route in MODEL_ROUTES.items() if route.dialect is not Dialect.OLLAMA}
+# Without Ollama's, whose errors and streams have other shapes, and the engines' own, which are theirs to describe.
+_ELSEWHERE: Final = (Dialect.OLLAMA, Dialect.LLAMACPP)
+DOCUMENTED: Final = {path: route for path, route in MODEL_ROUTES.items() if route.dialect not in _ELSEWHERE}
 
 
 def with_model_routes(document: Schema) -> Schema:

@@ -1,0 +1,91 @@
+"""llama.cpp's own API as far as it does not ask a model: `/props`, `/slots`, `/models/load` and `/models/unload`.
+
+Owns the shapes of these answers, which are llama.cpp's. Only the order to load a model loads one, and no answer
+holds a prompt: what is told is what the gateway knows itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from greenroom.config.schema import Ability
+from greenroom.errors import BadRequest, ModelNotFound
+from greenroom.runtime.catalogue import Entry
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.models.loads import LoadAsked, LoadRoutes, Name, UnloadAsked
+from greenroom.server.admin.reports.snapshot import Snapshot
+from greenroom.server.admin.views import GovernedOrder
+from greenroom.server.asgi import asked_by_admin, caller_of
+
+ModelQuery = Annotated[str | None, Query(description="The model; else server.default_model.")]
+
+
+class NativeOrder(GovernedOrder):
+    model: Name
+
+
+class NativeRoutes:
+    def __init__(self, gateway: Gateway, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
+        self._gateway = gateway
+        self._loads = loads
+        self._look = look
+
+    def add_to(self, app: FastAPI) -> None:
+        """Not in the OpenAPI document: its shapes are llama.cpp's."""
+        app.get("/props", include_in_schema=False)(self.props)
+        app.get("/slots", include_in_schema=False)(self.slots)
+        app.post("/models/load", include_in_schema=False)(self.load)
+        app.post("/models/unload", include_in_schema=False)(self.unload)
+
+    async def props(self, request: Request, model: ModelQuery = None) -> Response:
+        """What is known of a model without loading it."""
+        entry = self._entry(request, model)
+        abilities = entry.facts.abilities or frozenset()
+        shown: dict[str, Any] = {
+            "default_generation_settings": {"n_ctx": entry.config.ctx_size},
+            "total_slots": entry.engine.concurrency(entry.config),
+            "model_alias": entry.id,
+            "modalities": {"vision": Ability.VISION in abilities, "audio": Ability.AUDIO in abilities},
+            "is_sleeping": self._view(request, entry).tier == "asleep",
+        }
+        if asked_by_admin(request):
+            shown["model_path"] = entry.config.path
+        return JSONResponse(shown)
+
+    async def slots(self, request: Request, model: ModelQuery = None) -> Response:
+        """How many requests of a model are answered at once, and how many are now. No prompts."""
+        entry = self._entry(request, model)
+        view = self._view(request, entry)
+        count = 0 if view.tier != "ready" else view.concurrency or 0
+        return JSONResponse(
+            [
+                {"id": place, "n_ctx": entry.config.ctx_size, "is_processing": place < view.in_flight}
+                for place in range(count)
+            ]
+        )
+
+    async def load(self, request: Request, asked: NativeOrder) -> Response:
+        """Begin to load a model; GET /models tells when it is there."""
+        await self._loads.start_load(request, Response(), LoadAsked(model=asked.model))
+        return JSONResponse({"success": True})
+
+    async def unload(self, request: Request, asked: NativeOrder) -> Response:
+        await self._loads.unload_model(request, UnloadAsked(model=asked.model))
+        return JSONResponse({"success": True})
+
+    def _view(self, request: Request, entry: Entry) -> Any:
+        return self._look().model(entry, to_operator=asked_by_admin(request))
+
+    def _entry(self, request: Request, name: str | None) -> Entry:
+        name = name or self._gateway.config.server.default_model
+        if name is None:
+            raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
+        entry = self._gateway.catalog.find(name)
+        if entry is None or not caller_of(request).sees(entry.base_id):
+            raise ModelNotFound.named(name)
+        return entry

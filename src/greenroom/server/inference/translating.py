@@ -1,0 +1,53 @@
+"""How a request of another dialect, or to a route of the engines' own, is put to the engine of its model.
+
+Owns the choice between passing on and translating, and what is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from greenroom.config.schema import Ability
+from greenroom.dialects.chat import shows_pictures
+from greenroom.dialects.neutral import Frame
+from greenroom.dialects.tokenize import TOKENIZE_PATH, tokenize_translation
+from greenroom.dialects.translation import PassedOn, Translate
+from greenroom.engines.base import LLAMACPP_PATHS, VLLM_PATHS
+from greenroom.errors import NoAbility
+from greenroom.http.body import Body
+from greenroom.server.inference.body.media import check_body
+from greenroom.server.inference.body.peek import Peeked
+
+if TYPE_CHECKING:
+    from greenroom.server.inference.ask import Ask
+
+
+def translate_ask(ask: Ask, peeked: Peeked, translate: Translate) -> None:
+    """Have the engine asked in a dialect that it speaks. Raises BadRequest for what cannot be said in it."""
+    translation = translate(Frame(ask.asked_as, secrets.token_hex(12), time.time()), ask.stream)
+    # Read in any case: an engine may break where a mistake should be named.
+    fields = translation.request(peeked.fields)
+    abilities = ask.entry.facts.abilities
+    if abilities is not None and Ability.VISION not in abilities and shows_pictures(fields):
+        raise NoAbility(f"{ask.entry.id} does not do vision; send it no pictures.", param="model")
+    if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
+        ask.translation = PassedOn(ask.route.dialect, ask.target)
+    else:
+        ask.translation, ask.target, peeked.fields = translation, translation.path, fields
+
+
+def check_native(ask: Ask, peeked: Peeked, body: Body, body_max: int) -> None:
+    """Raises NoAbility if the engine has no such route, MediaRefused, or BadRequest."""
+    engine, path = ask.entry.engine, ask.target.partition(b"?")[0]
+    if path.decode() not in engine.speaks:
+        has = ", ".join(sorted(engine.speaks)) or "none"
+        raise NoAbility(f"The engine of {ask.entry.id} has no {path.decode()}; it has: {has}.", param="model")
+    if engine.fetches_media:
+        check_body(body, ask.entry.config.media_hosts, body_max)
+    # Of a program that may be either, the caller must know which it is.
+    if path == TOKENIZE_PATH and not engine.speaks >= LLAMACPP_PATHS | VLLM_PATHS:
+        translation = tokenize_translation(peeked.fields, engine_is_vllm=engine.speaks >= VLLM_PATHS)
+        if translation is not None:
+            ask.translation, peeked.fields = translation, translation.request(peeked.fields)
