@@ -230,7 +230,7 @@ class App:
             state_dir.close()
             raise
         app._begin()
-        # Not before: whoever connected meanwhile has waited, and asks for models that are known now.
+        # Not before: a client that connected meanwhile has waited, and asks for models that are known now.
         await app._front.accept()
         if app.sharing is not None:
             await app.sharing.open()

@@ -62,7 +62,8 @@ scheduler:
         ("company: {groups: {}, matrix: {sets: {}}}", "3: scheduler.company: give groups or matrix, not both"),
         (
             "fit_memory: false",
-            "3: scheduler.fit_memory: may only be false with company; nothing else says who may be ready together",
+            "3: scheduler.fit_memory: may only be false with company; "
+            "nothing else says which models may be ready together",
         ),
         (
             "company:\n    groups:\n      g:\n        member: [qwen]\n        members: [qwen]",

@@ -93,7 +93,7 @@ class Edge:
         await self.accept()
 
     async def bind(self, host: str | None, port: int) -> None:
-        """Take a TCP port. Whoever connects waits until `accept`. Raises OSError."""
+        """Take a TCP port. A client that connects waits until `accept`. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         missing: OSError | None = None

@@ -79,7 +79,7 @@ class VersionStore:
         self._writing = threading.Lock()
 
     def open(self) -> None:
-        """Read what an earlier run wrote. Blocks. Raises ConfigError: without it nobody knows what was promised."""
+        """Read what an earlier run wrote. Blocks. Raises ConfigError: without it, what was promised is not known."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:

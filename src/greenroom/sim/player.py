@@ -159,7 +159,7 @@ class Player:
     def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
         self._note("answer", op, outcome, reason)
         if self.ops.get(op, outcome) is not None:
-            self._object(f"{op} is answered though nobody asks, or twice")
+            self._object(f"{op} is answered though no caller asks, or twice")
         self.ops[op] = outcome
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:

@@ -89,7 +89,7 @@ class Operators(Check):
 
     def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
         if op not in self._asked:
-            raise Violation(f"{op} is answered though nobody asks any more")
+            raise Violation(f"{op} is answered though no caller asks any more")
         self._asked.remove(op)
 
     def at_rest(self) -> None:

@@ -144,7 +144,7 @@ class Rig:
         raise AssertionError("nothing is aborted here")
 
     def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
-        raise AssertionError("nobody gives orders here")
+        raise AssertionError("no orders are given here")
 
 
 @contextlib.asynccontextmanager

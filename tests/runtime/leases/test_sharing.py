@@ -294,7 +294,7 @@ async def test_what_hurries_while_leases_are_read_is_looked_at_with_the_next_bea
     rig.sharing.hurry()
     for _ in range(3):
         await rig.beat()
-    assert reads == 2, "once for each who hurried, though the store has nothing new"
+    assert reads == 2, "once for each call that hurried, though the store has nothing new"
 
 
 async def test_leases_that_could_not_be_read_are_read_with_the_next_beat(rig: Rig) -> None:

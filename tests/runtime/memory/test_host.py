@@ -87,7 +87,7 @@ LOOK = "from greenroom.runtime.memory.readings import THIS_MACHINE; seen = THIS_
 
 @pytest.fixture
 def own_group() -> Iterator[Path]:
-    """A real cgroup with a limit of 200 MiB, and where to write who is in it. Skipped where none can be made."""
+    """A real cgroup with a limit of 200 MiB, and the file of its processes. Skipped where none can be made."""
     for root, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),

@@ -117,7 +117,9 @@ def _scheduler_problems(scheduler: Scheduler) -> Iterator[Problem]:
     if scheduler.deadline_normal_s > scheduler.deadline_low_s:
         yield Problem(("deadline_normal_s",), f"may not be more than deadline_low_s ({scheduler.deadline_low_s:g})")
     if not scheduler.fit_memory and scheduler.company is None:
-        yield Problem(("fit_memory",), "may only be false with company; nothing else says who may be ready together")
+        yield Problem(
+            ("fit_memory",), "may only be false with company; nothing else says which models may be ready together"
+        )
 
 
 def _company_problems(company: Company) -> Iterator[Problem]:

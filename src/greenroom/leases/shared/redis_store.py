@@ -110,7 +110,7 @@ def cancels_heard() -> Iterator[None]:
 REFUSAL_RETRY_AFTER_S = 5.0
 TAKEN = "taken"
 _WHY = {
-    "grace": "the lease store is new or has lost its data; those who held leases come first for a moment",
+    "grace": "the lease store is new or has lost its data; earlier holders come first for a moment",
     "line": "others wait for these GPUs and come first",
     "full": "the lease store holds as many leases as it may",
     "memory": "so much is not free",

@@ -34,7 +34,7 @@ HOURS_KEPT_S: Final = 8 * DAY_S
 # How long a question waits for the disk, and a write for another program that reads the file.
 ANSWER_MAX_S: Final = 20.0
 BUSY_MAX_S: Final = 5.0
-# More rows in one answer help nobody.
+# No reader needs more rows in one answer.
 ROWS_MAX: Final = 10_000
 
 By = Literal["key", "tenant", "model", "day"]

@@ -24,7 +24,7 @@ _DIGITS_MAX: Final = 12
 
 
 class AnswerFacts:
-    """Of one answer with text. The last bytes are read once, whoever asks first."""
+    """Of one answer with text. The last bytes are read once, at the first question."""
 
     __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
 

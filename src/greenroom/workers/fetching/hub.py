@@ -81,7 +81,7 @@ def _origin() -> HubOrigin:
 
 
 def _package() -> Any:
-    # It would ask the hub who else is at work here.
+    # Otherwise the package tells the hub how it is used.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import huggingface_hub

@@ -175,7 +175,7 @@ def _told(args: argparse.Namespace, report: Report) -> int:
     return ExitStatus.OK if report.ok else ExitStatus.FAILED
 
 
-# --- who is asked ---------------------------------------------------------------------------------------------------
+# --- what is asked --------------------------------------------------------------------------------------------------
 
 
 def _trainer(args: argparse.Namespace) -> Trainer:

@@ -122,7 +122,7 @@ def _leases(args: argparse.Namespace) -> int:
 
 LEASES = Subcommand(
     "leases",
-    "Show who holds GPU memory: programs with leases, and models.",
+    "Show what holds GPU memory: programs with leases, and models.",
     _add_leases_options,
     _leases,
 )

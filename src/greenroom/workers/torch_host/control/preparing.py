@@ -127,7 +127,7 @@ class _Background:
     def joined(self, read_bytes: int) -> PreparedText:
         """The prepared model, now that the arena is filled."""
         if self._text is None or self._engine is None or self._arena is None:
-            raise RuntimeError("a model was loaded and nobody was told")
+            raise RuntimeError("a model was loaded and no task was told")
         text = self._text.result()
         weights, engine = self._engine.result()
         weights.on_filled()

@@ -256,7 +256,7 @@ class EngineLoop(ModelThread):
         try:
             job.done(result)
         except Exception:
-            log.exception("nobody took the embeddings")
+            log.exception("no request took the embeddings")
 
     def _switch(self, *, awake: bool) -> None:
         if self._runner is not None and awake:

@@ -54,7 +54,7 @@ class LoadContext:
     def raise_if_cancelled(self) -> None:
         """Raises Cancelled if the load was cancelled. Called between steps that cannot be interrupted."""
         if self.cancelled is not None and self.cancelled.is_set():
-            raise Cancelled("loading was stopped: nobody waits for the model any more.")
+            raise Cancelled("loading was stopped: no request waits for the model any more.")
 
 
 class ModelSource(Protocol):

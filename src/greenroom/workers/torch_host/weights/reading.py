@@ -198,7 +198,7 @@ class _ReadJob:
             # A traceback holds this frame, and with it the arena; a local reference to the error would make a cycle.
             del error
         if self._done < self._total:
-            raise Cancelled("reading was stopped: nobody waits for the model any more.")
+            raise Cancelled("reading was stopped: no request waits for the model any more.")
         return self._done
 
     def _next(self) -> FilePiece | None:
