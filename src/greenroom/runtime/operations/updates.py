@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Model, ModelVersions
+from greenroom.core.model import ModelId
 from greenroom.errors import (
     BadRequest,
     GatewayBug,
@@ -26,7 +27,6 @@ from greenroom.errors import (
     UpdateInProgress,
 )
 from greenroom.library.versions import NamedVersions, Version
-from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
@@ -154,14 +154,11 @@ class Updates:
             return self._errors.get(model)
         return None if self.of(model).prepared is None else INTERRUPTED
 
-    def expect_movable(self, entry: Entry) -> None:
-        """Raises UpdateInProgress for a version that is on its way: only its update moves it."""
-        name = entry.spec.version_of
-        if name is None:
-            return
+    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
+        """The answer to orders for a version of this model that is on its way: only its update moves it."""
         running = self._running.get(name)
-        raise UpdateInProgress(
-            f"{entry.id} is the next version of {name} and moves only by its update. Ask again after that.",
+        return UpdateInProgress(
+            f"{coming} is the next version of {name} and moves only by its update. Ask again after that.",
             beside=None if running is None else {"taskId": running.row},
         )
 

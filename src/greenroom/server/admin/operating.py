@@ -214,8 +214,12 @@ class Operating:
     async def _movable(self, request: Request, model_id: str, order: str) -> Entry:
         """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
         entry = await self._entry(request, model_id, order)
-        self._gateway.updates.expect_movable(entry)
+        self._expect_movable(entry)
         return entry
+
+    def _expect_movable(self, entry: Entry) -> None:
+        if (name := entry.spec.version_of) is not None:
+            raise self._gateway.updates.moves_only(entry.id, name)
 
     async def _entry(self, request: Request, model_id: str, order: str) -> Entry:
         try:
@@ -234,7 +238,7 @@ class Operating:
             raise ModelNotFound.named(unknown, "evict")
         for _, entry in known:
             if entry is not None:
-                self._gateway.updates.expect_movable(entry)
+                self._expect_movable(entry)
         return tuple(entry.id for _, entry in known if entry is not None)
 
 
