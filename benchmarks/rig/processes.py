@@ -17,7 +17,7 @@ from pathlib import Path
 
 RIG = Path(__file__).resolve().parent
 ROOT = RIG.parents[1]
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
