@@ -13,6 +13,9 @@ from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import ChatTranslation
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_DELTA: Final = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -55,16 +58,16 @@ class MessageWriter:
         written = [] if self._has_begun else [self._begin()]
         if piece.thought:
             written += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            written.append(self._delta("thinking_delta", "thinking", piece.thought))
+            written.append(self._delta(b"thinking_delta", b"thinking", piece.thought))
         if piece.text:
             written += self._open("text", {"type": "text", "text": ""})
-            written.append(self._delta("text_delta", "text", piece.text))
+            written.append(self._delta(b"text_delta", b"text", piece.text))
         for tool in piece.tools:
             if tool.place > self._call:
                 self._call = tool.place
                 written += self._open("tool_use", {**_use(tool, self._frame), "input": {}}, is_new=True)
             if tool.arguments:
-                written.append(self._delta("input_json_delta", "partial_json", tool.arguments))
+                written.append(self._delta(b"input_json_delta", b"partial_json", tool.arguments))
         if piece.reason is not None:
             self._reason = _REASONS.get(piece.reason, "end_turn")
         if piece.tokens is not None:
@@ -114,8 +117,9 @@ class MessageWriter:
         self._block = None
         return [_event("content_block_stop", {"index": self._index})]
 
-    def _delta(self, kind: str, name: str, text: str) -> bytes:
-        return _event("content_block_delta", {"index": self._index, "delta": {"type": kind, name: text}})
+    def _delta(self, kind: bytes, name: bytes, text: str) -> bytes:
+        """Written for every token, so it is put together by hand."""
+        return _DELTA % (self._index, kind, name, _encode(text))
 
 
 def model_list(models: list[tuple[str, str | None, int]]) -> bytes:

@@ -54,10 +54,11 @@ def _translation(
 class OllamaAnswer:
     """`loads` is set for a request that says nothing: its answer says only that the model is there, or leaves."""
 
-    __slots__ = ("_calls", "_frame", "_is_chat", "_reason", "_tokens", "loads")
+    __slots__ = ("_calls", "_created", "_is_chat", "_model", "_reason", "_tokens", "loads")
 
     def __init__(self, frame: Frame, *, is_chat: bool) -> None:
-        self._frame = frame
+        self._model = frame.model
+        self._created = _time(frame.created)
         self._is_chat = is_chat
         # Calls whose arguments are still coming: they are sent as objects.
         self._calls: list[ToolPiece] = []
@@ -105,7 +106,7 @@ class OllamaAnswer:
         done: str | None = None,
         tokens: Tokens | None = None,
     ) -> bytes:
-        line: dict[str, Any] = {"model": self._frame.model, "created_at": _time(self._frame.created)}
+        line: dict[str, Any] = {"model": self._model, "created_at": self._created}
         beside: dict[str, Any] = {"thinking": thought} if thought else {}
         if not self._is_chat:
             line |= {"response": text, **beside}

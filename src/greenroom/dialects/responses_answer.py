@@ -27,6 +27,11 @@ _ECHOED: Final[dict[str, Any]] = {
 }
 _encode: Final = msgspec.json.Encoder().encode
 _NULL: Final = b"null"
+_DELTA: Final = (
+    b"event: response.%b.delta\n"
+    b'data: {"type":"response.%b.delta","sequence_number":%d,"item_id":"%b","output_index":%d,"content_index":0,'
+    b'"delta":%b%b}\n\n'
+)
 
 
 def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
@@ -37,7 +42,7 @@ def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 class ResponseAnswer:
     """One response. Of a stream, the last item is open until another kind of piece comes."""
 
-    __slots__ = ("_echo", "_frame", "_is_cut", "_item", "_number", "_output", "_tokens")
+    __slots__ = ("_echo", "_frame", "_is_cut", "_item", "_number", "_output", "_said", "_tokens")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -46,6 +51,8 @@ class ResponseAnswer:
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
+        # What the open item says, in pieces: joined once, when it is done.
+        self._said: list[str] = []
         self._is_cut = False
         self._tokens = Tokens()
 
@@ -98,10 +105,13 @@ class ResponseAnswer:
             part = {"part": item["content"][0], "content_index": 0}
             written += [self._at("response.content_part.added", part)] if kind == "message" else []
         assert self._item is not None
-        self._item["content"][0]["text"] += text
-        name = "reasoning_text" if kind == "reasoning" else "output_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return [*written, self._at(f"response.{name}.delta", {"content_index": 0, "delta": text, **logprobs})]
+        self._said.append(text)
+        name, more = (b"reasoning_text", b"") if kind == "reasoning" else (b"output_text", b',"logprobs":[]')
+        number, self._number = self._number, self._number + 1
+        # Written for every token, so it is put together by hand.
+        at = (name, name, number, self._item["id"].encode(), len(self._output), _encode(text), more)
+        written.append(_DELTA % at)
+        return written
 
     def _called(self, tool: ToolPiece) -> list[bytes]:
         written = []
@@ -111,7 +121,7 @@ class ResponseAnswer:
             assert self._item is not None
             self._item["place"] = tool.place
         assert self._item is not None
-        self._item["arguments"] += tool.arguments
+        self._said.append(tool.arguments)
         if tool.arguments:
             written.append(self._at("response.function_call_arguments.delta", {"delta": tool.arguments}))
         return written
@@ -126,11 +136,14 @@ class ResponseAnswer:
         if item is None:
             return []
         item.pop("place", None)
+        text, self._said = "".join(self._said), []
         if item["type"] == "function_call":
+            item["arguments"] = text
             said = {"arguments": item["arguments"], "name": item["name"]}
             written = [self._at("response.function_call_arguments.done", said)]
         else:
             part = item["content"][0]
+            part["text"] = text
             name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             done: dict[str, Any] = {"content_index": 0, "text": part["text"]}
             if item["type"] == "message":
