@@ -23,7 +23,7 @@ PACKAGE = Path("src", "greenroom")
 HOT = (
     "errors.py",
     "core/**/*.py",
-    "http/*.py",
+    "http/**/*.py",
     "runtime/catalogue.py",
     "runtime/loop.py",
     "runtime/slots.py",

@@ -32,7 +32,7 @@ def test_every_name_on_the_list_finds_a_file(build: ModuleType) -> None:
 
 def test_modules_are_compiled_only_where_they_are_hot(build: ModuleType) -> None:
     files = build.hot_files()
-    assert "src/greenroom/http/relay.py" in files
+    assert "src/greenroom/http/relays/relay.py" in files
     assert "src/greenroom/core/decide/decision.py" in files
     assert not [file for file in files if file.endswith(("__init__.py", "invariants.py"))]
 

@@ -24,7 +24,7 @@ from greenroom.errors import GreenroomError
 from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import build_request
-from greenroom.http.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.http.upstream import EngineAddress, Pool
 

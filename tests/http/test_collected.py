@@ -9,10 +9,10 @@ import pytest
 
 from greenroom.errors import EngineLost, ResultTooLarge
 from greenroom.http.body import Body, BodyBudget
-from greenroom.http.collected import Collected
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
-from greenroom.http.relay import RelayOutcome
+from greenroom.http.relays.collected import Collected
+from greenroom.http.relays.relay import RelayOutcome
 from greenroom.http.request import Head
 
 ANSWER = b"x" * 100

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from greenroom.http.exchange import Exchange
-from greenroom.http.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
+from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
 from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines

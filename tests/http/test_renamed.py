@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.http.renamed import NameFilter
+from greenroom.http.relays.renamed import NameFilter
 
 OLD, NEW = "alpha.gguf", '/models/a "b".gguf'
 

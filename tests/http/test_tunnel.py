@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from greenroom.http.relay import RelayOutcome
-from greenroom.http.tunnel import Tunnel
+from greenroom.http.relays.relay import RelayOutcome
+from greenroom.http.relays.tunnel import Tunnel
 from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines

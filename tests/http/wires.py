@@ -15,9 +15,9 @@ from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request
 from greenroom.http.limits import EdgeLimits
-from greenroom.http.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.request import Head
-from greenroom.http.tunnel import Tunnel
 from greenroom.http.upstream import EngineAddress, Pool
 from tests.waiting import until
 

@@ -13,7 +13,7 @@ import msgspec
 from greenroom.engines.base import Engine
 from greenroom.engines.usage import Usage, estimated
 from greenroom.http.headers import Headers
-from greenroom.http.relay import Relay
+from greenroom.http.relays.relay import Relay
 
 CACHE_HIT: Final = b"x-cache-hit"
 TOKENS_REUSED: Final = b"x-cache-tokens-reused"

@@ -16,7 +16,7 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
 from greenroom.errors import GatewayBug, GreenroomError, RateLimited
 from greenroom.http.exchange import Exchange
-from greenroom.http.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop

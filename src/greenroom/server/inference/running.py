@@ -25,14 +25,14 @@ from greenroom.errors import (
     GreenroomError,
     ModelLoading,
 )
-from greenroom.http.collected import Collected
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
-from greenroom.http.relay import Relay, RelayOutcome
-from greenroom.http.renamed import Renamed
+from greenroom.http.relays.collected import Collected
+from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.renamed import Renamed
+from greenroom.http.relays.translated import Translated
+from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
-from greenroom.http.translated import Translated
-from greenroom.http.tunnel import Tunnel
 from greenroom.library.versions import Version
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.slots import LiveSlot

@@ -11,7 +11,7 @@ from greenroom.errors import BodiesFull, GatewayBug, GreenroomError, ResultTooLa
 from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
-from greenroom.http.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
+from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
 
 
 class Collected(Relay):

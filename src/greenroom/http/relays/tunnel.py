@@ -14,7 +14,7 @@ from greenroom.http import headers as wire
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, response_headers
-from greenroom.http.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOutcome
 
 # An engine that does not read is given this long for the last bytes of a client.
 LAST_BYTES_S: Final = 1.0

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from greenroom.errors import EngineFault
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
-from greenroom.http.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
+from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
 
 # A longer answer of an engine is refused: it is held in memory.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024

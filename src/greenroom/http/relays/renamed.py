@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
-from greenroom.http.relay import Relay
+from greenroom.http.relays.relay import Relay
 
 _FIELD = b'"model":'
 
