@@ -34,7 +34,8 @@ from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.versions import meant
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
-from greenroom.server.inference.ask import AskReader, Settings
+from greenroom.server.inference.ask import Settings
+from greenroom.server.inference.ask_reader import AskReader
 from greenroom.server.inference.jobs.jobs import Jobs, JobServices
 from greenroom.server.inference.jobs.routes import AsyncRequests
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices

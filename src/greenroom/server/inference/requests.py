@@ -24,7 +24,8 @@ from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.answer_facts import usage_of
-from greenroom.server.inference.ask import Ask, AskReader, Settings
+from greenroom.server.inference.ask import Ask, Settings
+from greenroom.server.inference.ask_reader import AskReader
 from greenroom.server.inference.routes import UPSTREAM, Route, answers_with_text, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, RequestSweep, Running
 from greenroom.server.inference.version_headers import version_headers

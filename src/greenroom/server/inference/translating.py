@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING
 
 from greenroom.config.schema import Ability
 from greenroom.dialects.chat import shows_pictures
@@ -17,11 +16,9 @@ from greenroom.dialects.translation import PassedOn, Translate
 from greenroom.engines.base import LLAMACPP_PATHS, VLLM_PATHS
 from greenroom.errors import NoAbility
 from greenroom.http.body import Body
+from greenroom.server.inference.ask import Ask
 from greenroom.server.inference.body.media import check_body
 from greenroom.server.inference.body.peek import Peeked
-
-if TYPE_CHECKING:
-    from greenroom.server.inference.ask import Ask
 
 
 def translate_ask(ask: Ask, peeked: Peeked, translate: Translate) -> None:

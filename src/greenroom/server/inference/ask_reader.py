@@ -1,0 +1,389 @@
+"""Reads what a caller asks for: from a JSON body, a form, or a path that is passed through.
+
+Owns the reading of `x_*` fields and headers, which are never forwarded. Raises the error to answer with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from greenroom.config.schema import Ability, Heartbeat
+from greenroom.core.model import NO_TENANT, ModelId, TenantId
+from greenroom.engines.base import UsageSource
+from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
+from greenroom.http.exchange import Exchange
+from greenroom.http.request import Head
+from greenroom.library.versions import Version
+from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.resolver import Resolver
+from greenroom.server.inference.answers import AS_BASE64, AS_URL, RESPONSE_FORMAT, PictureUrls, expect_no_stream
+from greenroom.server.inference.ask import Ask, Settings
+from greenroom.server.inference.body import model_options, multipart, peek
+from greenroom.server.inference.body.media import check_body, check_media, is_upload
+from greenroom.server.inference.prefix_cache import CacheSalts, cache_scope
+from greenroom.server.inference.routes import (
+    COMPLETIONS_PATH,
+    GENERATE,
+    UPSTREAM_PREFIX,
+    Route,
+    has_one_path,
+    is_open,
+    split_model,
+)
+from greenroom.server.inference.translating import check_native, translate_ask
+from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.limits import Charge, Limiter
+from greenroom.tenancy.tenants import Tenants, cap, parse_priority
+
+_EMPTY: Final[frozenset[str]] = frozenset()
+TENANT_HEADER: Final = b"x-tenant-id"
+# The headers that are for the gateway; one pass over a request's headers finds them.
+OUR_HEADERS: Final = frozenset(
+    (
+        *(b"x-priority", TENANT_HEADER, b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
+        *(b"x-cache-mode", b"x-cache-tag", b"x-facts"),
+    )
+)
+_HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
+_READING: Final = (b"GET", b"HEAD")
+_IF_ASKED: Final = UsageSource.ASK
+CLIENT_CHARS_MAX: Final = 128
+# Fields of llama.cpp that say how many answers are wanted.
+_COUNTS: Final = ("n", "n_cmpl")
+# The fields that an operator sets (encoded) and strips for one revision of a model.
+_Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
+
+
+class AskReader:
+    def __init__(self, resolver: Resolver, catalog: Catalog, tenants: Tenants, salts: CacheSalts) -> None:
+        self._resolver = resolver
+        self._catalog = catalog
+        self._tenants = tenants
+        self._salts = salts
+        # By model, so that a new revision takes the place of the old one.
+        self._rewrites: dict[ModelId, _Rewrites] = {}
+        # None while nothing is limited.
+        self.limiter: Limiter | None = None
+        # The model under version control that a call means which names this one, or none.
+        self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
+        self.default_model: Callable[[], str | None] = lambda: None
+        # Without it engines are asked for what the caller asked for.
+        self.picture_urls: PictureUrls | None = None
+
+    def read(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
+        """A JSON request. Raises Unresolved if only the disk can tell which model it names."""
+        head = exchange.head
+        _expect_post(head)
+        meant: Callable[[], str] | None = None
+        if route is GENERATE:
+            meant = lambda: self.meant(_query_model(head), caller)  # noqa: E731
+        elif route.is_native:
+            meant = self._default_model
+        peeked = peek.peek(exchange.body.read(), meant)
+        options = model_options.of_json(peeked.fields) if self._resolver.takes_options else NO_OPTIONS
+        ask = self._ask(
+            exchange,
+            route,
+            caller,
+            settings,
+            peeked.model,
+            peeked.priority,
+            options=options,
+            target=COMPLETIONS_PATH if route is GENERATE else None,
+            stream=peeked.stream if route.translate is None else route.is_stream(peeked.stream, peeked.fields),
+        )
+        ask.client = peeked.client_id or ask.client
+        if peeked.budget_s is not None:
+            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+        if peeked.keep_alive_s is not None:
+            ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
+        ask.peeked = peeked
+        if route.translate is not None:
+            translate_ask(ask, peeked, route.translate)
+        elif route.is_native:
+            check_native(ask, peeked, exchange.body, settings.body_max)
+        if ask.charge is not None and ask.charge.counts_tokens():
+            ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
+        check_media(peeked.fields, ask.entry.config.media_hosts)
+        ask.puts, ask.drops = self._rewrites_of(ask.entry)
+        if ask.entry.facts.prompt_slots:
+            ask.spreads = any(_is_several(ask.puts.get(name, peeked.fields.get(name))) for name in _COUNTS)
+        if options is not NO_OPTIONS:
+            ask.drops = ask.drops | model_options.FIELDS
+        if ask.stream and route.is_text and ask.entry.engine.usage_source is _IF_ASKED:
+            with_usage, asked = peek.ask_for_usage(peeked.fields)
+            ask.drop_usage = not asked
+            if with_usage is not None:
+                ask.puts = {**ask.puts, "stream_options": with_usage}
+        if route.makes_pictures and self._as_urls(ask, exchange.head, peek.text(peeked.fields, RESPONSE_FORMAT)):
+            ask.puts = {**ask.puts, RESPONSE_FORMAT: msgspec.json.encode(AS_BASE64)}
+        salt_field = ask.entry.engine.salt_field
+        if salt_field is not None and route.is_text and ask.cache_headers is not None:
+            salt = self._salts.of(ask.scope, peeked.fields.get(salt_field), ask.entry.public_id)
+            ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
+        return ask
+
+    def _default_model(self) -> str:
+        """The model of a call of a native route that names none. Raises BadRequest."""
+        if (name := self.default_model()) is None:
+            raise BadRequest("The body names no model, and there is no server.default_model.", param="model")
+        return name
+
+    def version_of(self, model: str) -> Version | None:
+        """The version that this model serves now."""
+        entry = self._catalog.find(model)
+        return None if entry is None else entry.version
+
+    async def read_form(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
+        """A form with a file. Large forms are read in turns, so that other requests are served meanwhile."""
+        _expect_post(exchange.head)
+        form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
+        options = model_options.of_form(form.fields) if self._resolver.takes_options else NO_OPTIONS
+        # So that it is found without a look at the disk.
+        await self._resolver.named(form.model, options, caller)
+        ask = self._ask(
+            exchange, route, caller, settings, form.model, form.priority, options=options, stream=form.stream
+        )
+        ask.client = form.client_id or ask.client
+        ask.budget_s = _smaller(ask.budget_s, form.budget_s)
+        ask.keep_alive_s = peek.capped(form.keep_alive_s, settings.keep_alive_max_s)
+        config = ask.entry.config
+        form.expect(name for name in route.form if name not in config.set_params)
+        puts = {name: _as_text(value) for name, value in config.set_params.items()}
+        drops = frozenset(config.strip_params) | (_EMPTY if options is NO_OPTIONS else model_options.FIELDS)
+        if route.makes_pictures and self._as_urls(ask, exchange.head, form.fields.get(RESPONSE_FORMAT)):
+            puts[RESPONSE_FORMAT] = AS_BASE64
+        name = _name_in_engine(ask.entry)
+        ask.rewritten = lambda: form.rewrite(name, drop=drops, put=puts)
+        return ask
+
+    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
+        """A pass-through: the path after the model's id goes to its engine unchanged.
+
+        Raises NotAllowed for control paths of the engine, also to admins: its state is the scheduler's.
+        """
+        head = exchange.head
+        if not caller.admin:
+            # Again: the models may have changed while the body came.
+            self.check_open(head, caller)
+        name, path = self._upstream(head, caller)
+        self._check_passed(head, name, path)
+        if settings.governed and (head.method not in _READING or head.upgrade is not None):
+            self._check_governed(head, name, path)
+        target = path + (b"?" + head.query if head.query else b"")
+        ask = self._ask(exchange, route, caller, settings, name, None, target=target)
+        if ask.entry.engine.fetches_media and not is_upload(head.get(b"content-type")):
+            check_body(exchange.body, ask.entry.config.media_hosts, settings.body_max)
+        ask.rewritten = lambda: exchange.body
+        return ask
+
+    def _check_passed(self, head: Head, name: str, path: bytes) -> None:
+        entry = self._catalog.find(name)
+        if entry is None or (passed := entry.engine.upstream_paths) is None:
+            return
+        if not has_one_path(head.upgrade):
+            head.upgrade = None
+        if not is_open(path, passed):
+            raise NotAllowed(
+                f"{path.decode('ascii', 'replace')} of {name} is not passed on: it may control the engine, which the "
+                f"gateway does. These are: {', '.join(passed)}."
+            )
+
+    def check_open(self, head: Head, caller: Caller) -> None:
+        """Raises NotAllowed unless the model opens this path to every key, or ModelNotFound."""
+        name, path = self._upstream(head, caller)
+        entry = self._catalog.find(name)
+        if entry is None or not is_open(path, entry.config.routes):
+            raise NotAllowed(
+                f"The key {caller.name} may not use {path.decode('ascii', 'replace')} of {name}: its `routes` do not "
+                "name it. Use a key with `admin: true`."
+            )
+
+    def _check_governed(self, head: Head, name: str, path: bytes) -> None:
+        """Raises NotAllowed unless the model or its engine says that this path only answers: no token permits more."""
+        entry = self._catalog.find(name)
+        passed = () if entry is None else (*entry.config.routes, *(entry.engine.upstream_paths or ()))
+        if not is_open(path, passed) or not has_one_path(head.upgrade):
+            raise NotAllowed(
+                f"{path.decode('ascii', 'replace')} of {name} may control its engine, and operations are signed here: "
+                "add it to the model's `routes` if it only answers."
+            )
+
+    def _upstream(self, head: Head, caller: Caller) -> tuple[str, bytes]:
+        """The model named after /upstream/, and the path for its engine."""
+
+        def is_known(name: str) -> bool:
+            entry = self._catalog.find(name)
+            return entry is not None and caller.sees(entry.base_id)
+
+        found = split_model(head.path[len(UPSTREAM_PREFIX) :], is_known)
+        if found is None:
+            raise ModelNotFound(
+                "No model's id follows /upstream/. GET /v1/models lists those there are.", param="model"
+            )
+        name, rest = found
+        return name, b"/" + rest.lstrip(b"/")
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        settings: Settings,
+        name: str,
+        priority: str | int | None,
+        *,
+        options: ModelOptions = NO_OPTIONS,
+        target: bytes | None = None,
+        stream: bool = False,
+    ) -> Ask:
+        head = exchange.head
+        entry = self._resolver.find(name, options, caller)
+        head.asked = entry.id
+        if route.ability is not None:
+            _check_ability(entry, route.ability)
+        said = {known: value for known, value in head.headers if known in OUR_HEADERS}
+        tenant = caller.tenant or self._tenants.name(said.get(TENANT_HEADER))
+        scope, isolation = cache_scope(tenant, said), entry.config.isolate_tenants
+        if isolation == "off":
+            scope = scope._replace(tenant="")
+        ask = Ask(
+            route,
+            self._resolver.instances.of(entry, tenant) if isolation == "process" else entry,
+            name,
+            head.target if target is None else target,
+            stream,
+            _priority(priority, said, entry, caller),
+            tenant,
+            said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
+            _heartbeat(said, settings.heartbeat),
+            scope,
+            exchange.body,
+            _budget_s(said),
+            caller,
+        )
+        if self.limiter is not None:
+            admitted = head.charge
+            assert admitted is None or isinstance(admitted, Charge)
+            model = self._catalog.limited_as(entry)
+            ask.charge = self.limiter.charge_of(admitted, caller, said.get(TENANT_HEADER), model)
+        if entry.facts.keeps_prefixes and not entry.facts.prompt_slots:
+            ask.cache_headers = ask.scope.headers
+        if (facts := said.get(b"x-facts")) is not None:
+            ask.wants_facts = _wants_facts(facts)
+        return ask
+
+    def tenant_of(self, head: Head, caller: Caller) -> TenantId:
+        """The tenant that a refused request is counted for; none if it names one that cannot be."""
+        try:
+            return caller.tenant or self._tenants.name(said_tenant(head))
+        except BadRequest:
+            return NO_TENANT
+
+    def _as_urls(self, ask: Ask, head: Head, said: str | None) -> bool:
+        """Have its pictures replaced if it asks for URLs. True if the engine has to be told to send them instead."""
+        config = ask.entry.config
+        if self.picture_urls is None or config.set_params.get(RESPONSE_FORMAT, said) != AS_URL:
+            return False
+        expect_no_stream(ask.stream)
+        ask.remade = self.picture_urls.for_request(head, ask.tenant, ask.entry.public_id)
+        return RESPONSE_FORMAT not in config.strip_params
+
+    def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
+        """The fields that the operator sets and strips for this model, encoded once."""
+        known = self._rewrites.get(entry.id)
+        if known is None or known[0] is not entry:
+            config = entry.config
+            puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
+            if (name := _name_in_engine(entry)) is not None:
+                puts["model"] = msgspec.json.encode(name)
+            if len(self._rewrites) > 2 * len(self._catalog):
+                # Of models that are no longer there.
+                self._rewrites = {one.id: kept for one in self._catalog if (kept := self._rewrites.get(one.id))}
+            known = self._rewrites[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+        return known[1], known[2]
+
+
+def said_tenant(head: Head) -> bytes | None:
+    """The tenant that a request names, by the same header as `Ask` goes by: the last one."""
+    found: bytes | None = None
+    for name, value in head.headers:
+        if name == TENANT_HEADER:
+            found = value
+    return found
+
+
+def _name_in_engine(entry: Entry) -> str | None:
+    """The model's name in requests to its engine; None: as the caller says it."""
+    return entry.config.use_model_name or (entry.public_id if entry.engine.checks_model_name else None)
+
+
+def _is_several(count: msgspec.Raw | bytes | None) -> bool:
+    return count is not None and bytes(count) not in (b"1", b"null")
+
+
+def _query_model(head: Head) -> str | None:
+    """The model that ?model= names."""
+    found = parse_qs(head.query.decode("latin-1")).get("model")
+    return None if found is None else found[-1]
+
+
+def _expect_post(head: Head) -> None:
+    if head.method != b"POST":
+        raise PostOnly(f"{head.path.decode('ascii', 'replace')} takes POST.")
+
+
+def _as_text(value: object) -> str:
+    """Fields of a form are text; other values are written as JSON."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _check_ability(entry: Entry, ability: Ability) -> None:
+    abilities = entry.facts.abilities
+    if abilities is not None and ability not in abilities:
+        can = ", ".join(sorted(one.value for one in abilities))
+        raise NoAbility(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
+
+
+def _priority(in_body: str | int | None, said: dict[bytes, bytes], entry: Entry, caller: Caller) -> int:
+    """From the body, else from the header, else from the model; never better than the key allows."""
+    if in_body is not None:
+        priority = parse_priority(in_body)
+    elif (in_header := said.get(b"x-priority")) is not None:
+        priority = parse_priority(in_header, param="X-Priority")
+    else:
+        priority = entry.spec.priority
+    return cap(priority, caller.priority_max)
+
+
+def _heartbeat(said: dict[bytes, bytes], default: Heartbeat) -> Heartbeat:
+    raw = said.get(b"x-heartbeat")
+    if raw is None:
+        return default
+    if raw not in _HEARTBEATS:
+        raise BadRequest("X-Heartbeat is comment, chunk or off.", param="X-Heartbeat")
+    return _HEARTBEATS[raw]
+
+
+def _wants_facts(raw: bytes) -> bool:
+    if raw not in (b"comment", b"off"):
+        raise BadRequest("X-Facts is comment or off.", param="X-Facts")
+    return raw == b"comment"
+
+
+def _budget_s(said: dict[bytes, bytes]) -> float | None:
+    """How long the whole answer may take, by the request's header."""
+    raw = said.get(b"x-request-timeout-s")
+    return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
+
+
+def _smaller(one: float | None, other: float | None) -> float | None:
+    """The smaller of two budgets, either of which may be missing."""
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)
