@@ -177,6 +177,21 @@ async def test_files_that_were_there_before_an_update_that_fails_stay(hub: Stand
         assert own.exists() and files(tmp_path, "charlie")
 
 
+async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        await update(app, "org/bravo")
+    # From here on both are files that somebody else has put there, one before the start and one after it.
+    (tmp_path / "state" / "versions.json").unlink()
+    aside = (tmp_path / "models" / "models--org--bravo").rename(tmp_path / "aside")
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        aside.rename(tmp_path / "models" / "models--org--bravo")
+        await update(app, "org/bravo")
+        await update(app, "org/charlie")
+        assert files(tmp_path, "alpha") and files(tmp_path, "bravo")
+
+
 async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next(
     hub: StandinHub, tmp_path: Path
 ) -> None:

@@ -79,6 +79,8 @@ class Weights:
             wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
         except BadRequest as error:
             raise BadRequest(error.message, param="model_repo_id") from error
+        # What somebody else has put there since the last look is not fetched for this.
+        await self._library.refresh()
         known = {record.path for record in self._library.records}
         row = await downloads.submit(wanted, tenant=TENANT, key=TENANT)
         state = await downloads.ended(row.id)
