@@ -93,6 +93,16 @@ async def test_no_path_leads_to_a_protocol_that_has_paths_of_its_own(
                 assert (await raw.head())[0] == status, who
 
 
+async def test_a_prompt_whose_tokens_are_counted_by_a_chat_is_kept_apart_too(tmp_path: Path) -> None:
+    async with serving(tmp_path, "sglang") as (app, journal):
+        asked = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+        for who in ("lab", "shop"):
+            answer = await http(app, "POST", "/v1/messages/count_tokens", asked, headers=HEADERS[who])
+            assert answer.status == 200, answer.body
+        salts = [line["salt"] for line in journal.lines("asked")]
+        assert all(isinstance(salt, str) for salt in salts) and len(set(salts)) == 2
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_prefixes_are_kept_apart_by_tenant_and_tag(tmp_path: Path, kind: str) -> None:
     async with serving(tmp_path, kind, aliases=["omega"]) as (app, journal):

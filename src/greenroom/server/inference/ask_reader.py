@@ -13,6 +13,7 @@ import msgspec
 
 from greenroom.config.schema import Ability, Heartbeat
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
+from greenroom.dialects.chat import CHAT_PATH
 from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.exchange import Exchange
@@ -123,7 +124,9 @@ class AskReader:
         if route.makes_pictures and self._as_urls(ask, exchange.head, peek.text(peeked.fields, RESPONSE_FORMAT)):
             ask.puts = {**ask.puts, RESPONSE_FORMAT: msgspec.json.encode(AS_BASE64)}
         salt_field = ask.entry.engine.salt_field
-        if salt_field is not None and route.is_text and ask.cache_headers is not None:
+        # Tokens may be counted by a chat, whose prefix is kept as well.
+        is_text = route.is_text or ask.target == CHAT_PATH
+        if salt_field is not None and is_text and ask.cache_headers is not None:
             salt = self._salts.of(ask.scope, peeked.fields.get(salt_field), ask.entry.public_id)
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
         return ask
