@@ -56,6 +56,7 @@ def test_half_a_state_is_none(tmp_path: Path, bytes_kept: int) -> None:
         {"model_version": 2**60},
         {"model_repo_id": ""},
         {"model_repo_id": 5},
+        {"model_repo_id": "\ud800"},
         {"revision": ""},
         {"model": ["m"]},
         {"rollback": 1},
@@ -66,6 +67,13 @@ def test_what_is_no_state_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
     path.write_text(json.dumps(GOOD))
     assert read_state(str(path)) == DesiredState(3, "org/a")
     path.write_text(json.dumps({**GOOD, **wrong}))
+    with pytest.raises(ValueError):
+        read_state(str(path))
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("[" * BYTES_MAX)
     with pytest.raises(ValueError):
         read_state(str(path))
 

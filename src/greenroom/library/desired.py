@@ -43,7 +43,9 @@ def read_state(path: str) -> DesiredState | None:
         return None
     try:
         said = json.loads(content)
-    except ValueError as error:
+        # Half a character can be written as JSON, and nowhere else.
+        json.dumps(said, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no whole JSON ({error})") from None
     return _state(said)
 
