@@ -69,6 +69,15 @@ def test_all_take_one_number_which_is_larger_than_every_earlier_one(replica: Mak
     assert "version 8" in report.summary
 
 
+def test_what_answers_and_is_no_gateway_is_told(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, other = replica(), replica()
+    monkeypatch.setattr(other, "answer", lambda *_: (200, {"status": "ok"}, {}))
+    asked = trainer(gateway, other)
+    assert [result.code for result in asked.verify().results] == [None, "not_a_gateway"]
+    assert [result.code for result in asked.update("org/new").results] == [None, "not_a_gateway"]
+    assert [answer.code for answer in asked.prompt("hi")] == [None, "not_a_gateway"]
+
+
 def test_the_same_weights_agree_under_different_numbers(replica: Make) -> None:
     assert trainer(replica(3), replica(7)).verify().ok
 

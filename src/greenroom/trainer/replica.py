@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
@@ -95,17 +95,18 @@ class Replica:
     def status(self) -> ReplicaStatus:
         """Raises ReplicaError, as all calls do."""
         said, _ = self._call("GET", "/status" + self._query())
-        desired, error = said.get("desired") or {}, said.get("error") or {}
-        return ReplicaStatus(
-            model=str(said["model"]),
-            number=said["model_version"],
-            repo_id=said["model_repo_id"],
-            commit=said.get("commit"),
-            is_updating=bool(said["updating"]),
-            desired_number=desired.get("model_version"),
-            error_code=error.get("code"),
-            error=error.get("message"),
-        )
+        with _of_gateway():
+            desired, error, number = said.get("desired") or {}, said.get("error") or {}, said["model_version"]
+            return ReplicaStatus(
+                model=str(said["model"]),
+                number=None if number is None else int(number),
+                repo_id=said["model_repo_id"],
+                commit=said.get("commit"),
+                is_updating=bool(said["updating"]),
+                desired_number=desired.get("model_version"),
+                error_code=error.get("code"),
+                error=error.get("message"),
+            )
 
     def update(self, wanted: WantedVersion) -> UpdateTask:
         body = {"model_repo_id": wanted.repo_id, "revision": wanted.revision, "model_version": wanted.number}
@@ -124,7 +125,8 @@ class Replica:
         body = {"prompt": prompt, "max_tokens": max_tokens}
         said, headers = self._call("POST", "/generate" + self._query(), body, answer_max_s)
         number = headers.get("x-model-version", "")
-        text = "".join(str(choice.get("text", "")) for choice in said["choices"])
+        with _of_gateway():
+            text = "".join(str(choice.get("text", "")) for choice in said["choices"])
         return text, int(number) if number.isdigit() else None, headers.get("x-model-repo-id")
 
     def _query(self) -> str:
@@ -132,14 +134,15 @@ class Replica:
 
     def _task(self, method: str, path: str, body: object = None) -> UpdateTask:
         said, _ = self._call(method, path, body)
-        is_failed = said["status"] == "failed"
-        return UpdateTask(
-            str(said["taskId"]),
-            said["status"] == "updating",
-            str(said["step"]),
-            str(said["errorCode"]) if is_failed else None,
-            str(said["error"]) if is_failed else None,
-        )
+        with _of_gateway():
+            is_failed = said["status"] == "failed"
+            return UpdateTask(
+                str(said["taskId"]),
+                said["status"] == "updating",
+                str(said["step"]),
+                str(said["errorCode"]) if is_failed else None,
+                str(said["error"]) if is_failed else None,
+            )
 
     def _call(
         self, method: str, path: str, body: object = None, answer_max_s: float | None = None
@@ -151,14 +154,12 @@ class Replica:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
             raise ReplicaAway(f"it cannot be reached ({why})") from None
-        try:
+        with _of_gateway(f" (status {status})"):
             said = json.loads(content)
             if status < 300:
                 return dict(said), headers
             refusal = said["error"]
             code, message, task = str(refusal["code"]), str(refusal["message"]), refusal.get("taskId")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise ReplicaError("not_a_gateway", f"what answers there is no gateway (status {status})") from None
         raise ReplicaAway(message) if code in _COMING_AND_GOING else ReplicaError(code, message, task)
 
     def _answer(
@@ -176,3 +177,12 @@ class Replica:
             response = connection.getresponse()
             told = {name.lower(): value for name, value in response.headers.items()}
             return response.status, told, response.read(ANSWER_BYTES_MAX)
+
+
+@contextlib.contextmanager
+def _of_gateway(beside: str = "") -> Iterator[None]:
+    """Read an answer. Raises ReplicaError if it has another shape than a gateway's."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ReplicaError("not_a_gateway", f"what answers there is no gateway{beside}") from None
