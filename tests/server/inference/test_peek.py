@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import BadRequest
-from greenroom.server.inference.body.peek import FIELDS_MAX, ask_for_usage, join, peek
+from greenroom.server.inference.body.peek import FIELDS_MAX, ask_for_usage, join, peek, tokens_asked
 from greenroom.tenancy.tenants import parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.
@@ -264,6 +264,20 @@ def test_stream_options_of_another_shape_are_refused(said: bytes, param: str) ->
     with pytest.raises(BadRequest) as caught:
         ask_for_usage({"stream_options": msgspec.Raw(said)})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7, "n": 3}, 21),
+        ({"n_predict": 7}, 7),
+        ({"n_predict": -1}, 0),
+        ({"max_tokens": "7"}, 0),
+    ],
+)
+def test_how_many_tokens_are_asked_for_by_every_name(said: dict[str, object], tokens: int) -> None:
+    assert tokens_asked({name: msgspec.Raw(json.dumps(value).encode()) for name, value in said.items()}) == tokens
 
 
 def test_reading_and_joining_costs_a_small_multiple_of_the_bare_decoder() -> None:

@@ -387,7 +387,7 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     during(building, "build", "after it was built")
     during(building, "load_whole", "after Transformers had it")
     during(loading, "view_of", "poured")
-    with pytest.raises(Cancelled, match="nobody waits"):
+    with pytest.raises(Cancelled, match="no request waits"):
         load(TextModel(options(folder)), descriptor, False, LoadContext(cancelled=cancelled))
     last = {
         "before it is built": "read_config",

@@ -35,8 +35,8 @@ PRIORITY: Final = "x_priority"
 CLIENT_ID: Final = "x_client_id"
 BUDGET_S: Final = "x_budget_s"
 
-# How long an answer may be at most, by the names of the two OpenAI routes.
-TOKENS_MAX: Final = ("max_completion_tokens", "max_tokens")
+# How long an answer may be at most, by the names of the two OpenAI routes and of llama.cpp.
+TOKENS_MAX: Final = ("max_completion_tokens", "max_tokens", "n_predict")
 TOKENS_ASKED_MAX: Final = 1_000_000_000
 
 # The two names of the field. The second one wins where both are sent.
