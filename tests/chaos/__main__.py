@@ -20,17 +20,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="play so many (default 200)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="beginning with this one")
     parser.add_argument("--jobs", type=int, default=None, metavar="N", help="on so many cores (default: all)")
+    parser.add_argument("--versions", action="store_true", help="with updates of models among the faults")
     said = parser.parse_args(arguments)
     # Plain when piped: lines are not folded, so that they can be searched.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if said.seed is not None:
-        return _replay(said.seed, console)
-    return _play(range(said.first, said.first + said.seeds), said.jobs, console)
+        return _replay(said.seed, said.versions, console)
+    return _play(range(said.first, said.first + said.seeds), said.jobs, said.versions, console)
 
 
-def _replay(seed: int, console: Console) -> int:
+def _replay(seed: int, versions: bool, console: Console) -> int:
     try:
-        played = play(seed, hashed=True)
+        played = play(seed, hashed=True, versions=versions)
     except Failure as failure:
         console.print(str(failure))
         return 1
@@ -41,7 +42,7 @@ def _replay(seed: int, console: Console) -> int:
     return 0
 
 
-def _play(seeds: range, jobs: int | None, console: Console) -> int:
+def _play(seeds: range, jobs: int | None, versions: bool, console: Console) -> int:
     figures = Figures()
     columns = (
         TextColumn("playing"),
@@ -52,12 +53,13 @@ def _play(seeds: range, jobs: int | None, console: Console) -> int:
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(seeds), events=0)
-        for played in play_many(seeds, jobs):
+        for played in play_many(seeds, jobs, versions):
             figures.take(played)
             progress.update(task, advance=1, events=figures.events)
     console.print("\n".join(figures.lines()))
     for failure in sorted(figures.failures, key=lambda one: one.seed)[:SHOWN_MAX]:
-        console.print(f"\n{failure}\nreplay it: python -m tests.chaos {failure.seed}")
+        again = f"python -m tests.chaos {failure.seed}{' --versions' if versions else ''}"
+        console.print(f"\n{failure}\nreplay it: {again}")
     if figures.failures:
         console.print(
             f"\nseeds that failed: {' '.join(str(seed) for seed in sorted(one.seed for one in figures.failures))}"

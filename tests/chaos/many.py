@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 
 from tests.chaos.play import Failure, Played, play
@@ -53,16 +54,16 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.most_common() if count)
 
 
-def outcome(seed: int) -> Played | Failure:
-    """What comes of one seed, good or bad."""
+def outcome(seed: int, versions: bool = False) -> Played | Failure:
+    """What comes of one seed, good or bad; with `versions`, models are updated meanwhile."""
     try:
-        return play(seed)
+        return play(seed, versions=versions)
     except Failure as failure:
         return failure
 
 
-def play_many(seeds: Iterable[int], jobs: int | None = None) -> Iterator[Played | Failure]:
+def play_many(seeds: Iterable[int], jobs: int | None = None, versions: bool = False) -> Iterator[Played | Failure]:
     """Play these seeds on so many processes, all cores by default, each outcome as soon as it is there."""
     # Started afresh, so that nothing of this process, threads and test doubles included, is inherited.
     with get_context("spawn").Pool(jobs or os.cpu_count() or 1) as pool:
-        yield from pool.imap_unordered(outcome, seeds, CHUNK)
+        yield from pool.imap_unordered(partial(outcome, versions=versions), seeds, CHUNK)
