@@ -165,7 +165,7 @@ class Kills:
 
 # Twenty starts take half a minute where nothing else runs, and minutes on two slow, busy cores.
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(20, marks=pytest.mark.timeout(400)), pytest.param(300, marks=pytest.mark.soak)]
+    "rounds", [pytest.param(10, marks=pytest.mark.timeout(400)), pytest.param(300, marks=pytest.mark.soak)]
 )
 async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rounds: int

@@ -11,7 +11,7 @@ from tests.chaos.many import Figures, play_many
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 # Two of them once had an update that waited for ever; the others are the first ones.
-SEEDS = (*range(48), 121, 160)
+SEEDS = (*range(28), 121, 160)
 
 
 def test_seeds_with_updates_show_no_violation() -> None:
@@ -19,5 +19,5 @@ def test_seeds_with_updates_show_no_violation() -> None:
     for played in play_many(SEEDS, versions=True):
         figures.take(played)
     assert not figures.failures, "\n\n".join(str(failure) for failure in figures.failures[:3])
-    assert figures.judged["Servable"] > 25
-    assert figures.faults["version_held"] > 3 and figures.faults["version_given_up"] > 3
+    assert figures.judged["Servable"] > 15
+    assert figures.faults["version_held"] > 1 and figures.faults["version_given_up"] > 1
