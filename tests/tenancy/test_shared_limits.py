@@ -175,6 +175,17 @@ async def test_permits_asked_for_as_a_minute_ends_never_count_for_the_minute_aft
         assert (counted, one.window.in_hand) == ([str(block), None], block)
 
 
+async def test_a_gateway_whose_clock_is_wrong_takes_nothing_ahead_at_its_start(early: RedisServer) -> None:
+    """By its own clock the minute ends, by the store's it has begun: what is taken ahead would be missing in it."""
+    one = Gateway(early.url, "g0", period_s=LONG_S)
+    one.clock = lambda: (time.time() // LONG_S + 0.95) * LONG_S
+    try:
+        await one.store.open()
+        assert (one.window.in_hand, one.window.ahead) == (one.window.block, 0)
+    finally:
+        await one.store.close()
+
+
 async def test_store_killed_and_back_stays_within_the_stated_excess(redis: RedisServer) -> None:
     async with gateways(redis, 2) as made:
         pressing = [asyncio.create_task(one.press(math.inf)) for one in made]

@@ -129,6 +129,8 @@ class SharedLimits:
 
     async def open(self) -> None:
         """Take the first permits, if the store answers, and go on taking them."""
+        # The store's clock first: it says for which minute permits are taken.
+        await self._ask(())
         await self._ask(list(self._windows))
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shared limits")
 
