@@ -297,7 +297,7 @@ def test_no_process_outlives_the_command(number: signal.Signals, status: int, co
     finally:
         program.kill()
         program.wait()
-    until_now(lambda: not any(is_alive(int(pid)) for pid in pids), "both processes to end", within_s=2.0)
+    until_now(lambda: not any(is_alive(int(pid)) for pid in pids), "both processes to end")
 
 
 def cpu_ticks(pid: str) -> int:

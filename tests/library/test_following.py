@@ -165,7 +165,7 @@ async def test_a_thousand_models(tmp_path: Path) -> None:
     await library.refresh()
     assert library.find("org3/name3/new.gguf") is not None
     assert library.work_done == (folders + 1, 1_001)
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(json.dumps([told(record, with_paths=True) for record in library.records])) > 100_000
     # A twentieth of a second is what the whole answer may take; a busy machine gets ten times as long.
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5

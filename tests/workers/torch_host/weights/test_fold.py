@@ -393,7 +393,7 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> No
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    until_now(lambda: not any(map(_lives, children)), within_s=10)
+    until_now(lambda: not any(map(_lives, children)), within_s=30)
 
 
 def _computed_s(process: int) -> float:
