@@ -263,6 +263,10 @@ class App:
             self._front.abort()
             raise
 
+    @property
+    def is_catching_up(self) -> bool:
+        return self.state_follower.is_catching_up
+
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)
         # Leases of an earlier run come before any model: their memory is in use.

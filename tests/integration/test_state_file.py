@@ -12,6 +12,7 @@ from greenroom.library.desired import DesiredState, write_state
 from greenroom.runtime.operations.state_follower import FileWatch
 from greenroom.trainer import Outcome, Trainer
 from tests.harness import gateway, url, write_config
+from tests.integration.raw import http
 from tests.integration.test_trainer import PATIENCE, told
 from tests.integration.test_versions import models, options, update, version, weights
 from tests.waiting import PATIENCE_S, until
@@ -26,6 +27,12 @@ async def serves(app: App, number: int) -> None:
         return bool((await version(app))["model_version"] == number)
 
     await until(does, f"version {number} serves")
+
+
+async def is_ready(app: App) -> bool:
+    probe = await http(app, "GET", "/readyz")
+    assert probe.status == 200 or probe.json()["status"] in ("no_version", "catching_up")
+    return probe.status == 200
 
 
 async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path) -> None:
@@ -56,7 +63,9 @@ async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_pa
     weights(tmp_path, "bravo")
     write_state(str(tmp_path / "sync_state.json"), DesiredState(11, "bravo.gguf"))
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
-        await serves(app, 11)
+        # No requests are sent to a new pod that does not serve what the others do.
+        await until(lambda: is_ready(app), "it is ready")
+        assert (await version(app))["model_version"] == 11
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
         await asyncio.sleep(0.3)
         now = await version(app)
@@ -72,6 +81,7 @@ async def test_a_state_that_cannot_be_taken_is_tried_again(tmp_path: Path) -> No
             return now["error"] is not None and now["desired"]["model_version"] == 2
 
         await until(is_told, "the error is told")
+        await until(lambda: is_ready(app), "it is ready with what it has")
         weights(tmp_path, "bravo")
         await serves(app, 2)
         assert (await version(app))["error"] is None

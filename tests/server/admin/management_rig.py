@@ -228,7 +228,7 @@ class FakeGateway:
     def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
         self.config = Config(models=dict(models or {}), server=Server(**server))
         self.started_at = 1_700_000_000.0
-        self.is_draining, self.is_starting = False, False
+        self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()

@@ -44,8 +44,11 @@ class StateFollower:
         self._retry_s = RETRY_S
         self._retry_at = 0.0
         self._problem: str | None = None
+        # True from the start until the file was read for the first time, and what it says was taken or could not be.
+        self.is_catching_up = False
 
     def start(self) -> None:
+        self.is_catching_up = self._config().versions.state_file is not None
         self._task = asyncio.get_running_loop().create_task(self._follow(), name="follow the desired state")
 
     def reloaded(self) -> None:
@@ -68,6 +71,7 @@ class StateFollower:
                     await self._look(path)
             except Exception as bug:
                 _log.bug("the desired state was not followed", bug)
+            self.is_catching_up = False
             await self._watch.changed(self._look_every_s if self._failed is None else self._pause_s())
 
     async def _look(self, path: str) -> None:

@@ -167,6 +167,11 @@ class Gateway(Protocol):
         ...
 
     @property
+    def is_catching_up(self) -> bool:
+        """Until what the file of the desired state said at the start was tried."""
+        ...
+
+    @property
     def clock(self) -> Callable[[], float]:
         """The scheduler's clock."""
         ...

@@ -94,7 +94,7 @@ class Health(View):
 class ProbeAnswer(View):
     """The answer of /healthz and /readyz."""
 
-    status: Literal["ok", "starting", "draining", "no_version", "saturated"]
+    status: Literal["ok", "starting", "draining", "no_version", "catching_up", "saturated"]
 
 
 # --- /api/v1/status -------------------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ class Snapshot:
         models, catalog = self._gateway.config.models, self._gateway.catalog
         if any(model.versions is not None and not catalog.is_known(name) for name, model in models.items()):
             return views.ProbeAnswer(status="no_version")
+        if self._gateway.is_catching_up:
+            return views.ProbeAnswer(status="catching_up")
         is_full = state.waitlist.depth >= state.limits.queue_depth_max
         return views.ProbeAnswer(status="saturated" if is_full else "ok")
 
