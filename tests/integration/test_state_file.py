@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from greenroom.app import App
 from greenroom.library.desired import DesiredState, write_state
+from greenroom.runtime.operations import state_follower
 from greenroom.runtime.operations.state_follower import FileWatch
 from greenroom.trainer import Outcome, Trainer
 from tests.harness import gateway, url, write_config
@@ -130,3 +133,16 @@ async def test_a_file_is_told_of_at_once_and_others_beside_it_are_not(tmp_path: 
     write_state(str(path), DesiredState(1, "org/a"))
     await asyncio.wait_for(waiting, PATIENCE_S)
     watch.close()
+
+
+async def test_without_notices_of_the_kernel_the_file_is_looked_at_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a volume that other machines write, or where too many watches are in use."""
+    monkeypatch.setattr(FileWatch, "watch", lambda self, path: None)
+    monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 0.1)
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        await until(lambda: is_ready(app), "it has looked once")
+        weights(tmp_path, "bravo")
+        write_state(str(tmp_path / "sync_state.json"), DesiredState(5, "bravo.gguf"))
+        await serves(app, 5)

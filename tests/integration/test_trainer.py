@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.app import App
+from greenroom.tenancy.governance.signing import signer
 from greenroom.trainer import Outcome, Patience, Report, Trainer
 from tests.harness import gateway, url
+from tests.integration.test_governance import with_key
 from tests.integration.test_versions import models, options, version, weights
 from tests.waiting import PATIENCE_S
 
@@ -59,3 +61,25 @@ async def test_a_replica_that_cannot_load_it_lets_the_other_go_back(tmp_path: Pa
         assert told(report) == [(Outcome.ROLLED_BACK, 3, "org/first"), (Outcome.FAILED, 1, "org/first")], report
         assert report.results[1].code == "not_found" and str(delta) in str(report.results[1].message)
         assert (await asyncio.to_thread(trainer.verify)).ok
+
+
+async def test_updates_and_rollbacks_are_signed_where_replicas_want_tokens(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        apps = []
+        for name, roots in (("one", "models"), ("two", "two")):
+            (tmp_path / name).mkdir()
+            governed = {**options(tmp_path), "library": {"roots": [str(tmp_path / roots)]}}
+            governed["governance"] = with_key(tmp_path / name)
+            apps.append(await stack.enter_async_context(gateway(tmp_path / name, models(tmp_path), **governed)))
+        addresses, sign = [url(app) for app in apps], signer(str(apps[0].config.governance.key_path), "trainer")
+        unsigned = Trainer(addresses, patience=PATIENCE)
+        delta = weights(tmp_path, "delta")
+        report = await asyncio.to_thread(unsigned.update, delta)
+        assert [result.code for result in report.results] == ["token_missing"] * 2, report
+        # The second one cannot load it, so that the first one goes back: two signed calls.
+        for model in (None, "m"):
+            signed = Trainer(addresses, patience=PATIENCE, sign=sign, model=model)
+            report = await asyncio.to_thread(signed.update, delta)
+            outcomes = [result.outcome for result in report.results]
+            assert outcomes == [Outcome.ROLLED_BACK, Outcome.FAILED], report
+            assert report.results[1].code == "not_found"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +62,23 @@ def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, n
         (None, None, "unreachable"),
     ]
     assert first.asked[0][2] == {"prompt": "hi", "max_tokens": 5}
+
+
+def test_an_answer_that_never_ends_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def dribble() -> None:
+            with server.accept()[0] as caller, contextlib.suppress(OSError):
+                caller.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                while True:
+                    caller.sendall(b" ")
+                    time.sleep(0.02)
+
+        threading.Thread(target=dribble, daemon=True).start()
+        patience = Patience(answer_s=0.3)
+        report = Trainer([f"http://127.0.0.1:{server.getsockname()[1]}"], patience=patience).verify()
+    assert [result.code for result in report.results] == ["unreachable"]
+    assert "did not answer within 0.3 s" in str(report.results[0].message)
 
 
 def test_all_take_one_number_which_is_larger_than_every_earlier_one(replica: Make) -> None:

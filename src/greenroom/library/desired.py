@@ -6,13 +6,14 @@ trainer writes it and gateways follow it, so this needs only the standard librar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Final
 
-from greenroom.config.plain_file import read_plain
+from greenroom.config.plain_file import read_plain, sync_folder
 
 FORMAT: Final = 1
 BYTES_MAX: Final = 64 * 1024
@@ -74,6 +75,9 @@ def write_state(path: str, state: DesiredState) -> None:
     except BaseException:
         os.unlink(fresh_path)
         raise
+    # From here on it counts. Some shared volumes cannot make a name durable.
+    with contextlib.suppress(OSError):
+        sync_folder(folder)
 
 
 def _state(said: Any) -> DesiredState:

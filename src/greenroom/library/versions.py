@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from greenroom.config.plain_file import sync_folder
 from greenroom.errors import ConfigError
 
 FILE_NAME: Final = "versions.json"
@@ -109,13 +110,5 @@ class VersionStore:
             self._replace_file(self._path, msgspec.json.encode(_Stored(models)).decode())
             # The file has its new name; that the name outlives a loss of power is the directory's part.
             with contextlib.suppress(OSError):
-                _sync_folder(self._path.parent)
+                sync_folder(self._path.parent)
             self._models = models
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

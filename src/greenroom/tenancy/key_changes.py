@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered
+from greenroom.config.plain_file import sync_folder
 from greenroom.config.sections.keys import digest_of
 from greenroom.errors import ConfigError
 
@@ -90,7 +91,7 @@ class _KeyFile:
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
 
 @contextlib.contextmanager
@@ -133,11 +134,3 @@ def _like(path: Path, fd: int) -> None:
         os.fchown(fd, seen.st_uid, seen.st_gid)
     if stat.S_IMODE(mine.st_mode) != stat.S_IMODE(seen.st_mode):
         os.fchmod(fd, stat.S_IMODE(seen.st_mode))
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

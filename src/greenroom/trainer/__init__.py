@@ -11,7 +11,7 @@ Needs only the standard library, so that any training program can import it.
 """
 
 from greenroom.trainer.following import Patience
-from greenroom.trainer.replica import ReplicaAway, ReplicaError, ReplicaStatus
+from greenroom.trainer.replica import ReplicaAway, ReplicaError, ReplicaStatus, Sign
 from greenroom.trainer.report import Answer, Outcome, Report, Result
 from greenroom.trainer.trainer import Trainer
 
@@ -24,5 +24,6 @@ __all__ = [
     "ReplicaStatus",
     "Report",
     "Result",
+    "Sign",
     "Trainer",
 ]

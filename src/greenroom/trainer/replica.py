@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 CONNECT_MAX_S: Final = 5.0
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+_PIECE_BYTES: Final = 64 * 1024
 # What a replica answers while it starts or ends: ask again later.
 _COMING_AND_GOING: Final = frozenset({"shutting_down", "starting"})
+
+
+# Makes the token of one operation on a model, for a call with these fields.
+Sign = Callable[[str, str | None, Mapping[str, Any]], str]
 
 
 class ReplicaError(Exception):
@@ -78,7 +84,9 @@ class UpdateTask:
 
 
 class Replica:
-    def __init__(self, url: str, *, api_key: str | None, model: str | None, answer_max_s: float) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None, model: str | None, answer_max_s: float, sign: Sign | None = None
+    ) -> None:
         """Raises ValueError for an invalid address. Connects to nothing yet."""
         whole = url if "://" in url else f"http://{url}"
         parts = urlsplit(whole)
@@ -91,6 +99,7 @@ class Replica:
         self._key = api_key
         self._model = model
         self._answer_max_s = answer_max_s
+        self._sign = sign
 
     def status(self) -> ReplicaStatus:
         """Raises ReplicaError, as all calls do."""
@@ -110,12 +119,13 @@ class Replica:
 
     def update(self, wanted: WantedVersion) -> UpdateTask:
         body = {"model_repo_id": wanted.repo_id, "revision": wanted.revision, "model_version": wanted.number}
-        said = {name: value for name, value in body.items() if value is not None}
-        return self._task("POST", "/update-model" + self._query(), {**said, "allow_gap": wanted.allow_gap})
+        said = {name: value for name, value in body.items() if value is not None} | {"allow_gap": wanted.allow_gap}
+        return self._ordered("/update-model" + self._query(), self._model, said, {**said, **self._named})
 
     def roll_back(self, model: str, number: int) -> UpdateTask:
         """Serve the kept version of this number again."""
-        return self._task("POST", f"/api/v1/models/{quote(model, safe='')}/rollback", {"version": number})
+        body = {"version": number}
+        return self._ordered(f"/api/v1/models/{quote(model, safe='')}/rollback", model, body, body)
 
     def task(self, id: str) -> UpdateTask:
         return self._task("GET", f"/update-model/{quote(id, safe='')}")
@@ -129,11 +139,20 @@ class Replica:
             text = "".join(str(choice.get("text", "")) for choice in said["choices"])
         return text, int(number) if number.isdigit() else None, headers.get("x-model-repo-id")
 
-    def _query(self) -> str:
-        return "" if self._model is None else f"?{urlencode({'model': self._model})}"
+    @property
+    def _named(self) -> dict[str, str]:
+        return {} if self._model is None else {"model": self._model}
 
-    def _task(self, method: str, path: str, body: object = None) -> UpdateTask:
-        said, _ = self._call(method, path, body)
+    def _query(self) -> str:
+        return f"?{urlencode(self._named)}" if self._named else ""
+
+    def _ordered(self, path: str, model: str | None, body: object, fields: Mapping[str, Any]) -> UpdateTask:
+        """An update or rollback. Its token, where operations are signed, is for these fields of body and query."""
+        token = None if self._sign is None else self._sign("model-update", model, fields)
+        return self._task("POST", path, body, token)
+
+    def _task(self, method: str, path: str, body: object = None, token: str | None = None) -> UpdateTask:
+        said, _ = self._call(method, path, body, token=token)
         with _of_gateway():
             is_failed = said["status"] == "failed"
             return UpdateTask(
@@ -145,10 +164,15 @@ class Replica:
             )
 
     def _call(
-        self, method: str, path: str, body: object = None, answer_max_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        answer_max_s: float | None = None,
+        token: str | None = None,
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         try:
-            status, headers, content = self._answer(method, path, body, answer_max_s or self._answer_max_s)
+            status, headers, content = self._answer(method, path, body, answer_max_s or self._answer_max_s, token)
         except TimeoutError:
             raise ReplicaAway(f"it did not answer within {answer_max_s or self._answer_max_s:g} s") from None
         except (OSError, UnicodeError, http.client.HTTPException) as error:
@@ -163,20 +187,33 @@ class Replica:
         raise ReplicaAway(message) if code in _COMING_AND_GOING else ReplicaError(code, message, task)
 
     def _answer(
-        self, method: str, path: str, body: object, answer_max_s: float
+        self, method: str, path: str, body: object, answer_max_s: float, token: str | None
     ) -> tuple[int, Mapping[str, str], bytes]:
         make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
+        if token is not None:
+            headers["X-Verified-Op-Token"] = token
         content = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + answer_max_s
         with contextlib.closing(make(self._host, self._port, timeout=min(CONNECT_MAX_S, answer_max_s))) as connection:
             connection.connect()
             connection.sock.settimeout(answer_max_s)
             connection.request(method, self._prefix + path, content, headers)
             response = connection.getresponse()
             told = {name.lower(): value for name, value in response.headers.items()}
-            return response.status, told, response.read(ANSWER_BYTES_MAX)
+            return response.status, told, _read_by(deadline, response)
+
+
+def _read_by(deadline: float, response: http.client.HTTPResponse) -> bytes:
+    """Raises TimeoutError for an answer that is still coming then: one that comes bit by bit never stops the clock."""
+    content = bytearray()
+    while len(content) < ANSWER_BYTES_MAX and (piece := response.read1(_PIECE_BYTES)):
+        content += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return bytes(content)
 
 
 @contextlib.contextmanager

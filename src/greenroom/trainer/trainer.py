@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from greenroom.trainer.following import PATIENCE, Patience, look
-from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, WantedVersion
+from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, Sign, WantedVersion
 from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
 from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
 
@@ -25,15 +25,19 @@ class Trainer:
         model: str | None = None,
         state_file: str | None = None,
         patience: Patience = PATIENCE,
+        sign: Sign | None = None,
     ) -> None:
         """`replicas` are addresses, or find them anew for each call. The key is an admin's.
 
         `model` is needed where several models are under version control. With `state_file` updates are written there,
-        where the replicas find them, instead of asked for. Raises ValueError for an invalid address.
+        where the replicas find them, instead of asked for. `sign` is needed where the
+        replicas' operations are signed: `greenroom.tenancy.governance.signing.signer` makes one of a key file. Raises
+        ValueError for an invalid address.
         """
         self._addresses = replicas if callable(replicas) else lambda: replicas
         self._api_key = api_key
         self._model = model
+        self._sign = sign
         self._patience = patience
         self._sync: Sync = ApiSync(patience) if state_file is None else FileSync(state_file, model, patience)
         # What branches and tags meant when they were last updated to.
@@ -127,8 +131,16 @@ class Trainer:
     # --- all of them ------------------------------------------------------------------------------------------------
 
     def _replicas(self) -> list[Replica]:
-        key, model, answer_s = self._api_key, self._model, self._patience.answer_s
-        made = [Replica(url, api_key=key, model=model, answer_max_s=answer_s) for url in self._addresses()]
+        made = [
+            Replica(
+                url,
+                api_key=self._api_key,
+                model=self._model,
+                answer_max_s=self._patience.answer_s,
+                sign=self._sign,
+            )
+            for url in self._addresses()
+        ]
         if not made:
             raise ValueError("there is no replica: name at least one")
         return made

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from greenroom.config.plain_file import sync_folder
 from greenroom.leases.records import Holder
 from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
@@ -183,16 +184,8 @@ def _written(fresh: Path, path: Path, content: bytes) -> tuple[int, int]:
         raise
     # From here on the new file counts, whether or not its name is on disk already.
     with contextlib.suppress(OSError):
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     return fd, len(content)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _line(change: Change) -> str:

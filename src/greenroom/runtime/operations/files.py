@@ -22,6 +22,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
+from greenroom.config.plain_file import sync_folder
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
@@ -181,11 +182,7 @@ class OperationFiles:
 
     def _sync(self) -> None:
         """Names of files survive a power cut too."""
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._folder)
 
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -33,10 +33,9 @@ RETRY_MAX_S: Final = 120.0
 
 
 class StateFollower:
-    def __init__(self, updates: Updates, config: Callable[[], Config], look_every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(self, updates: Updates, config: Callable[[], Config]) -> None:
         self._updates = updates
         self._config = config
-        self._look_every_s = look_every_s
         self._task: asyncio.Task[None] | None = None
         self._watch = FileWatch()
         # The state that failed last, and how long to wait before it is tried again.
@@ -72,7 +71,7 @@ class StateFollower:
             except Exception as bug:
                 _log.bug("the desired state was not followed", bug)
             self.is_catching_up = False
-            await self._watch.changed(self._look_every_s if self._failed is None else self._pause_s())
+            await self._watch.changed(LOOK_EVERY_S if self._failed is None else self._pause_s())
 
     async def _look(self, path: str) -> None:
         """Read the file once, and take what it says if that is new."""
@@ -143,7 +142,7 @@ class StateFollower:
         self._retry_at = asyncio.get_running_loop().time() + self._retry_s
 
     def _pause_s(self) -> float:
-        return min(self._look_every_s, max(0.05, self._retry_at - asyncio.get_running_loop().time()))
+        return min(LOOK_EVERY_S, max(0.05, self._retry_at - asyncio.get_running_loop().time()))
 
     def _tell_problem(self, problem: str | None) -> None:
         if problem is not None and problem != self._problem:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from greenroom.config.plain_file import NotPlainFile, open_plain, why
+from greenroom.config.plain_file import NotPlainFile, open_plain, sync_folder, why
 from greenroom.errors import AuditUnavailable, ConfigError
 from greenroom.tenancy.governance.canonical_json import NotCanonical, canonical, read, sha256_of
-from greenroom.tenancy.governance.nonces import WRITE_MAX_S, Run, sync_folder
+from greenroom.tenancy.governance.nonces import WRITE_MAX_S, Run
 
 # The hash before the first line.
 BEGINNING: Final = "0" * 64

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
-from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain
+from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain, sync_folder
 from greenroom.errors import ConfigError, NoncesUnavailable, TokenBeforeStart, TokenReplayed
 
 # Longer than any token may live (`window_s` and the skew at most), so that a changed window lets none be used again.
@@ -193,12 +193,3 @@ def _write(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
     os.fsync(fd)
-
-
-def sync_folder(folder: Path) -> None:
-    """A name in it survives a crash from now on."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

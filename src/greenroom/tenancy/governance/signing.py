@@ -9,13 +9,14 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.errors import ConfigError, TokenMalformed
-from greenroom.tenancy.governance.canonical_json import canonical
-from greenroom.tenancy.governance.keyset import read_key_file, require_packages
-from greenroom.tenancy.governance.tokens import BySigners, read_token
+from greenroom.tenancy.governance.canonical_json import canonical, sha256_of
+from greenroom.tenancy.governance.keyset import read_key_file, read_shared_key, require_packages
+from greenroom.tenancy.governance.tokens import BySigners, as_text, read_token, unsigned
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -58,6 +59,26 @@ def read_private_key(path: str) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is a key of another kind; tokens are signed by Ed25519")
     return key
+
+
+def is_private_key(path: str) -> bool:
+    """Whether the file holds a signer's own key; else it is a shared one. Raises ConfigError."""
+    return read_key_file(path, "the key").lstrip().startswith(b"-----BEGIN")
+
+
+def signer(path: str, name: str) -> Callable[[str, str | None, Mapping[str, Any]], str]:
+    """Signs one call after the other, as this signer, with the key in this file: their own or the shared one.
+
+    Takes the operation, its model and the fields of body and query; gives the token for the header. Raises ConfigError.
+    """
+    own, shared = (read_private_key(path), b"") if is_private_key(path) else (None, read_shared_key(path))
+
+    def sign(operation: str, model: str | None, fields: Mapping[str, Any]) -> str:
+        body = sha256_of(dict(fields))
+        op_token = unsigned(operation, model, int(time.time()), (name,), new_nonce(), body)
+        return as_text(by_shared_key(op_token, shared) if own is None else by_signer(op_token, name, own))
+
+    return sign
 
 
 def public_of(key: Ed25519PrivateKey) -> str:

@@ -112,7 +112,7 @@ def _sign(args: argparse.Namespace) -> int:
     body = None if args.no_body else sha256_of(_body(args.body))
     issued_at = int(time.time()) if args.issued_at is None else args.issued_at
     fields = tokens.unsigned(args.operation, args.model, issued_at, signers, args.nonce or signing.new_nonce(), body)
-    if _is_private(args.key):
+    if signing.is_private_key(args.key):
         if body is None or args.signer not in signers:
             raise WrongUsage("a signer's own key binds the body, and --signers names the signer too")
         return _say(signing.by_signer(fields, args.signer, signing.read_private_key(args.key)), args.json)
@@ -146,12 +146,6 @@ def _body(text: str | None) -> dict[str, Any]:
         raise WrongUsage("--body must be an object")
     value.pop("verifiedOpToken", None)
     return value
-
-
-def _is_private(path: str) -> bool:
-    from greenroom.tenancy.governance.keyset import read_key_file
-
-    return read_key_file(path, "--key").lstrip().startswith(b"-----BEGIN")
 
 
 def _say(token: Mapping[str, Any], as_json: bool) -> int:

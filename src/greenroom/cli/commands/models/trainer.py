@@ -16,7 +16,7 @@ from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 
 if TYPE_CHECKING:
-    from greenroom.trainer import Report, Trainer
+    from greenroom.trainer import Report, Sign, Trainer
 
 DEFAULT_REPLICAS: Final = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
 # Variables of the trainer's pod.
@@ -75,6 +75,8 @@ def _add_update_options(parser: argparse.ArgumentParser) -> None:
         default="api",
         help=f"ask each replica, or write ${FILE_NAME}, which they follow (default: api)",
     )
+    parser.add_argument("--sign-key", metavar="FILE", help="key that signs the updates, where replicas want tokens")
+    parser.add_argument("--signer", default="alice", metavar="NAME", help="the signer's name (default: alice)")
     parser.add_argument(
         "--away-s", type=float, default=60.0, metavar="S", help="a replica silent for so long is lost (default: 60)"
     )
@@ -185,11 +187,19 @@ def _trainer(args: argparse.Namespace) -> Trainer:
     key = os.environ.get(args.api_key_env, "").strip() or None
     patience = Patience(away_s=args.away_s) if "away_s" in args else Patience()
     state_file = _state_file() if "sync" in args and args.sync == "file" else None
-    replicas = _replicas(args.replica, os.environ)
+    replicas, sign = _replicas(args.replica, os.environ), _sign(args)
     try:
-        return Trainer(replicas, api_key=key, model=args.model, state_file=state_file, patience=patience)
+        return Trainer(replicas, api_key=key, model=args.model, state_file=state_file, patience=patience, sign=sign)
     except ValueError as error:
         raise WrongUsage(str(error)) from None
+
+
+def _sign(args: argparse.Namespace) -> Sign | None:
+    if getattr(args, "sign_key", None) is None:
+        return None
+    from greenroom.tenancy.governance.signing import signer
+
+    return signer(args.sign_key, args.signer)
 
 
 def _state_file() -> str:

@@ -72,7 +72,7 @@ class Watching:
         return views.ProbeAnswer(status="ok")
 
     async def is_ready(self, response: Response) -> views.ProbeAnswer:
-        """200 while requests are accepted; 503 while it starts, catches up or shuts down, and while its queue is full."""
+        """200 while requests are accepted; 503 while it starts, catches up or ends, and while its queue is full."""
         ready = self._look().ready()
         response.status_code = 200 if ready.status == "ok" else 503
         return ready
