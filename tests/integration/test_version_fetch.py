@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -175,6 +176,21 @@ async def test_files_that_were_there_before_an_update_that_fails_stay(hub: Stand
             failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": name})
             assert failed.error["code"] == "warm_up_failed"
         assert own.exists() and files(tmp_path, "charlie")
+
+
+async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        write_config(tmp_path, models(warm_up_timeout_s=0.001), **options(tmp_path))
+        await app.reload()
+        # Both are ordered before either has begun.
+        both = [
+            ("/v1/models/download", {"model": "org/bravo"}),
+            ("/update-model?wait=true", {"model_repo_id": "org/bravo"}),
+        ]
+        ordered, failed = await asyncio.gather(*(http(app, "POST", path, body) for path, body in both))
+        assert (ordered.status, failed.error["code"]) == (202, "warm_up_failed")
+        assert files(tmp_path, "bravo")
 
 
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
 from greenroom.library.roots import is_below
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.downloads import Downloads
-from greenroom.runtime.operations.files import OperationStatus
+from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("versions")
@@ -92,9 +92,17 @@ class Weights:
         (facts,) = await downloads.facts([state])
         place, records = facts.destination, self._library.records
         there = [record for record in records if is_below(record.path, place) or record.folder == place]
-        fetched.update(record.path for record in there if record.path not in known)
+        if not self._is_wanted_by_others(row):
+            fetched.update(record.path for record in there if record.path not in known)
         record = _choose(there, wanted.quantization, model, order)
         return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched=record.path in fetched)
+
+    def _is_wanted_by_others(self, ours: Operation) -> bool:
+        """Whether somebody else ordered the same meanwhile."""
+        return any(
+            row.key != TENANT and row.model == ours.model and (row.ended is None or row.ended >= ours.created)
+            for row in self._downloads.newest_first()
+        )
 
     async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> None:
         """Delete what lies at these paths, unless it is in use by any name."""
