@@ -25,6 +25,8 @@ MAY_IMPORT = {
     "tenancy": {"config", "core"},
     "telemetry": {"config", "core"},
     "engines": {"process", "config", "core"},
+    # Files of other programs; thin commands in `cli` write what it makes.
+    "importing": {"config"},
     # What models are on disk.
     "library": {"engines", "process", "telemetry", "config", "core"},
     "workers": set(),
@@ -85,6 +87,7 @@ MAY_IMPORT = {
         "process",
         "engines",
         "trainer",
+        "importing",
     },
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.

@@ -25,6 +25,7 @@ GUIDES = (
     "docs/installing.md",
     "docs/jobs.md",
     "docs/library.md",
+    "docs/switching.md",
     "docs/transformers.md",
     "docs/versions.md",
     "docs/vllm.md",

@@ -28,7 +28,7 @@ HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yam
 def test_the_commands_are_those_the_guide_names() -> None:
     names = {command.name for command in COMMANDS}
     wanted = "serve demo check ps gpus load unload sleep prepare logs chat engines explain flush estimate reload key"
-    wanted += " simulate jobs lease leases models rm pull token audit usage trainer replicas"
+    wanted += " simulate jobs lease leases models rm pull token audit usage trainer replicas import"
     assert names == set(wanted.split())
 
 

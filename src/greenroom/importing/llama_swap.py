@@ -1,0 +1,228 @@
+"""A llama-swap file as a configuration of ours: every key of it is mapped, or named with the reason why not.
+
+Owns the mapping of all keys but those of one model. Rules about which models run together are taken over as they are,
+and memory does not count beside them, so that the same models are unloaded for the same requests as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from greenroom.config.reader import Problem, Value, read, refusal
+from greenroom.errors import ConfigError
+from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
+from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
+from greenroom.importing.result import Imported, Notes
+from greenroom.importing.source_keys import SourceKeys
+
+PORT: Final = 8080
+PORTS: Final = 1_000
+PORT_MAX: Final = 65_535
+PRIORITY_MAX: Final = 100
+NORMAL: Final = 1
+TENANT: Final = "everyone"
+_LEVELS: Final = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
+_NO_UI: Final = "there is no web interface"
+_NOT_KEPT: Final = "bodies of requests are never kept"
+_PEERS: Final = "models of other servers are not asked from here; give clients that server's address"
+NOT_MAPPED: Final = {
+    "logTimeFormat": "the time in log lines has one format; log.format: json has the date too",
+    "logToStdout": "the gateway logs to standard error; `greenroom logs MODEL` shows what an engine prints",
+    "logRequests": "llama-swap ignores it; see /api/v1/requests",
+    "store.path": "usage is kept in state_dir (server.usage_days), each request in the file server.record_activity",
+    "metricsMaxInMemory": "how many requests are remembered is fixed; see /api/v1/requests",
+    "captureBuffer": _NOT_KEPT,
+    "ui.activity.session_id": _NO_UI,
+    "performance.disabled": "server.metrics turns metrics off; memory is looked at in any case",
+    "performance.every": "memory.look_every_s says how often memory is looked at",
+    "sendLoadingState": "server.heartbeat keeps a stream open while its model loads, without text in the answer",
+    "includeAliasesInList": "/v1/models shows aliases in each model's entry, not as entries of their own",
+    "upstream.ignorePaths": "every path below /upstream loads its model",
+    "profiles": "names cannot be led elsewhere while the gateway runs; change the file and type: greenroom reload",
+    "selectors": "a name stands for one model",
+    "peers": _PEERS,
+    "routing.scheduler.use": "requests are ordered by priority and waiting time; see scheduler.policy",
+}
+
+
+def import_file(path: Path) -> Imported:
+    """Read a file of llama-swap. Raises ConfigError with a line for each mistake that llama-swap would refuse too."""
+    source = read(path)
+    if not isinstance(source.tree.get("models"), dict) or not source.tree["models"]:
+        raise ConfigError(f"{path}: has no models; is it a configuration of llama-swap?")
+    made = _Import(source.tree)
+    imported = made.whole()
+    if wrong := [*source.problems, *made.problems]:
+        raise refusal(str(path), wrong, source.lines)
+    return imported
+
+
+class _Import:
+    def __init__(self, tree: dict[str, Value]) -> None:
+        said = tree.get("macros")
+        self.macros = SwapMacros(said if isinstance(said, dict) else {})
+        self.notes = Notes()
+        self._tree = tree
+        scope = self.macros.scope()
+        outside = {key: value for key, value in tree.items() if key not in ("macros", "models")}
+        self._top = SourceKeys(scope.expand(outside, ()), outside, (), self.notes)
+        self.problems: list[Problem] = scope.problems
+
+    def whole(self) -> Imported:
+        models = self._models()
+        sections: dict[str, Value] = {"server": self._server()}
+        if (level := self._top.text("logLevel")) is not None:
+            sections["log"] = {"level": _LEVELS.get(level, level)}
+        if (first := self._top.number("startPort", least=1)) is not None:
+            sections["ports"] = {"first": int(first), "last": min(int(first) + PORTS - 1, PORT_MAX)}
+        # llama-swap keeps models for ever if nothing else is said.
+        sections["stay_warm"] = {"llm_s": self._top.number("globalTTL") or 0}
+        sections["scheduler"] = {"fit_memory": False, "company": self._rules(models)}
+        self._set_priorities(models)
+        self._set_preloads(models)
+        if self.macros.kept and self.macros.defined:
+            sections["macros"] = dict(self.macros.defined)
+            self.notes.mapped += len(self.macros.defined)
+        self._top.name_rest(NOT_MAPPED, UNKNOWN)
+        return Imported({**sections, "models": dict(models)}, tuple(self.notes.found), self.notes.mapped)
+
+    def _models(self) -> dict[str, dict[str, Value]]:
+        shared = SharedDefaults(
+            load_timeout_s=self._top.number("healthCheckTimeout") or None,
+            stop_timeout_s=self._top.number("unloadTimeout") or None,
+        )
+        said = self._tree["models"]
+        assert isinstance(said, dict)
+        found: dict[str, dict[str, Value]] = {}
+        for name, tree in said.items():
+            model = model_of(name, self._keys_of(name, tree), shared)
+            if model is not None:
+                found[name] = model
+        return found
+
+    def _keys_of(self, name: str, tree: Value) -> SourceKeys:
+        """Macros of a model's own are written out, and with them all that it uses: they may stand in each other."""
+        own = tree.get("macros") if isinstance(tree, dict) else None
+        own = own if isinstance(own, dict) else {}
+        scope = self.macros.scope_of(name, own)
+        expanded = scope.expand(tree, ("models", name))
+        if isinstance(expanded, dict):
+            expanded = {**expanded, **_with_names(expanded.get("filters"), name)}
+        self.problems += scope.problems
+        is_kept = self.macros.kept and not own
+        return SourceKeys(expanded, tree if is_kept else expanded, ("models", name), self.notes)
+
+    def _server(self) -> Value:
+        keys: list[Value] = []
+        for number, key in enumerate(self._top.texts("apiKeys", is_secret=True), 1):
+            name = f"key{number}"
+            secret = {"key": key} if variables_of(key) else {"sha256": hashlib.sha256(key.encode()).hexdigest()}
+            keys.append({"name": name, **secret, "tenant": TENANT, "admin": True})
+        if not keys:
+            return {"port": PORT}
+        told = "as in llama-swap, each may do everything; leave out admin for those that shall only ask models"
+        self.notes.differs(("apiKeys",), f"{told}. A key as the password of Basic is not accepted")
+        return {"port": PORT, "api_keys": keys}
+
+    # --- which models run together ----------------------------------------------------------------------------------
+
+    def _rules(self, models: dict[str, dict[str, Value]]) -> dict[str, Value]:
+        routing = self._top.below("routing")
+        router = routing.below("router")
+        used, settings = router.text("use"), router.below("settings")
+        matrix = [keys for keys in (self._top.below("matrix"), settings.below("matrix")) if keys.tree]
+        groups = [keys for keys in (self._top.below("groups"), settings.below("groups")) if keys.tree]
+        self._scheduling = routing.below("scheduler")
+        self._priorities = self._scheduling.below("settings").below("fifo").below("priority")
+        for keys in (settings, router):
+            keys.name_rest({}, UNKNOWN)
+        if matrix and used != "group":
+            for unused in groups:
+                self.notes.unmapped(unused.where, "a matrix is there too, which decides")
+            return self._matrix(matrix[0], models)
+        for unused in matrix:
+            self.notes.unmapped(unused.where, "routing.router.use says that groups decide")
+        return {"groups": {name: group for keys in groups for name, group in self._groups(keys, models).items()}}
+
+    def _groups(self, keys: SourceKeys, models: dict[str, dict[str, Value]]) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for name, group in keys.each():
+            members: list[Value] = []
+            for member in group.texts("members"):
+                if member in models:
+                    members.append(member)
+                else:
+                    self.notes.unmapped((*group.where, "members"), f"{member} is no model that was imported")
+            said = {key: value for key in ("swap", "exclusive", "persistent") if (value := group.flag(key)) is not None}
+            group.name_rest({}, UNKNOWN)
+            found[name] = {"members": members, **said}
+        return found
+
+    def _matrix(self, keys: SourceKeys, models: dict[str, dict[str, Value]]) -> dict[str, Value]:
+        """As it is; if a model that it may name was left out, one model at a time."""
+        said = self._tree["models"]
+        assert isinstance(said, dict)
+        if missing := [name for name in said if name not in models]:
+            told = f"{missing[0]} was not imported; until it is, one model runs at a time"
+            self.notes.unmapped(keys.where, told)
+            return {"groups": {}}
+        made: dict[str, Value] = {}
+        for key in ("vars", "evict_costs", "sets"):
+            below = keys.below(key)
+            self.notes.mapped += len(below.tree)
+            if below.tree:
+                made[key] = dict(below.tree)
+        keys.name_rest({}, UNKNOWN)
+        return {"matrix": made}
+
+    # --- which go first, which are there from the start -------------------------------------------------------------
+
+    def _set_priorities(self, models: dict[str, dict[str, Value]]) -> None:
+        """There the higher number goes first, here the lower one. Only the order is taken over."""
+        said = {name: value for name in self._priorities.tree if (value := self._priority(name, models)) is not None}
+        self._scheduling.name_rest({"use": NOT_MAPPED["routing.scheduler.use"]}, UNKNOWN)
+        order = sorted({0, *said.values()}, reverse=True)
+        # Models without a number keep the priority that is normal here, if none is to come after them.
+        first = NORMAL if order[0] == 0 else 0
+        place = {value: min(at, PRIORITY_MAX) for at, value in enumerate(order, first)}
+        for name, model in models.items():
+            if (mine := place[said.get(name, 0)]) != NORMAL:
+                model["priority"] = mine
+        if said:
+            told = "the order is reversed: here lower numbers go first"
+            self.notes.differs(self._priorities.where, told)
+
+    def _priority(self, name: str, models: dict[str, dict[str, Value]]) -> float | None:
+        value = self._priorities.number(name, least=float("-inf"))
+        if name in models:
+            return value
+        self.notes.unmapped((*self._priorities.where, name), "is no model that was imported")
+        return None
+
+    def _set_preloads(self, models: dict[str, dict[str, Value]]) -> None:
+        hooks = self._top.below("hooks")
+        startup = hooks.below("on_startup")
+        id_of = {alias: name for name, model in models.items() for alias in (name, *_aliases(model))}
+        for asked in startup.texts("preload"):
+            if asked in id_of:
+                models[id_of[asked]]["preload"] = True
+            else:
+                self.notes.unmapped((*startup.where, "preload"), f"{asked} is no model that was imported")
+        for keys in (startup, hooks):
+            keys.name_rest({}, UNKNOWN)
+
+
+def _aliases(model: dict[str, Value]) -> list[str]:
+    said = model.get("aliases")
+    return [str(alias) for alias in said] if isinstance(said, list) else []
+
+
+def _with_names(filters: Value, name: str) -> dict[str, Value]:
+    """The filters with `${MODEL_ID}` filled in the keys of `setParamsByID`: the only keys that are expanded."""
+    by_id = filters.get("setParamsByID") if isinstance(filters, dict) else None
+    if not isinstance(filters, dict) or not isinstance(by_id, dict):
+        return {}
+    named: Value = {key.replace("${MODEL_ID}", name): value for key, value in by_id.items()}
+    return {"filters": {**filters, "setParamsByID": named}}

@@ -1,0 +1,269 @@
+"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it.
+
+Owns the mapping of the keys below `models`, and how a port that is fixed there becomes one that is free at each start.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from greenroom.config.kinds import id_problem, words
+from greenroom.config.reader import Value
+from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
+from greenroom.importing.llama_swap_macros import PID, PORT
+from greenroom.importing.source_keys import SourceKeys
+
+UNKNOWN: Final = "llama-swap has no such key"
+_ALL_TIMES: Final = "connections to engines have times of their own; see server.answer_idle_max_s"
+NOT_MAPPED: Final = {
+    "healthCheckTimeout": "llama-swap ignores it here; set load_timeout_s",
+    "sendLoadingState": "server.heartbeat keeps a stream open while its model loads, without text in the answer",
+    "compat.ignoreWebsockets": "a WebSocket counts as a request for as long as it is open",
+    "capabilities.context": "it is only shown by llama-swap; the engine's own context counts",
+    **{
+        f"timeouts.{key}": _ALL_TIMES
+        for key in ("connect", "keepalive", "responseHeader", "tlsHandshake", "expectContinue", "idleConn")
+    },
+}
+_URL: Final = re.compile(
+    r"(?P<scheme>[a-z]+)://(?P<host>\[[^\]]*\]|[^:/]*)(?::(?P<port>\$\{PORT\}|\d{1,5}))?(?P<path>/.*)?"
+)
+# How programs are told a port; an address may stand before it.
+_PORT_OPTION: Final = r"((?:--port|--publish|--http-port|-p)[ =]\s*(?:[\d.]+:)?)"
+# The ports of their containers are held by a daemon.
+_CONTAINERS: Final = frozenset(("docker", "podman", "nerdctl"))
+_NO_PORT: Final = "write ${PORT} in its cmd, where it listens, and import again"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDefaults:
+    """What the file says for all models."""
+
+    load_timeout_s: float | None
+    stop_timeout_s: float | None
+
+
+class Unimportable(Exception):
+    """This model cannot be run here; the message says why."""
+
+
+def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> dict[str, Value] | None:
+    """The model as ours, or None if it cannot be run here: then a note says why."""
+    try:
+        if why := id_problem(name):
+            raise Unimportable(why)
+        made = {**_process(keys), **_about(keys), **_request(keys), **_stay(keys, shared)}
+    except Unimportable as error:
+        keys.notes.unmapped(keys.where, f"the whole model: {error}")
+        return None
+    keys.name_rest(NOT_MAPPED, UNKNOWN)
+    return made
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def _process(keys: SourceKeys) -> dict[str, Value]:
+    cmd, stop = keys.text("cmd"), keys.text("cmdStop")
+    if cmd is None:
+        raise Unimportable("it has no cmd")
+    env, proxy = _environment(keys), keys.text("proxy")
+    made: dict[str, Value] = {"cmd": keys.written("cmd")}
+    if (port := _fixed_port(proxy)) is not None:
+        made["cmd"], env = _with_free_port(cmd, env, port)
+        keys.notes.differs((*keys.where, "proxy"), f"port {port} became ${{PORT}}, which is free at each start")
+    elif not any(PORT in text for text in (cmd, *env.values())):
+        raise Unimportable(f"no port can be given to it; {_NO_PORT}")
+    if stop is not None:
+        made["cmd_stop"] = keys.written("cmdStop")
+    if (check := _plain(keys, "checkEndpoint")) is not None:
+        made["check_endpoint"] = check
+    if _is_container(cmd):
+        made["listener"] = "any"
+    if env:
+        made["env"] = dict(env)
+    return made
+
+
+def _fixed_port(proxy: str | None) -> int | None:
+    """The port that a proxy URL fixes; None if it is `${PORT}`. Raises Unimportable."""
+    if proxy is None:
+        return None
+    url = _URL.fullmatch(proxy.strip())
+    if url is None or url["scheme"] != "http":
+        raise Unimportable("its proxy is no http:// address of a port, which is how engines are asked here")
+    if not _is_here(url["host"].strip("[]")):
+        raise Unimportable("its proxy is on another host; a command is asked on this one")
+    if url["path"] not in (None, "/"):
+        raise Unimportable(f"its proxy has a path ({url['path']}); an engine's paths begin at / here")
+    if url["port"] is None:
+        raise Unimportable("its proxy names no port")
+    return None if url["port"] == PORT else int(url["port"])
+
+
+def _is_here(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _with_free_port(cmd: str, env: dict[str, str], port: int) -> tuple[str, dict[str, str]]:
+    """The same with `${PORT}` for a fixed port. Raises Unimportable if it cannot be told where that is."""
+    named, count = re.subn(rf"{_PORT_OPTION}{port}(?![\w.])", rf"\g<1>{PORT}", cmd)
+    if count:
+        return named, env
+    alone = re.compile(rf"(?<![\w.]){port}(?![\w.])")
+    if sum(len(alone.findall(text)) for text in (cmd, *env.values())) != 1:
+        raise Unimportable(f"where port {port} of its proxy is set cannot be told from its cmd; {_NO_PORT}")
+    return alone.sub(PORT, cmd), {name: alone.sub(PORT, value) for name, value in env.items()}
+
+
+def _environment(keys: SourceKeys) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in keys.texts("env"):
+        name, equals, value = line.partition("=")
+        if not name or not equals:
+            # The value may be a secret.
+            keys.notes.unmapped((*keys.where, "env"), "a line of it is not NAME=value")
+        else:
+            found[name] = value
+    return found
+
+
+def _is_container(cmd: str) -> bool:
+    try:
+        said = words(cmd)
+    except ValueError:
+        return False
+    return bool(said) and PurePath(said[0]).name in _CONTAINERS
+
+
+# --- what is shown of it ----------------------------------------------------------------------------------------------
+
+
+def _about(keys: SourceKeys) -> dict[str, Value]:
+    made: dict[str, Value] = {}
+    aliases: list[str] = []
+    for alias in keys.texts("aliases"):
+        if why := id_problem(alias.strip()):
+            keys.notes.unmapped((*keys.where, "aliases"), why)
+        elif alias.strip() not in aliases:
+            aliases.append(alias.strip())
+    aliases += [name for name in _by_id(keys) if name not in aliases and name != keys.where[-1]]
+    if aliases:
+        made["aliases"] = list(aliases)
+    made |= {key: value for key in ("name", "description") if (value := _plain(keys, key)) is not None}
+    if keys.flag("unlisted"):
+        made["unlisted"] = True
+    metadata = keys.below("metadata")
+    if metadata.tree:
+        made["metadata"] = _settled(metadata)
+    if abilities := _abilities(keys.below("capabilities")):
+        made["abilities"] = abilities
+    return made
+
+
+def _by_id(keys: SourceKeys) -> list[str]:
+    """The ids that have parameters of their own, which llama-swap serves as aliases."""
+    said = keys.tree.get("filters")
+    by_id = said.get("setParamsByID") if isinstance(said, dict) else None
+    return [name for name in by_id if id_problem(name) is None] if isinstance(by_id, dict) else []
+
+
+def _abilities(said: SourceKeys) -> list[Value]:
+    """The routes that a model answers, by what it takes and gives. Nothing is said: nothing is known."""
+    takes, gives = said.texts("in"), said.texts("out")
+    tools, reranks = said.flag("tools"), said.flag("reranker")
+    said.name_rest({"context": NOT_MAPPED["capabilities.context"]}, UNKNOWN)
+    if not (takes or gives or tools or reranks):
+        return []
+    found = ["rerank"] if reranks else []
+    if "text" in (gives or ["text"]):
+        found += [] if reranks else ["chat", "completions", "embeddings"]
+        found += ["transcription", "translation"] if "audio" in takes else []
+    found += ["images"] if "image" in gives else []
+    found += ["image_edits"] if "image" in gives and "image" in takes else []
+    found += ["speech"] if "audio" in gives else []
+    found += ["vision"] if "image" in takes else []
+    found += ["audio"] if "audio" in takes else []
+    said.notes.differs(said.where, "mapped to abilities: routes that they do not name are refused")
+    return [*found, "tools"] if tools else [*found]
+
+
+# --- what becomes of requests -----------------------------------------------------------------------------------------
+
+
+def _request(keys: SourceKeys) -> dict[str, Value]:
+    made: dict[str, Value] = {}
+    if (sent_as := _plain(keys, "useModelName")) is not None:
+        made["use_model_name"] = sent_as
+    filters = keys.below("filters")
+    # The second is its older name.
+    stripped = ",".join(said for key in ("stripParams", "strip_params") if (said := filters.text(key)))
+    strip = list(dict.fromkeys(name for part in stripped.split(",") if (name := part.strip())))
+    kept = [name for name in strip if name not in PARAMS_NOT_OURS_TO_CHANGE]
+    if len(kept) < len(strip):
+        filters.notes.unmapped((*filters.where, "stripParams"), "model and stream cannot be removed")
+    if kept:
+        made["strip_params"] = list(kept)
+    params = filters.below("setParams")
+    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & params.tree.keys()):
+        filters.notes.unmapped((*params.where, name), f"{name} cannot be set")
+    settled = _settled(params)
+    if forced := {name: value for name, value in settled.items() if name not in PARAMS_NOT_OURS_TO_CHANGE}:
+        made["set_params"] = forced
+    filters.name_rest({"setParamsByID": "its ids are aliases here, and get the parameters of the model"}, UNKNOWN)
+    if limit := keys.number("concurrencyLimit"):
+        made["concurrency"] = int(limit)
+        keys.notes.differs((*keys.where, "concurrencyLimit"), "further requests wait instead of getting 429")
+    return made
+
+
+def _settled(keys: SourceKeys) -> dict[str, Value]:
+    """A mapping as it is, without values that hold a port: that is free at each start."""
+    made: dict[str, Value] = {}
+    for key, value in keys.tree.items():
+        if _has_hole(value):
+            keys.notes.unmapped((*keys.where, key), "${PORT} and ${PID} are known only once an engine starts")
+        else:
+            keys.notes.mapped += 1
+            made[key] = keys.written(key)
+    return made
+
+
+def _plain(keys: SourceKeys, key: str) -> Value:
+    """A text in which no port can be."""
+    text = keys.text(key)
+    if text is not None and _has_hole(text):
+        keys.notes.unmapped((*keys.where, key), "${PORT} and ${PID} are known only once an engine starts")
+        return None
+    # A macro that is a number stays one where it is the whole value.
+    return keys.written(key) if text is not None and isinstance(keys.tree.get(key), str) else text
+
+
+def _has_hole(value: Value) -> bool:
+    if isinstance(value, dict | list):
+        return any(_has_hole(one) for one in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and (PORT in value or PID in value)
+
+
+# --- how long it stays ------------------------------------------------------------------------------------------------
+
+
+def _stay(keys: SourceKeys, shared: SharedDefaults) -> dict[str, Value]:
+    made: dict[str, Value] = {}
+    ttl_s, stop_s = keys.number("ttl", least=-1), keys.number("unloadTimeout")
+    if ttl_s is not None and ttl_s >= 0:
+        made["ttl_s"] = ttl_s
+    if shared.load_timeout_s is not None:
+        made["load_timeout_s"] = shared.load_timeout_s
+    if stop := stop_s or shared.stop_timeout_s:
+        made["stop_timeout_s"] = stop
+    keys.below("macros")
+    return made

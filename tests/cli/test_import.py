@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.main import main
+from tests.importing.ollama_folder import OllamaFolder
+from tests.models import tiny
+
+SWAP = """
+logTimeFormat: kitchen
+models:
+  m: {cmd: "sh -c ${env.WHAT} ${PORT}", aliases: [other]}
+"""
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(SWAP)
+    return path
+
+
+def test_an_import_is_written_once_and_checked(
+    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = swap.parent / "greenroom.yaml"
+    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].startswith("logTimeFormat: not mapped: ")
+    assert said.out.splitlines()[-1] == f"{new}: 1 models, 2 keys mapped" and "serve`: WHAT" in said.err
+    assert "# logTimeFormat: not mapped" in new.read_text() and stat.S_IMODE(os.stat(new).st_mode) == 0o600
+    monkeypatch.setenv("WHAT", "true")
+    assert main(["check", str(new)]) == 0
+    assert "m      command" in capsys.readouterr().out
+    before = new.read_text()
+    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 1
+    assert "exists" in capsys.readouterr().err and new.read_text() == before
+
+
+def test_without_a_file_it_is_printed(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "llama-swap", str(swap)]) == 0
+    out = capsys.readouterr().out
+    assert "# logTimeFormat: not mapped" in out and "aliases:" in out
+
+
+def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swap.write_text(SWAP + '  n: {cmd: "x ${PORT}", aliases: [other]}\n')
+    new = swap.parent / "new.yaml"
+    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 1
+    said = capsys.readouterr().err
+    assert "nothing is written" in said and "other is already an alias of m" in said and not new.exists()
+    assert main(["import", "llama-swap", str(swap.parent / "nothing.yaml")]) == 1
+    assert main(["import", "llama-swap", str(swap), "--write", "/nowhere/new.yaml"]) == 1
+
+
+def test_models_of_ollama_are_checked_like_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = OllamaFolder(tmp_path / "models")
+    folder.manifest("library/alpha/latest", [("model", tiny("alpha"))])
+    monkeypatch.setenv("OLLAMA_MODELS", str(folder.root))
+    new = tmp_path / "greenroom.yaml"
+    assert main(["import", "ollama", "--write", str(new)]) == 0
+    assert main(["check", str(new)]) == 0
+    out = capsys.readouterr().out
+    assert "alpha:latest  llamacpp" in out and "warning: models" not in out

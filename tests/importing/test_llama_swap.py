@@ -1,0 +1,414 @@
+"""Every key of a llama-swap file is mapped, or named with the reason why not; every import can be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.config import loader
+from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
+from greenroom.importing.llama_swap import import_file
+from greenroom.importing.result import Imported, as_yaml
+
+CMD = "srv --port ${PORT}"
+
+
+def imported(folder: Path, tree: Any) -> Imported:
+    path = folder / "config.yaml"
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return import_file(path)
+
+
+def served(folder: Path, made: Imported, environ: dict[str, str] | None = None) -> Config:
+    """As `greenroom serve` would read it."""
+    path = folder / "greenroom.yaml"
+    path.write_text(as_yaml(made.tree, ["A title"], made.notes))
+    return loader.load(path, environ or {}).config
+
+
+def at(tree: Any, place: str) -> Any:
+    for step in place.split(">"):
+        tree = tree[step]
+    return tree
+
+
+def model(**keys: Any) -> dict[str, Any]:
+    return {"models": {"m": {"cmd": CMD, **keys}}}
+
+
+def routing(**router: Any) -> dict[str, Any]:
+    return {**model(), "routing": router}
+
+
+# Each key of llama-swap's schema: what is said, and where it is in our file. A text is part of the note about the key.
+TIMES = ("connect", "keepalive", "responseHeader", "tlsHandshake", "expectContinue", "idleConn")
+KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "healthCheckTimeout": ({**model(), "healthCheckTimeout": 60}, "models>m>load_timeout_s", 60),
+    "logLevel": ({**model(), "logLevel": "warn"}, "log>level", "warning"),
+    "logTimeFormat": ({**model(), "logTimeFormat": "kitchen"}, "", "one format"),
+    "logToStdout": ({**model(), "logToStdout": "both"}, "", "greenroom logs"),
+    "logRequests": ({**model(), "logRequests": True}, "", "ignores it"),
+    "store.path": ({**model(), "store": {"path": "a.db"}}, "", "state_dir"),
+    "metricsMaxInMemory": ({**model(), "metricsMaxInMemory": 5}, "", "/api/v1/requests"),
+    "captureBuffer": ({**model(), "captureBuffer": 5}, "", "never kept"),
+    "ui.activity.session_id": ({**model(), "ui": {"activity": {"session_id": ["X-S"]}}}, "", "no web interface"),
+    "performance.disabled": ({**model(), "performance": {"disabled": True}}, "", "server.metrics"),
+    "performance.every": ({**model(), "performance": {"every": "5s"}}, "", "look_every_s"),
+    "startPort": ({**model(), "startPort": 9000}, "ports>first", 9000),
+    "sendLoadingState": ({**model(), "sendLoadingState": True}, "", "server.heartbeat"),
+    "includeAliasesInList": ({**model(), "includeAliasesInList": True}, "", "aliases"),
+    "globalTTL": ({**model(), "globalTTL": 90}, "stay_warm>llm_s", 90),
+    "unloadTimeout": ({**model(), "unloadTimeout": 7}, "models>m>stop_timeout_s", 7),
+    "macros": ({"macros": {"n": 1}, **model()}, "macros>n", 1),
+    "apiKeys": (
+        {**model(), "apiKeys": ["${env.K}"]},
+        "server>api_keys",
+        [{"name": "key1", "key": "${env.K}", "tenant": "everyone", "admin": True}],
+    ),
+    "upstream.ignorePaths": ({**model(), "upstream": {"ignorePaths": ["x"]}}, "", "loads its model"),
+    "profiles.p.pins.a": ({**model(), "profiles": {"p": {"pins": {"a": "m"}}}}, "", "greenroom reload"),
+    "profiles.p.description": ({**model(), "profiles": {"p": {"description": "d"}}}, "", "greenroom reload"),
+    "selectors.s.strategy": ({**model(), "selectors": {"s": {"strategy": "warm"}}}, "", "one model"),
+    "selectors.s.targets": ({**model(), "selectors": {"s": {"targets": ["m"]}}}, "", "one model"),
+    "selectors.s.settings.spillover": (
+        {**model(), "selectors": {"s": {"settings": {"spillover": 1}}}},
+        "",
+        "one model",
+    ),
+    **{
+        f"selectors.s.{key}": ({**model(), "selectors": {"s": {key: "x"}}}, "", "one model")
+        for key in ("name", "description", "unlisted", "metadata")
+    },
+    "hooks.on_startup.preload": ({**model(), "hooks": {"on_startup": {"preload": ["m"]}}}, "models>m>preload", True),
+    "groups.g.members": (
+        {**model(), "groups": {"g": {"members": ["m"]}}},
+        "scheduler>company>groups>g",
+        {"members": ["m"]},
+    ),
+    **{
+        f"routing.router.settings.groups.g.{key}": (
+            routing(router={"use": "group", "settings": {"groups": {"g": {"members": ["m"], key: True}}}}),
+            f"scheduler>company>groups>g>{key}",
+            True,
+        )
+        for key in ("swap", "exclusive", "persistent")
+    },
+    "matrix.vars": (
+        {**model(), "matrix": {"vars": {"a": "m"}, "sets": {"s": "a"}}},
+        "scheduler>company>matrix>vars>a",
+        "m",
+    ),
+    "matrix.sets": ({**model(), "matrix": {"sets": {"s": "m"}}}, "scheduler>company>matrix>sets>s", "m"),
+    "routing.router.settings.matrix.evict_costs": (
+        routing(router={"use": "matrix", "settings": {"matrix": {"sets": {"s": "m"}, "evict_costs": {"m": 5}}}}),
+        "scheduler>company>matrix>evict_costs>m",
+        5,
+    ),
+    "routing.router.use": (routing(router={"use": "group"}), "scheduler>company", {"groups": {}}),
+    "routing.scheduler.use": (routing(scheduler={"use": "fifo"}), "", "scheduler.policy"),
+    "routing.scheduler.settings.fifo.priority": (
+        routing(scheduler={"settings": {"fifo": {"priority": {"m": 3}}}}),
+        "models>m>priority",
+        0,
+    ),
+    **{
+        f"peers.p.{key}": ({**model(), "peers": {"p": {key: "x"}}}, "", "other servers")
+        for key in ("proxy", "apiKey", "models")
+    },
+    "peers.p.filters.setParams.a": (
+        {**model(), "peers": {"p": {"filters": {"setParams": {"a": 1}}}}},
+        "",
+        "other servers",
+    ),
+    "peers.p.filters.stripParams": (
+        {**model(), "peers": {"p": {"filters": {"stripParams": "a"}}}},
+        "",
+        "other servers",
+    ),
+    **{
+        f"peers.p.timeouts.{key}": ({**model(), "peers": {"p": {"timeouts": {key: 1}}}}, "", "other servers")
+        for key in TIMES
+    },
+    "models.m.cmd": (model(), "models>m>cmd", CMD),
+    "models.m.cmdStop": (model(cmdStop="kill ${PID}"), "models>m>cmd_stop", "kill ${PID}"),
+    "models.m.proxy": (model(cmd="srv -p 81:9001", proxy="http://127.0.0.1:81"), "models>m>cmd", "srv -p ${PORT}:9001"),
+    "models.m.checkEndpoint": (model(checkEndpoint="/ok"), "models>m>check_endpoint", "/ok"),
+    "models.m.env": (model(env=["A=1=2", "B="]), "models>m>env", {"A": "1=2", "B": ""}),
+    "models.m.aliases": (model(aliases=["a", " b "]), "models>m>aliases", ["a", "b"]),
+    "models.m.ttl": (model(ttl=0), "models>m>ttl_s", 0),
+    "models.m.unloadTimeout": ({**model(unloadTimeout=3), "unloadTimeout": 9}, "models>m>stop_timeout_s", 3),
+    "models.m.useModelName": (model(useModelName="q"), "models>m>use_model_name", "q"),
+    "models.m.name": (model(name="M"), "models>m>name", "M"),
+    "models.m.description": (model(description="A model"), "models>m>description", "A model"),
+    "models.m.unlisted": (model(unlisted=True), "models>m>unlisted", True),
+    "models.m.metadata": (model(metadata={"a": {"b": [1]}}), "models>m>metadata", {"a": {"b": [1]}}),
+    "models.m.concurrencyLimit": (model(concurrencyLimit=3), "models>m>concurrency", 3),
+    "models.m.sendLoadingState": (model(sendLoadingState=True), "", "server.heartbeat"),
+    "models.m.filters.stripParams": (model(filters={"stripParams": "a, b"}), "models>m>strip_params", ["a", "b"]),
+    "models.m.filters.strip_params": (model(filters={"strip_params": "a"}), "models>m>strip_params", ["a"]),
+    "models.m.filters.setParams": (model(filters={"setParams": {"a": 1}}), "models>m>set_params", {"a": 1}),
+    "models.m.filters.setParamsByID.${MODEL_ID}:hot.temperature": (
+        model(filters={"setParamsByID": {"${MODEL_ID}:hot": {"temperature": 2}}}),
+        "models>m>aliases",
+        ["m:hot"],
+    ),
+    "models.m.macros": (model(macros={"x": 1}, metadata={"x": "${x}"}), "models>m>metadata>x", 1),
+    **{f"models.m.timeouts.{key}": (model(timeouts={key: 1}), "", "times of their own") for key in TIMES},
+    "models.m.compat.ignoreWebsockets": (model(compat={"ignoreWebsockets": True}), "", "WebSocket"),
+    "models.m.capabilities.in": (
+        model(capabilities={"in": ["text", "image"]}),
+        "models>m>abilities",
+        ["chat", "completions", "embeddings", "vision"],
+    ),
+    "models.m.capabilities.out": (model(capabilities={"out": ["image"]}), "models>m>abilities", ["images"]),
+    "models.m.capabilities.tools": (
+        model(capabilities={"tools": True}),
+        "models>m>abilities",
+        ["chat", "completions", "embeddings", "tools"],
+    ),
+    "models.m.capabilities.reranker": (model(capabilities={"reranker": True}), "models>m>abilities", ["rerank"]),
+    "models.m.capabilities.context": (model(capabilities={"context": 9}), "", "engine's own context"),
+    "models.m.healthCheckTimeout": (model(healthCheckTimeout=9), "", "load_timeout_s"),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_mapped_or_named_and_the_result_can_be_served(key: str, tmp_path: Path) -> None:
+    tree, place, wanted = KEYS[key]
+    made = imported(tmp_path, tree)
+    served(tmp_path, made, {"K": "a-key"})
+    if place:
+        assert at(made.tree, place) == wanted
+    else:
+        lines = [note.line for note in made.notes if note.line.startswith(f"{key}: not mapped: ")]
+        assert len(lines) == 1 and wanted in lines[0]
+
+
+def test_the_guide_names_every_key() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
+    for key in KEYS:
+        parts = key.split(".")
+        name = parts[2] if parts[0] == "models" else parts[0]
+        assert f"`{name}`" in guide, key
+
+
+def test_keys_that_llama_swap_does_not_have_are_named(tmp_path: Path) -> None:
+    made = imported(
+        tmp_path, {**model(ttll=3, filters={"x": 1}), "modles": {}, "groups": {"g": {"members": [], "y": 1}}}
+    )
+    told = [note.line for note in made.notes]
+    for key in ("models.m.ttll", "models.m.filters.x", "modles", "groups.g.y"):
+        assert f"{key}: not mapped: llama-swap has no such key" in told
+
+
+def test_without_rules_one_model_runs_at_a_time_and_stays(tmp_path: Path) -> None:
+    config = served(tmp_path, imported(tmp_path, model()))
+    assert config.scheduler.company is not None and config.scheduler.company.groups == {}
+    assert not config.scheduler.fit_memory and config.stay_warm.llm_s == 0 and config.server.port == 8080
+
+
+def test_keys_are_kept_as_hashes_or_variables_and_never_told(tmp_path: Path) -> None:
+    made = imported(tmp_path, {**model(), "apiKeys": ["sk-secret", "${env.K}"]})
+    text = as_yaml(made.tree, [], made.notes)
+    assert "sk-secret" not in text and "key: ${env.K}" in text
+    first, second = served(tmp_path, made, {"K": "other"}).server.api_keys
+    assert first.admin and first.tenant == second.tenant == "everyone"
+    made = imported(tmp_path, {**model(), "apiKeys": {"sk-secret": 1}})
+    assert "sk-secret" not in as_yaml(made.tree, [], made.notes)
+
+
+# --- macros ---------------------------------------------------------------------------------------------------------
+
+MACROS = """
+macros:
+  bin: /opt/srv
+  run: ${bin} --port ${PORT}
+  size: 4096
+models:
+  plain:
+    cmd: ${run} -c ${size} --name ${MODEL_ID}
+    metadata: {size: "${size}", text: "about ${size}"}
+  own:
+    macros: {bin: /opt/other, more: "--more ${size}"}
+    cmd: ${run} ${more}
+"""
+
+
+def test_macros_stay_and_those_of_a_model_are_written_out(tmp_path: Path) -> None:
+    made = imported(tmp_path, MACROS)
+    assert at(made.tree, "models>plain>cmd") == "${run} -c ${size} --name ${MODEL_ID}"
+    assert at(made.tree, "models>own>cmd") == "/opt/other --port ${PORT} --more 4096"
+    config = served(tmp_path, made)
+    assert config.models["plain"].cmd == "/opt/srv --port ${PORT} -c 4096 --name plain"
+    assert config.models["plain"].metadata == {"size": 4096, "text": "about 4096"}
+
+
+def test_names_that_are_none_here_are_written_out(tmp_path: Path) -> None:
+    made = imported(tmp_path, {"macros": {"9b": "x", "GPUS": "y"}, **model(cmd=CMD + " ${9b} ${GPUS}")})
+    assert served(tmp_path, made).models["m"].cmd == CMD + " x y" and "macros" not in made.tree
+
+
+@pytest.mark.parametrize(
+    ("macros", "cmd"),
+    [
+        ({"a": "${a}"}, CMD),
+        ({"a": "${b}", "b": "${a}"}, CMD),
+        ({}, CMD + " ${nobody}"),
+        ({"a": ["x"]}, CMD),
+        ({"a": "x"}, CMD + " $${env.HOME}"),
+    ],
+)
+def test_macros_in_circles_and_unknown_ones_are_refused(macros: dict[str, Any], cmd: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.yaml:\d+: (macros|models)"):
+        imported(tmp_path, {"macros": macros, **model(cmd=cmd)})
+
+
+def test_macros_that_grow_without_bound_are_refused(tmp_path: Path) -> None:
+    macros = {"a0": "x" * 100, **{f"a{n}": ("${a" + str(n - 1) + "}") * 10 for n in range(1, 20)}}
+    with pytest.raises(ConfigError, match="expand to more than 8 MiB"):
+        imported(tmp_path, {"macros": macros, **model()})
+
+
+# --- what cannot be run here ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"proxy": "http://10.0.0.7:9000"}, "another host"),
+        ({"proxy": "https://localhost:9000"}, "no http://"),
+        ({"proxy": "unix:///tmp/x"}, "no http://"),
+        ({"proxy": "http://localhost:9000/api"}, "has a path"),
+        ({"proxy": "http://localhost:9000", "cmd": "srv"}, "port 9000"),
+        ({"proxy": "http://localhost:9000", "cmd": "srv -c 9000 -n 9000"}, "port 9000"),
+        ({"cmd": "srv"}, "no port can be given"),
+        ({"cmd": None}, "no cmd"),
+    ],
+)
+def test_a_model_that_cannot_be_run_is_left_out_by_name(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    tree = {"models": {"m": {"cmd": CMD, **keys}, "other": {"cmd": CMD}}, "matrix": {"sets": {"s": "m & other"}}}
+    made = imported(tmp_path, tree)
+    told = [note.line for note in made.notes]
+    assert any(line.startswith("models.m: not mapped: the whole model: ") and why in line for line in told)
+    assert any(line.startswith("matrix: not mapped: m was not imported") for line in told)
+    assert list(served(tmp_path, made).models) == ["other"]
+
+
+def test_left_out_models_leave_groups_preloads_and_priorities(tmp_path: Path) -> None:
+    tree = {
+        "models": {"m": {"cmd": "srv"}, "load": {"cmd": CMD}, "other": {"cmd": CMD}},
+        "groups": {"g": {"members": ["m", "other"]}},
+        "hooks": {"on_startup": {"preload": ["m"]}},
+        "routing": {"scheduler": {"settings": {"fifo": {"priority": {"m": 1}}}}},
+    }
+    config = served(tmp_path, imported(tmp_path, tree))
+    assert config.scheduler.company is not None and config.scheduler.company.groups is not None
+    assert config.scheduler.company.groups["g"].members == ("other",) and not config.models["other"].preload
+
+
+@pytest.mark.parametrize(
+    ("cmd", "env", "wanted"),
+    [
+        ("srv --port 9000 -c 9000", [], "srv --port ${PORT} -c 9000"),
+        ("srv --port=9000", [], "srv --port=${PORT}"),
+        ("docker run -p 127.0.0.1:9000:80 i", [], "docker run -p 127.0.0.1:${PORT}:80 i"),
+        ("srv --bind localhost:9000", [], "srv --bind localhost:${PORT}"),
+        ("srv", ["LISTEN=127.0.0.1:9000"], "srv"),
+    ],
+)
+def test_a_fixed_port_becomes_a_free_one(cmd: str, env: list[str], wanted: str, tmp_path: Path) -> None:
+    made = served(tmp_path, imported(tmp_path, model(cmd=cmd, env=env, proxy="http://localhost:9000"))).models["m"]
+    assert made.cmd == wanted and made.env == ({"LISTEN": "127.0.0.1:${PORT}"} if env else {})
+    # A daemon holds the ports of containers.
+    assert made.listener == ("any" if cmd.startswith("docker") else "own")
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, {"a": 1, "b": 1, "c": 1}),
+        ({"a": 10, "b": 5}, {"a": 0, "b": 1, "c": 2}),
+        ({"a": -3, "b": -4}, {"a": 2, "b": 3, "c": 1}),
+        ({"a": 7, "b": -7}, {"a": 0, "b": 2, "c": 1}),
+    ],
+)
+def test_priorities_are_reversed(said: dict[str, int], wanted: dict[str, int], tmp_path: Path) -> None:
+    tree = {"models": {name: {"cmd": CMD} for name in "abc"}}
+    tree["routing"] = {"scheduler": {"settings": {"fifo": {"priority": said}}}}
+    models = served(tmp_path, imported(tmp_path, tree)).models
+    assert {name: 1 if one.priority == "normal" else one.priority for name, one in models.items()} == wanted
+
+
+# --- hostile files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n"
+        "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\nmodels: [*e,*e,*e]\n",
+        "models: " + "[" * 1000,
+        "x" * (5 * 1024 * 1024),
+        "models: !!python/object/apply:os.system ['true']",
+        "models: {a: &x {cmd: *x}}",
+        "models: []",
+        "[]",
+        "models: {a: {cmd: x, cmd: y}}",
+        "\0",
+        "",
+    ],
+)
+def test_hostile_files_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        imported(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, -1, 1.5, True, "x", [], [3], {}, {"a": 3}, [[1]], {"a": {"b": []}}, "${PORT}"]
+)
+def test_wrong_values_are_named_or_refused_but_nothing_breaks(value: Any, tmp_path: Path) -> None:
+    """Every key in turn has a value that it should not have. A part of what is made is read back: that takes time."""
+    for number, (key, (tree, _, _)) in enumerate(KEYS.items()):
+        steps = key.split(".")
+        if steps == ["models", "m", "cmd"]:
+            continue
+        wrong = _with(tree, steps, value)
+        try:
+            made = imported(tmp_path, wrong)
+            if number % 4 == len(str(value)) % 4:
+                served(tmp_path, made, {"K": "a-key"})
+        except ConfigError as error:
+            assert "config.yaml" in error.message or "greenroom.yaml" in error.message
+
+
+def _with(tree: Any, steps: list[str], value: Any) -> Any:
+    if not steps:
+        return value
+    below = tree.get(steps[0], {}) if isinstance(tree, dict) else {}
+    return {**(tree if isinstance(tree, dict) else {}), steps[0]: _with(below, steps[1:], value)}
+
+
+def test_what_is_written_reads_back_as_it_was(tmp_path: Path) -> None:
+    odd = {
+        "1e3": "1e3",
+        "on": "on",
+        "~": "null",
+        "x": " a\tb ",
+        "é\u2028": "0x1F",
+        "<<": "*a",
+        "y": "a\n b\n\nc ",
+        "": "-",
+    }
+    made = imported(tmp_path, model(metadata=odd, description="a: b # c"))
+    config = served(tmp_path, made)
+    assert config.models["m"].metadata == odd and config.models["m"].description == "a: b # c"
+
+
+def test_a_note_is_one_line_whatever_a_key_is_called(tmp_path: Path) -> None:
+    made = imported(tmp_path, model(**{"a\nmodels: {}": 1, "b\x1b[2J": 2, "c\u2028d": 3}))
+    assert all(note.line.isprintable() for note in made.notes)
+    assert len(made.notes) == 3 and list(served(tmp_path, made).models) == ["m"]
