@@ -92,14 +92,14 @@ async def test_another_model_is_answered_like_one_that_does_not_exist(app: App, 
 
 
 async def test_a_path_on_disk_that_is_not_the_keys_is_no_path(app: App) -> None:
-    root = app.config.roots[0]
+    root, before = app.config.roots[0], [entry.id for entry in app.catalog if entry.is_adhoc]
     denied, missing = [await say(app, "some", f"{root}/{name}.gguf") for name in ("hidden", "absent")]
     assert alike(denied, "hidden") == alike(missing, "absent") and denied.status == 404
     # What is broken or of an unknown kind is not told either.
     (Path(root) / "broken.gguf").write_bytes(b"GGUF")
     broken = await say(app, "some", f"{root}/broken.gguf")
     assert alike(broken, "broken") == alike(missing, "absent")
-    assert not any(entry.base_id.startswith("hidden") for entry in app.catalog if entry.is_adhoc)
+    assert [entry.id for entry in app.catalog if entry.is_adhoc] == before
 
 
 async def test_a_websocket_to_another_model_is_not_opened(app: App) -> None:
@@ -113,8 +113,8 @@ async def test_a_websocket_to_another_model_is_not_opened(app: App) -> None:
 
 
 async def test_no_list_names_another_model(app: App) -> None:
-    await say(app, "all", "qwen")
-    await say(app, "all", "hidden.gguf")
+    for model in ("qwen", "hidden.gguf", "seen.gguf"):
+        await say(app, "all", model)
     paths = (
         "/v1/models",
         "/models",

@@ -110,7 +110,7 @@ async def test_models_are_listed_shown_and_running(client: ollama.AsyncClient) -
     assert shown.details is not None and shown.details.family == "llamacpp"
     assert (await client.show("bag")).capabilities == ["embedding"]
     running = {model.model: model for model in (await client.ps()).models}
-    assert "alpha" in running and "slow" not in running
+    assert "alpha" in running and "dies" not in running
     with pytest.raises(ollama.ResponseError) as caught:
         await client.show("nobody")
     assert caught.value.status_code == 404 and "nobody" in caught.value.error

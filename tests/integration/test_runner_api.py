@@ -338,6 +338,9 @@ async def test_a_tenants_limit_is_that_of_its_variable(container: App) -> None:
 
 async def test_the_second_port_has_the_series_of_the_api(container: App) -> None:
     assert container.metrics_edge is not None
+    tenant = {"x-tenant-id": "community-x"}
+    asked = await Platform(container).post("/v1/chat/completions", {"model": "alpha", **CHAT}, tenant)
+    assert asked.status == 200
     text = (await http(container, "GET", "/metrics", edge=container.metrics_edge)).body.decode()
     absent = [name for name in METRICS if f"\n{name}" not in text and f"# TYPE {name}" not in text]
     assert absent == []
