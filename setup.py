@@ -34,7 +34,9 @@ HOT = (
     "server/inference/ask_reader.py",
     "server/inference/body/media.py",
     "server/inference/body/peek.py",
+    "server/inference/our_headers.py",
     "server/inference/prefix_cache.py",
+    "server/inference/request_log.py",
     "server/inference/requests.py",
     "server/inference/routes.py",
     "server/inference/running.py",
@@ -45,6 +47,7 @@ HOT = (
     "tenancy/budgets.py",
     "tenancy/keys.py",
     "tenancy/limits.py",
+    "tenancy/requestors.py",
     "tenancy/shared_window.py",
     "tenancy/tenants.py",
 )

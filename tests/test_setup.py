@@ -59,7 +59,9 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/inference/ask_reader.py",
         "server/inference/body/media.py",
         "server/inference/body/peek.py",
+        "server/inference/our_headers.py",
         "server/inference/prefix_cache.py",
+        "server/inference/request_log.py",
         "server/inference/requests.py",
         "server/inference/routes.py",
         "server/inference/running.py",
@@ -70,6 +72,7 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "tenancy/budgets.py",
         "tenancy/keys.py",
         "tenancy/limits.py",
+        "tenancy/requestors.py",
         "tenancy/shared_window.py",
         "tenancy/tenants.py",
     ]

@@ -317,6 +317,12 @@ class RateLimited(Overload):
     type = "rate_limit_error"
 
 
+class CoolingDown(RateLimited):
+    """A client made more mistakes than it may in a while: it is not answered until it has cooled down."""
+
+    code = "cooling_down"
+
+
 class BodiesFull(Overload):
     """The bodies buffered at the moment have reached their common limit."""
 

@@ -26,6 +26,7 @@ GUIDES = (
     "docs/jobs.md",
     "docs/library.md",
     "docs/switching.md",
+    "docs/profiles.md",
     "docs/transformers.md",
     "docs/versions.md",
     "docs/vllm.md",

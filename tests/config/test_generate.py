@@ -95,6 +95,7 @@ def test_one_line_samples_load(loads: Loads) -> None:
             assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
         else:
             sections = {"memory_mib": "host", "hosts": "library", "roots": "library", "bandwidth_mib_s": "library"}
+            sections["errors_max"] = "clients"
             sections |= dict.fromkeys(("key_path", "audit_path", "signers", "signer_groups"), "governance")
             known = "signers: {alice: null, bob: null}, " if key == "signer_groups" else ""
             assert loads(f"{sections.get(key, 'server')}: {{{known}{key}: {sample}}}" if indent else f"{key}: {sample}")

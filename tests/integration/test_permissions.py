@@ -118,6 +118,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/models/{model_id:path}/versions"): everyone(400),
     ("GET", "/api/v1/events"): admins(),
     ("GET", "/api/v1/requests"): admins(),
+    ("GET", "/api/v1/clients"): admins(),
     ("GET", "/api/v1/decisions"): admins(),
     ("GET", "/api/v1/gpus"): admins(),
     ("POST", "/api/v1/explain"): admins(200, {"model": "m"}),

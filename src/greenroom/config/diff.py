@@ -214,6 +214,11 @@ AT_ONCE_KEYS = frozenset(
         "vllm.prefix_caching",
         "model_roots",
         "tenants",
+        "profiles",
+        "clients.errors_max",
+        "clients.window_s",
+        "clients.cooldown_s",
+        "clients.cooldown_max_s",
     }
 )
 

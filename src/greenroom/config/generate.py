@@ -21,12 +21,14 @@ from greenroom.config.environment import TABLE
 from greenroom.config.reader import plain
 from greenroom.config.schema import (
     ApiKey,
+    ClientProfile,
     Company,
     Config,
     Gpu,
     Group,
     Matrix,
     Model,
+    Profile,
     Quorum,
     RateLimits,
     Section,
@@ -95,6 +97,8 @@ SAMPLES: Mapping[str, Any] = {
     "hosts": ["files.example.org"],
     "bandwidth_mib_s": 50,
     "limits": {"requests_per_minute": 600, "concurrent_max": 8},
+    "errors_max": 50,
+    "profiles": {"editors": {"keys": ["team-*"], "default_model": "chat", "clients": {"bot-*": {"priority": "low"}}}},
     "tenants": {"default": {"requests_per_minute": 50}, "lab": {"requests_per_minute": 500, "queue_depth_max": 100}},
 }
 _RULE = {"operations": ["model-delete"], "models": ["prod-*"], "group": "operators", "signers_min": 2}
@@ -347,6 +351,8 @@ def tables() -> str:
         parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
     parts.append(_table("`limits` of a key or a model", RateLimits, "tenants"))
     parts.append(_table("`tenants.<name>`", TenantLimits, "tenants"))
+    parts.append(_table("`profiles.<name>`", Profile, "profiles"))
+    parts.append(_table("`profiles.<name>.clients.<pattern>`", ClientProfile, "profiles"))
     parts.append(_table("`gpus[]`", Gpu, "gpus"))
     parts.append(_table("`models.<id>`", Model, "models."))
     parts.append(_environment())

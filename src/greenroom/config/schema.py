@@ -36,6 +36,7 @@ from greenroom.config.sections import coresidency
 from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import ApiKey, equal_api_keys
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
+from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.scheduler import Company, Group, Matrix, Scheduler
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
@@ -47,6 +48,8 @@ __all__ = [
     "Ability",
     "ApiKey",
     "CacheType",
+    "ClientProfile",
+    "Clients",
     "Company",
     "Config",
     "Governance",
@@ -66,6 +69,7 @@ __all__ = [
     "Model",
     "ModelVersions",
     "Ports",
+    "Profile",
     "Quorum",
     "RateLimits",
     "Runner",
@@ -274,6 +278,9 @@ class Config(Section):
     tenants: Tenants = {}
     """What each tenant may use, by its name; `default` is for tenants that are not named. Each of those has the limits
     to itself if callers have keys; without keys, where anyone can make up a name, they share them."""
+    profiles: dict[Name, Profile] = {}
+    """What callers get without asking and may ask at most, by key, tenant and client; see docs/profiles.md."""
+    clients: Clients = Clients()
     leases: Leases = Leases()
     governance: Governance = Governance()
     jobs: Jobs = Jobs()

@@ -309,6 +309,7 @@ class Head:
         "asked",
         "charge",
         "chunked",
+        "client",
         "content_length",
         "expects_continue",
         "headers",
@@ -346,6 +347,8 @@ class Head:
         self.charge: object = None
         # The model that it asks, once that is known.
         self.asked: str | None = None
+        # The client that its body names, once that is read.
+        self.client: str | None = None
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of this header. `name` is lower-case."""

@@ -20,7 +20,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.inference.ask_reader import said_tenant
+from greenroom.server.inference.our_headers import said_tenant
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import (
     MODEL_ROUTES,
@@ -94,6 +94,8 @@ class FrontDoor:
         self._authorise(head, route, said)
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
         is_job = route is None and not is_upstream and head.method == b"POST" and routed_path(head) == JOBS_PATH
+        if route is not None or is_upstream or is_job:
+            self._inference.expect_calm(head, _caller(head))
         if self.limiter is not None and (route is not None or is_upstream or is_job):
             is_later = is_job or (PREFER in said and self.jobs is not None and prefers_later(head))
             self._count(self.limiter, head, is_job=is_later)
@@ -122,6 +124,8 @@ class FrontDoor:
             caller = head.note if isinstance(head.note, Caller) else None
             is_admin = caller is not None and caller.may(Permission.READ)
             request_id = self._inference.next_id()
+            if caller is not None and not is_admin:
+                caller = self._inference.narrowed(head, caller)
             self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:

@@ -39,12 +39,15 @@ from greenroom.server.inference.ask_reader import AskReader
 from greenroom.server.inference.jobs.jobs import Jobs, JobServices
 from greenroom.server.inference.jobs.routes import AsyncRequests
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices
-from greenroom.server.inference.requests import Inference, RequestLog
+from greenroom.server.inference.request_log import RequestLog
+from greenroom.server.inference.requests import Inference
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.usage import UsageCounts
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.limits import Limiter
+from greenroom.tenancy.profiles import Profiles
+from greenroom.tenancy.requestors import Requestors
 from greenroom.tenancy.tenants import Tenants
 from greenroom.wiring.common import CommonParts, MemoryParts
 
@@ -72,6 +75,7 @@ class FrontParts:
     limiter: Limiter
     shared_limits: SharedLimits | None
     tenants: Tenants
+    requestors: Requestors
     # None if none is kept.
     usage: UsageStore | None
     keys: KeyRing
@@ -81,6 +85,8 @@ class FrontParts:
         server = config.server
         self.inference.configure(Settings.of(config))
         self.tenants.are_named = server.multi_tenant
+        self.requestors.configure(config.clients)
+        self.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
         self.keys.use(server, look)
         self.use_keys(config)
@@ -131,7 +137,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         memory.watch.host_available_mib,
         common.observer.prefetched,
     )
-    tenants = Tenants()
+    tenants, requestors = Tenants(), Requestors(common.clock)
     counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
     usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
     reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts)
@@ -140,7 +146,13 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         gateway.resolver,
         common.loop,
         tickets,
-        RequestLog(common.activity, common.metrics, None if activity_file is None else activity_file.add, counts),
+        RequestLog(
+            common.activity,
+            common.metrics,
+            None if activity_file is None else activity_file.add,
+            counts,
+            requestors,
+        ),
         Settings.of(gateway.config),
         common.clock,
         prefetch.waits,
@@ -174,6 +186,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         reader,
         *_limits(common, gateway),
         tenants,
+        requestors,
         usage,
         KeyRing(run_detached, lambda: _use_changed_keys(front, gateway)),
     )

@@ -66,6 +66,7 @@ from greenroom.tenancy.governance.gate import Governance
 from greenroom.tenancy.governance.nonces import NonceJournal
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.requestors import Requestors
 from tests.runtime.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
@@ -230,6 +231,7 @@ class FakeGateway:
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
+        self.requestors = Requestors(self.clock)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()

@@ -16,9 +16,9 @@ from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.model_openapi import DOCUMENTED
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.inference.ask_reader import OUR_HEADERS
 from greenroom.server.inference.body import model_options
 from greenroom.server.inference.body.peek import BUDGET_S, CLIENT_ID, KEEP_ALIVE, KEEP_ALIVE_S, PRIORITY
+from greenroom.server.inference.our_headers import OUR_HEADERS
 from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES
 from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model
 from tests.waiting import until
@@ -140,6 +140,7 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/v1/models/unload",
         "/api/v1/operations",
         "/api/v1/usage",
+        "/api/v1/clients",
         "/v1/models/download",
         "/v1/models/download/{job_id}",
         "/v1/images/img-{picture}",

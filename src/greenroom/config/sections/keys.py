@@ -54,12 +54,16 @@ Moment = Annotated[datetime, AfterValidator(_in_utc)]
 
 
 class ModelScope:
-    """The ids that fit one of some patterns. `*` stands for any characters, slashes too; all others for themselves."""
+    """The ids that fit one of some patterns. `*` stands for any characters, slashes too; all others for themselves.
 
-    __slots__ = ("_fits", "patterns")
+    Of those within another scope, where one is given.
+    """
 
-    def __init__(self, patterns: Iterable[str]) -> None:
+    __slots__ = ("_fits", "patterns", "within")
+
+    def __init__(self, patterns: Iterable[str], within: ModelScope | None = None) -> None:
         self.patterns = tuple(patterns)
+        self.within = within
         # Compiled when it is first needed: a key file has thousands of keys, of which few are in use.
         self._fits: re.Pattern[str] | None = None
 
@@ -67,13 +71,13 @@ class ModelScope:
         if self._fits is None:
             parts = (".*".join(re.escape(part) for part in pattern.split("*")) for pattern in self.patterns)
             self._fits = re.compile("|".join(parts), re.DOTALL)
-        return self._fits.fullmatch(model) is not None
+        return self._fits.fullmatch(model) is not None and (self.within is None or self.within.allows(model))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelScope) and self.patterns == other.patterns
+        return isinstance(other, ModelScope) and (self.patterns, self.within) == (other.patterns, other.within)
 
     def __hash__(self) -> int:
-        return hash(self.patterns)
+        return hash((self.patterns, self.within))
 
 
 class ApiKey(Section):

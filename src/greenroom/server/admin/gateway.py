@@ -36,6 +36,7 @@ from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.gate import Governance
 from greenroom.tenancy.key_ring import KeyRing
+from greenroom.tenancy.requestors import Requestors
 
 
 class Scheduling(Protocol):
@@ -219,6 +220,9 @@ class Gateway(Protocol):
     def usage(self) -> UsageStore | None:
         """None where none is kept."""
         ...
+
+    @property
+    def requestors(self) -> Requestors: ...
 
     @property
     def library(self) -> Library: ...

@@ -12,6 +12,7 @@ from typing import Final
 from greenroom.config.schema import Config, Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.dialects.chat import CHAT_PATH
 from greenroom.dialects.translation import Translation
 from greenroom.http.body import Body, Payload
 from greenroom.http.headers import REQUEST_ALLOWED, Headers
@@ -22,6 +23,7 @@ from greenroom.server.inference.prefix_cache import CacheScope
 from greenroom.server.inference.routes import UPSTREAM, Route
 from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge
+from greenroom.tenancy.profiles import RequestProfile
 
 _OFF: Final = Heartbeat.OFF
 _EMPTY: Final[frozenset[str]] = frozenset()
@@ -101,6 +103,7 @@ class Ask:
         "keep_alive_s",
         "peeked",
         "priority",
+        "profile",
         "puts",
         "remade",
         "rewritten",
@@ -144,6 +147,8 @@ class Ask:
         self._body = body
         self.budget_s = budget_s
         self.caller = caller
+        # What it goes by, if a profile is for it.
+        self.profile: RequestProfile | None = None
         # How long the model should stay afterwards; None if not given.
         self.keep_alive_s: float | None = None
         # A JSON body as it was read, for a payload that is made at once; and the fields to put in and to leave out.
@@ -183,7 +188,22 @@ class Ask:
             return self.rewritten()
         peeked, self.peeked = self.peeked, None
         if peeked is None:
-            peeked = peek.peek(self._body.read(), lambda: self.asked_as)
+            peeked = peek.peek(self._body.read(), lambda _: self.asked_as)
             if self.translation is not None:
                 peeked.fields = self.translation.request(peeked.fields)
         return peek.join(peeked.fields, drop=self.drops, put={**self.puts, **pinned} if pinned else self.puts)
+
+
+def kept_alive_s(ask: Ask, said: float | None, settings: Settings) -> float | None:
+    """How long its model stays, by request and profile, within the operator's bound."""
+    said = said if ask.profile is None else ask.profile.keep_alive_s(said)
+    return peek.capped(said, settings.keep_alive_max_s)
+
+
+def set_by_profile(ask: Ask, profile: RequestProfile, fields: peek.Fields) -> None:
+    """Put in what the profile sets. Raises BadRequest."""
+    of_model = ask.puts
+    if ask.route.is_text:
+        ask.puts = {**profile.params(of_model, ask.drops), **of_model}
+    if ask.target.partition(b"?")[0] == CHAT_PATH:
+        ask.puts = {**ask.puts, **profile.template_switches(fields, of_model, ask.drops)}

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from greenroom.config.schema import Ability, Heartbeat
+from greenroom.config.schema import Ability
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
 from greenroom.engines.base import UsageSource
@@ -23,9 +23,21 @@ from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
 from greenroom.server.inference.answers import AS_BASE64, AS_URL, RESPONSE_FORMAT, PictureUrls, expect_no_stream
-from greenroom.server.inference.ask import Ask, Settings
+from greenroom.server.inference.ask import Ask, Settings, kept_alive_s, set_by_profile
 from greenroom.server.inference.body import model_options, multipart, peek
 from greenroom.server.inference.body.media import check_body, check_media, is_upload
+from greenroom.server.inference.our_headers import (
+    CLIENT_HEADER,
+    OUR_HEADERS,
+    TENANT_HEADER,
+    budget_s_of,
+    client_named,
+    client_of,
+    heartbeat_of,
+    said_priority,
+    said_tenant,
+    wants_facts,
+)
 from greenroom.server.inference.prefix_cache import CacheSalts, cache_scope
 from greenroom.server.inference.routes import (
     COMPLETIONS_PATH,
@@ -39,21 +51,12 @@ from greenroom.server.inference.routes import (
 from greenroom.server.inference.translating import check_native, translate_ask
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.limits import Charge, Limiter
-from greenroom.tenancy.tenants import Tenants, cap, parse_priority
+from greenroom.tenancy.profiles import Profiles, RequestProfile
+from greenroom.tenancy.tenants import Tenants, cap
 
 _EMPTY: Final[frozenset[str]] = frozenset()
-TENANT_HEADER: Final = b"x-tenant-id"
-# The headers that are for the gateway; one pass over a request's headers finds them.
-OUR_HEADERS: Final = frozenset(
-    (
-        *(b"x-priority", TENANT_HEADER, b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
-        *(b"x-cache-mode", b"x-cache-tag", b"x-facts"),
-    )
-)
-_HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
 _READING: Final = (b"GET", b"HEAD")
 _IF_ASKED: Final = UsageSource.ASK
-CLIENT_CHARS_MAX: Final = 128
 # Fields of llama.cpp that say how many answers are wanted.
 _COUNTS: Final = ("n", "n_cmpl")
 # The fields that an operator sets (encoded) and strips for one revision of a model.
@@ -68,8 +71,9 @@ class AskReader:
         self._salts = salts
         # By model, so that a new revision takes the place of the old one.
         self._rewrites: dict[ModelId, _Rewrites] = {}
-        # None while nothing is limited.
+        # None while nothing is limited, and while there are no profiles.
         self.limiter: Limiter | None = None
+        self.profiles: Profiles | None = None
         # The model under version control that a call means which names this one, or none.
         self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
         self.default_model: Callable[[], str | None] = lambda: None
@@ -80,12 +84,12 @@ class AskReader:
         """A JSON request. Raises Unresolved if only the disk can tell which model it names."""
         head = exchange.head
         _expect_post(head)
-        meant: Callable[[], str] | None = None
-        if route is GENERATE:
-            meant = lambda: self.meant(_query_model(head), caller)  # noqa: E731
-        elif route.is_native:
-            meant = self._default_model
+        meant: Callable[[str | None], str | None] | None = None
+        if route is GENERATE or route.is_native or self.profiles is not None:
+            meant = lambda client: self._meant(head, route, caller, client)  # noqa: E731
         peeked = peek.peek(exchange.body.read(), meant)
+        if peeked.client_id is not None:
+            head.client = peeked.client_id
         options = model_options.of_json(peeked.fields) if self._resolver.takes_options else NO_OPTIONS
         ask = self._ask(
             exchange,
@@ -98,11 +102,10 @@ class AskReader:
             target=COMPLETIONS_PATH if route is GENERATE else None,
             stream=peeked.stream if route.translate is None else route.is_stream(peeked.stream, peeked.fields),
         )
-        ask.client = peeked.client_id or ask.client
         if peeked.budget_s is not None:
             ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
         if peeked.keep_alive_s is not None:
-            ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
+            ask.keep_alive_s = kept_alive_s(ask, peeked.keep_alive_s, settings)
         ask.peeked = peeked
         if route.translate is not None:
             translate_ask(ask, peeked, route.translate)
@@ -112,6 +115,8 @@ class AskReader:
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
         check_media(peeked.fields, ask.entry.config.media_hosts)
         ask.puts, ask.drops = self._rewrites_of(ask.entry)
+        if ask.profile is not None:
+            set_by_profile(ask, ask.profile, peeked.fields)
         if ask.entry.facts.prompt_slots:
             ask.spreads = any(_is_several(ask.puts.get(name, peeked.fields.get(name))) for name in _COUNTS)
         if options is not NO_OPTIONS:
@@ -131,11 +136,30 @@ class AskReader:
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
         return ask
 
-    def _default_model(self) -> str:
-        """The model of a call of a native route that names none. Raises BadRequest."""
+    def _meant(self, head: Head, route: Route, caller: Caller, client: str | None) -> str | None:
+        """The model of a JSON request that names none; `client` is the one that its body names. Raises BadRequest."""
+        head.client = client
+        if route is GENERATE:
+            return self.meant(_query_model(head), self.narrowed(head, caller))
+        profile = self._profile_of(head, caller)
+        if profile is not None and profile.default_model is not None:
+            return profile.default_model
+        if not route.is_native:
+            return None
         if (name := self.default_model()) is None:
             raise BadRequest("The body names no model, and there is no server.default_model.", param="model")
         return name
+
+    def narrowed(self, head: Head, caller: Caller) -> Caller:
+        """The caller, who sees only such models as the profile of this request allows."""
+        profile = self._profile_of(head, caller)
+        return caller if profile is None else profile.narrowed(caller)
+
+    def _profile_of(self, head: Head, caller: Caller) -> RequestProfile | None:
+        """By what is known so far of the request."""
+        if self.profiles is None:
+            return None
+        return self.profiles.of(caller.name, self.tenant_of(head, caller), client_named(head))
 
     def version_of(self, model: str) -> Version | None:
         """The version that this model serves now."""
@@ -147,14 +171,14 @@ class AskReader:
         _expect_post(exchange.head)
         form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
         options = model_options.of_form(form.fields) if self._resolver.takes_options else NO_OPTIONS
+        exchange.head.client = form.client_id
         # So that it is found without a look at the disk.
-        await self._resolver.named(form.model, options, caller)
+        await self._resolver.named(form.model, options, self.narrowed(exchange.head, caller))
         ask = self._ask(
             exchange, route, caller, settings, form.model, form.priority, options=options, stream=form.stream
         )
-        ask.client = form.client_id or ask.client
         ask.budget_s = _smaller(ask.budget_s, form.budget_s)
-        ask.keep_alive_s = peek.capped(form.keep_alive_s, settings.keep_alive_max_s)
+        ask.keep_alive_s = kept_alive_s(ask, form.keep_alive_s, settings)
         config = ask.entry.config
         form.expect(name for name in route.form if name not in config.set_params)
         puts = {name: _as_text(value) for name, value in config.set_params.items()}
@@ -219,6 +243,7 @@ class AskReader:
 
     def _upstream(self, head: Head, caller: Caller) -> tuple[str, bytes]:
         """The model named after /upstream/, and the path for its engine."""
+        caller = self.narrowed(head, caller)
 
         def is_known(name: str) -> bool:
             entry = self._catalog.find(name)
@@ -246,7 +271,8 @@ class AskReader:
         stream: bool = False,
     ) -> Ask:
         head = exchange.head
-        entry = self._resolver.find(name, options, caller)
+        profile = self._profile_of(head, caller)
+        entry = self._resolver.find(name, options, caller if profile is None else profile.narrowed(caller))
         head.asked = entry.id
         if route.ability is not None:
             _check_ability(entry, route.ability)
@@ -261,15 +287,18 @@ class AskReader:
             name,
             head.target if target is None else target,
             stream,
-            _priority(priority, said, entry, caller),
+            self._priority(said_priority(priority, said), entry, caller, profile),
             tenant,
-            said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
-            _heartbeat(said, settings.heartbeat),
+            head.client or client_of(said.get(CLIENT_HEADER, b"")),
+            heartbeat_of(said, settings.heartbeat),
             scope,
             exchange.body,
-            _budget_s(said),
+            budget_s_of(said),
             caller,
         )
+        if profile is not None:
+            ask.profile = profile
+            ask.keep_alive_s = kept_alive_s(ask, None, settings)
         if self.limiter is not None:
             admitted = head.charge
             assert admitted is None or isinstance(admitted, Charge)
@@ -278,8 +307,14 @@ class AskReader:
         if entry.facts.keeps_prefixes and not entry.facts.prompt_slots:
             ask.cache_headers = ask.scope.headers
         if (facts := said.get(b"x-facts")) is not None:
-            ask.wants_facts = _wants_facts(facts)
+            ask.wants_facts = wants_facts(facts)
         return ask
+
+    def _priority(self, said: int | None, entry: Entry, caller: Caller, profile: RequestProfile | None) -> int:
+        """As the request says, else by profile or model; never better than profile and key allow."""
+        if profile is not None:
+            said = profile.priority(said, entry.spec.priority)
+        return cap(entry.spec.priority if said is None else said, caller.priority_max)
 
     def tenant_of(self, head: Head, caller: Caller) -> TenantId:
         """The tenant that a refused request is counted for; none if it names one that cannot be."""
@@ -312,15 +347,6 @@ class AskReader:
         return known[1], known[2]
 
 
-def said_tenant(head: Head) -> bytes | None:
-    """The tenant that a request names, by the same header as `Ask` goes by: the last one."""
-    found: bytes | None = None
-    for name, value in head.headers:
-        if name == TENANT_HEADER:
-            found = value
-    return found
-
-
 def _name_in_engine(entry: Entry) -> str | None:
     """The model's name in requests to its engine; None: as the caller says it."""
     return entry.config.use_model_name or (entry.public_id if entry.engine.checks_model_name else None)
@@ -351,38 +377,6 @@ def _check_ability(entry: Entry, ability: Ability) -> None:
     if abilities is not None and ability not in abilities:
         can = ", ".join(sorted(one.value for one in abilities))
         raise NoAbility(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
-
-
-def _priority(in_body: str | int | None, said: dict[bytes, bytes], entry: Entry, caller: Caller) -> int:
-    """From the body, else from the header, else from the model; never better than the key allows."""
-    if in_body is not None:
-        priority = parse_priority(in_body)
-    elif (in_header := said.get(b"x-priority")) is not None:
-        priority = parse_priority(in_header, param="X-Priority")
-    else:
-        priority = entry.spec.priority
-    return cap(priority, caller.priority_max)
-
-
-def _heartbeat(said: dict[bytes, bytes], default: Heartbeat) -> Heartbeat:
-    raw = said.get(b"x-heartbeat")
-    if raw is None:
-        return default
-    if raw not in _HEARTBEATS:
-        raise BadRequest("X-Heartbeat is comment, chunk or off.", param="X-Heartbeat")
-    return _HEARTBEATS[raw]
-
-
-def _wants_facts(raw: bytes) -> bool:
-    if raw not in (b"comment", b"off"):
-        raise BadRequest("X-Facts is comment or off.", param="X-Facts")
-    return raw == b"comment"
-
-
-def _budget_s(said: dict[bytes, bytes]) -> float | None:
-    """How long the whole answer may take, by the request's header."""
-    raw = said.get(b"x-request-timeout-s")
-    return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
 
 
 def _smaller(one: float | None, other: float | None) -> float | None:

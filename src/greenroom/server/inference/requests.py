@@ -7,46 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
-from greenroom.errors import GatewayBug, GreenroomError, RateLimited
+from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
 from greenroom.http.exchange import Exchange
-from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
-from greenroom.server.inference.answer_facts import usage_of
 from greenroom.server.inference.ask import Ask, Settings
 from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.routes import UPSTREAM, Route, answers_with_text, dialect_of, expect_route
+from greenroom.server.inference.our_headers import client_named
+from greenroom.server.inference.request_log import RequestLog, tokens_used
+from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, RequestSweep, Running
 from greenroom.server.inference.version_headers import version_headers
-from greenroom.telemetry.activity import Activity, Record
 from greenroom.telemetry.logs import get_logger
-from greenroom.telemetry.metrics import Metrics
-from greenroom.telemetry.usage import UsageCounts
-from greenroom.tenancy.keys import ANYONE, Caller, Permission
+from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge
 
 _log = get_logger("server")
-
-# The status that is recorded if the caller left before the answer was complete; nothing is sent.
-CLIENT_CLOSED: Final = 499
-SWITCHED: Final = 101
-# By it an engine tells how many seconds of sound it heard or made. An answer for more than ten days is a mistake.
-AUDIO_HEADER: Final = b"x-audio-seconds"
-AUDIO_MAX_S: Final = 864_000.0
-# By it an engine tells how many pictures it made.
-PICTURES_HEADER: Final = b"x-pictures"
-_PICTURES_DIGITS_MAX: Final = 6
 
 
 class Inference:
@@ -143,6 +129,7 @@ class Inference:
 
     def _answer(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         try:
+            self._log.expect_calm(ask.caller, ask.tenant, ask.client)
             self._begin(exchange, ask, request_id)
         except RateLimited as error:
             self._refuse(exchange, error, request_id, ask.caller, ask)
@@ -180,7 +167,7 @@ class Inference:
         finally:
             charge = running.ask.charge
             if charge is not None:
-                charge.end(_tokens_used(running))
+                charge.end(tokens_used(running))
 
     def refused(self, error: GreenroomError) -> None:
         """Count a request that never came to the scheduler."""
@@ -189,12 +176,22 @@ class Inference:
     def count_refused(self, error: GreenroomError, head: Head, caller: Caller, ask: Ask | None = None) -> None:
         """Count it in the usage of its key and tenant; of its model if it was read so far."""
         model = "" if ask is None else ask.entry.base_id
-        self._log.count_refused(error, caller, self._reader.tenant_of(head, caller), model)
+        self._log.count_refused(error, caller, self._reader.tenant_of(head, caller), client_named(head), model)
+
+    def expect_calm(self, head: Head, caller: Caller) -> None:
+        """Raises CoolingDown if the client that the headers name makes too many mistakes."""
+        if self._log.are_cooled and (client := client_named(head)):
+            self._log.expect_calm(caller, self._reader.tenant_of(head, caller), client)
+
+    def narrowed(self, head: Head, caller: Caller) -> Caller:
+        """The caller, who sees only such models as its profile allows."""
+        return self._reader.narrowed(head, caller)
 
     def _refuse(
         self, exchange: Exchange, error: Exception, request_id: str, caller: Caller, ask: Ask | None = None
     ) -> None:
         if isinstance(error, GreenroomError):
+            error = self._cooled(error, exchange.head, caller)
             self.refused(error)
         else:
             _log.bug("request broke", error, request=request_id)
@@ -208,6 +205,14 @@ class Inference:
             if (asked := exchange.head.asked) is not None:
                 headers += version_headers(self._reader.version_of(asked), to_operator=to_operator)
             exchange.respond(status, headers, body)
+
+    def _cooled(self, error: GreenroomError, head: Head, caller: Caller) -> GreenroomError:
+        """The error that is told instead of this one: a client that cools down is told nothing else."""
+        try:
+            self._log.expect_calm(caller, self._reader.tenant_of(head, caller), client_named(head))
+        except CoolingDown as cooling:
+            return cooling
+        return error
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
@@ -243,153 +248,3 @@ class Inference:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
-
-
-class RequestLog:
-    """Writes each request down: in the recent activity, the metrics, the usage and, if configured, in a file."""
-
-    def __init__(
-        self,
-        activity: Activity,
-        metrics: Metrics,
-        write_down: Callable[[Record], None] | None = None,
-        usage: UsageCounts | None = None,
-    ) -> None:
-        """`write_down` is called for every request that has ended. Without `usage` none is kept."""
-        self._activity = activity
-        self._metrics = metrics
-        self._write_down = write_down
-        self._usage = usage
-        self._wall: Callable[[], float] = time.time
-
-    def begin(self, ask: Ask, request_id: str) -> Record:
-        """The record of a request that begins now. `ended` completes it."""
-        record = Record(
-            id=request_id,
-            model=ask.entry.public_id,
-            asked_as=ask.asked_as,
-            tenant=ask.tenant,
-            client=ask.client,
-            route=ask.route.name,
-            stream=ask.stream,
-            priority=ask.priority,
-            arrived_at=self._wall(),
-        )
-        self._activity.begin(record)
-        return record
-
-    def looked_up(self, ask: Ask, is_hit: bool) -> None:
-        """A hit found its model ready and with room."""
-        self._metrics.looked_up(ask.entry.public_id, is_hit)
-
-    def refused(self, error: GreenroomError) -> None:
-        self._metrics.edge_refused(error.code)
-
-    def count_refused(self, error: GreenroomError, caller: Caller, tenant: str, model: str) -> None:
-        if self._usage is not None:
-            self._usage.refused(_key_of(caller), tenant, model, error.status)
-
-    def ended(self, running: Running, error: GreenroomError | None) -> None:
-        ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
-        record.total_s = total_s = max(0.0, self._wall() - record.arrived_at)
-        record.status = _status(running.exchange, relay, error)
-        if error is not None:
-            record.error_code = error.code
-            record.error_message = render.words(error, record.id, to_operator=False).message
-            record.reason, record.details = render.words(error, record.id, to_operator=True)
-        if ticket.granted_at:
-            record.wait_s = ticket.granted_at - ticket.arrived
-        if ticket.slot is not None:
-            record.slot = ticket.slot.id
-        if relay is not None:
-            self._read_answer(running, relay)
-        self._activity.end(record)
-        if self._write_down is not None:
-            self._write_down(record)
-        if self._usage is not None and not (relay is None and ask.job is not None and ask.job.is_put_back(error)):
-            self._usage.ended(_key_of(ask.caller), ask.tenant, ask.entry.base_id, record, _is_uncounted(running))
-        self._metrics.request_done(
-            model=ask.entry.public_id,
-            tenant=ask.tenant,
-            route=ask.route.name,
-            status=record.status,
-            seconds=total_s,
-            wait_s=record.wait_s or 0.0,
-            not_there_s=ticket.not_there_s,
-            first_byte_s=record.first_byte_s,
-        )
-
-    def _read_answer(self, running: Running, relay: Relay) -> None:
-        """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
-        ask, record = running.ask, running.record
-        record.chunks = relay.events
-        if relay.first_data_at is not None:
-            record.first_byte_s = max(0.0, relay.first_data_at - running.ticket.arrived)
-        if relay.status != 200 or (ask.route is UPSTREAM and running.exchange.head.method != b"POST"):
-            return
-        if relay.outcome is RelayOutcome.COMPLETE and not ask.route.is_text:
-            self._count_media(ask, record, relay)
-        if ask.route.is_sound:
-            return
-        estimates = ask.route.is_text or (ask.route is UPSTREAM and answers_with_text(ask.target))
-        said = usage_of(ask.entry.engine, relay, ask.stream, running.facts, estimates=estimates)
-        if said is None:
-            return
-        record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
-        record.cached_tokens, record.estimated = 0 if ask.is_not_cached else said.cached, said.estimated
-        record.gpu_time_ms = None if said.gpu_ms is None else round(said.gpu_ms)
-        self._metrics.tokens(ask.entry.public_id, ask.tenant, said.prompt, said.completion, said.cached or 0)
-        if said.cached is not None and not ask.is_not_cached and ask.route.is_text:
-            self._metrics.prefix_looked_up(ask.entry.public_id, said.cached > 0)
-
-    def _count_media(self, ask: Ask, record: Record, relay: Relay) -> None:
-        """By headers, which an engine need not send."""
-        for name, value in relay.headers:
-            if name == AUDIO_HEADER:
-                record.audio_s = _seconds(value)
-            elif name == PICTURES_HEADER and value.isdigit() and len(value) <= _PICTURES_DIGITS_MAX:
-                record.pictures = int(value)
-        if record.audio_s is not None and ask.route.is_sound:
-            took_s = max(0.0, (record.total_s or 0.0) - (record.wait_s or 0.0))
-            self._metrics.audio(ask.entry.public_id, ask.route.name, record.audio_s, took_s)
-
-
-def _key_of(caller: Caller) -> str:
-    """The name of the caller's key; empty where there are no keys."""
-    return "" if caller is ANYONE else caller.name
-
-
-def _is_uncounted(running: Running) -> bool:
-    """True if an engine worked for this request and nothing tells how much."""
-    record, relay, ask = running.record, running.relay, running.ask
-    if relay is None or not (relay.status == 200 or (relay.status == 0 and relay.outcome is RelayOutcome.CLIENT_GONE)):
-        return False
-    if record.completion_tokens is not None or record.audio_s is not None or record.pictures is not None:
-        return False
-    return ask.route is not UPSTREAM or answers_with_text(ask.target)
-
-
-def _tokens_used(running: Running) -> int | None:
-    """None if they are not known although an engine worked: a caller that leaves does not get its tokens back."""
-    record = running.record
-    if record.completion_tokens is None and _is_uncounted(running):
-        return None
-    return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
-
-
-def _seconds(value: bytes) -> float | None:
-    """A plain number of seconds; None for anything else."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        return None
-    return seconds if 0.0 <= seconds <= AUDIO_MAX_S else None
-
-
-def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | None) -> int:
-    if error is not None:
-        return error.status
-    if relay is None or exchange.gone or relay.outcome is RelayOutcome.CLIENT_GONE:
-        return CLIENT_CLOSED
-    # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
-    return relay.status or SWITCHED

@@ -61,9 +61,9 @@ class Peeked:
 
     __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "model", "priority", "stream")
 
-    def __init__(self, fields: Fields, model: str) -> None:
+    def __init__(self, fields: Fields) -> None:
         self.fields = fields
-        self.model = model
+        self.model = ""
         self.stream = False
         self.priority: int | str | None = None
         self.client_id: str | None = None
@@ -85,26 +85,27 @@ _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
 
-def peek(body: bytes, meant: Callable[[], str] | None = None) -> Peeked:
+def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -> Peeked:
     """Read the top level. Raises BadRequest, which names the field or the position that is wrong.
 
-    `meant` is the model where the body names none.
+    `meant` returns the model where the body names none, for the client that the body names; None if there is none.
     """
     fields = _read_fields(body)
     # Checks also the strings inside of values, so that engines get valid UTF-8.
     if not body.isascii():
         _expect_utf8(body)
-    model = fields.get("model")
-    if model is None and meant is not None:
-        model = fields["model"] = Raw(_encoder.encode(meant()))
-    if model is None:
-        raise BadRequest("The body has no field model, which says which model to ask.", param="model")
-    stream = fields.get("stream")
-    peeked = Peeked(fields, check_model(_value(_text, model, "model", "a string")))
-    if stream is not None:
-        peeked.stream = _value(_flag, stream, "stream", "true or false") is True
+    peeked = Peeked(fields)
     if PRIORITY in fields or CLIENT_ID in fields or BUDGET_S in fields:
         _read_ours(peeked)
+    model = fields.get("model")
+    if model is None and meant is not None and (name := meant(peeked.client_id)) is not None:
+        model = fields["model"] = Raw(_encoder.encode(name))
+    if model is None:
+        raise BadRequest("The body has no field model, which says which model to ask.", param="model")
+    peeked.model = check_model(_value(_text, model, "model", "a string"))
+    stream = fields.get("stream")
+    if stream is not None:
+        peeked.stream = _value(_flag, stream, "stream", "true or false") is True
     if KEEP_ALIVE in fields or KEEP_ALIVE_S in fields:
         peeked.keep_alive_s = _read_keep_alive(fields)
     return peeked

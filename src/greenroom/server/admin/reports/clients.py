@@ -1,0 +1,104 @@
+"""`/api/v1/clients`: what each client of a key asks for, how often, with which errors, and whether it cools down.
+
+For operators alone: it tells of all tenants. `tenancy/requestors.py` counts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import FastAPI, Query
+
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.views import View
+from greenroom.tenancy.keys import ANYONE
+from greenroom.tenancy.profiles import Profiles
+from greenroom.tenancy.requestors import ROWS_MAX, Requestor
+
+PATH: Final = "/api/v1/clients"
+
+
+class AskedModel(View):
+    model: str
+    """Its id; `other` for all beyond the first twenty."""
+    requests: int
+
+
+class ClientErrors(View):
+    code: str
+    """The code of the error, or `status_400` and the like where the engine answered so."""
+    count: int
+
+
+class ClientView(View):
+    """One client of a key, since the start of the gateway or since it was last forgotten."""
+
+    key: str | None
+    """The name of its key; null for requests without one."""
+    tenant: str | None
+    client: str | None
+    """The id that it gives (X-Client-ID, x_client_id); null if it gives none. `other` has all clients of a key beyond
+    those that are kept apart."""
+    profile: str | None
+    """The name of the profile that its requests go by now."""
+    requests: int
+    requests_per_minute: float
+    """Within the last minute."""
+    models: list[AskedModel]
+    """What it asked for, the most often asked first."""
+    errors: list[ClientErrors]
+    """What it was answered instead, the most frequent first."""
+    mistakes: int
+    """Requests that failed by its own fault."""
+    failed: int
+    """Requests that failed by ours: answered with 5xx."""
+    cooldowns: int
+    """How often it had to cool down."""
+    cooling_down_s: float | None
+    """How long it still has to; null if it has not."""
+    first_seen_s: float
+    """Seconds since its first request."""
+    last_seen_s: float
+    """Seconds since its last request."""
+
+
+class ClientList(View):
+    clients: list[ClientView]
+
+
+class ClientRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(PATH)(self.list_clients)
+
+    async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
+        """What asked models lately, by key, tenant and client; that which asked last first."""
+        requestors, profiles = self._gateway.requestors, Profiles(self._gateway.config.profiles)
+        now = requestors.now()
+        return ClientList(clients=[_view(row, profiles, now) for row in requestors.rows()[:limit]])
+
+
+def _view(row: Requestor, profiles: Profiles, now: float) -> ClientView:
+    profile = profiles.of(row.key or ANYONE.name, row.tenant, row.client)
+    return ClientView(
+        key=row.key or None,
+        tenant=row.tenant or None,
+        client=row.client or None,
+        profile=None if profile is None else profile.name,
+        requests=row.requests,
+        requests_per_minute=round(row.per_minute(now), 1),
+        models=[AskedModel(model=model, requests=count) for model, count in _most(row.models)],
+        errors=[ClientErrors(code=code, count=count) for code, count in _most(row.errors)],
+        mistakes=row.mistakes,
+        failed=row.failed,
+        cooldowns=row.cooldowns,
+        cooling_down_s=round(row.cools_until - now, 3) if row.cools_until > now else None,
+        first_seen_s=round(now - row.since, 3),
+        last_seen_s=round(now - row.seen_at, 3),
+    )
+
+
+def _most(counts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda pair: -pair[1])
