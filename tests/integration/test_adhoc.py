@@ -15,6 +15,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from greenroom.app import App
+from greenroom.library.library import Library
 from tests.harness import gateway, tiny, url
 from tests.integration.raw import CHAT, Answer, http
 from tests.models import tiny as tiny_model
@@ -249,6 +250,22 @@ async def test_operators_order_them_about_by_any_name(app: App) -> None:
     assert answer.status == 200
     await until(lambda: not app.loop.scheduler.view.slots_of(answer.json()["model"]))
     assert (await post(app, "/api/v1/models/nothing/load", {})).status == 404
+
+
+async def test_who_asks_before_the_folders_were_looked_at_waits(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Library.refresh
+
+    async def late(library: Library) -> None:
+        await asyncio.sleep(0.5)
+        await look(library)
+
+    monkeypatch.setattr(Library, "refresh", late)
+    async with gateway(tmp_path, {}, library={"roots": [str(shelf / "models")]}) as app:
+        assert (await say(app, "org/nothing")).status == 404
+    async with gateway(tmp_path, {}, library={"roots": [str(shelf / "models")]}) as app:
+        assert "gamma says" in text(await say(app, "org/gamma"))
 
 
 async def test_without_roots_only_what_is_configured_is_served(tmp_path: Path) -> None:

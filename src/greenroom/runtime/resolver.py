@@ -241,11 +241,15 @@ class Resolver:
         """What is on disk by this name. An asker that sees some models only sees what the library has an id for."""
         library = self._library
         record = library.find(name)
-        is_hidden = record is not None and not asker.sees(record.id)
-        if record is not None and not is_hidden:
-            return record
         try:
             async with asyncio.timeout(LOOK_MAX_S):
+                if record is None:
+                    # An id of the hub is no path: it is known only after the first look.
+                    await library.looked()
+                    record = library.find(name)
+                is_hidden = record is not None and not asker.sees(record.id)
+                if record is not None and not is_hidden:
+                    return record
                 path = await run_detached(lambda: library.roots.locate(name), "look for a model")
                 if is_hidden:
                     path = None
