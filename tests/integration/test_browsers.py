@@ -102,6 +102,13 @@ def without_origin(site: str) -> list[Sent]:
         *sent,
         Sent(f"HEAD {site}", "HEAD", headers=fetched(site, "no-cors", "empty")),
         Sent(f"img of a model's route {site}", path=CHAT, headers=image),
+        Sent(f"img that unloads {site}", path="/unload", headers=image),
+        Sent(f"link that unloads {site}", path="/unload", headers=fetched(site, "navigate", "document")),
+        Sent(
+            f"link that unloads, spelled otherwise {site}",
+            path="/unl%6Fad",
+            headers=fetched(site, "navigate", "document"),
+        ),
         # Each of them would be held open.
         Sent(f"img of events {site}", path="/api/v1/events", headers=image),
         Sent(f"img of logs {site}", path="/api/v1/models/resident/logs/stream", headers=image),

@@ -71,6 +71,14 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/slots"): everyone(400),
     ("POST", "/models/load"): admins(404, {"model": "nothing"}),
     ("POST", "/models/unload"): admins(404, {"model": "nothing"}),
+    ("GET", "/running"): everyone(),
+    ("GET", "/unload"): admins(),
+    ("POST", "/api/models/unload"): admins(),
+    ("POST", "/api/models/unload/{model_id:path}"): admins(),
+    ("GET", "/logs"): admins(),
+    ("GET", "/logs/stream"): admins(),
+    ("GET", "/logs/stream/{model_id:path}"): admins(),
+    ("GET", "/api/events"): admins(),
     ("GET", "/api/tags"): everyone(),
     ("GET", "/api/ps"): everyone(),
     ("GET", "/api/version"): everyone(),
@@ -174,6 +182,7 @@ NOTHING = {
     ("HEAD", "/v1/models"): everyone(),
     ("HEAD", "/api/v1/status"): admins(),
     ("HEAD", "/api/v1/leases"): leases(200),
+    ("HEAD", "/unload"): admins(405),
 }
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -42,6 +42,8 @@ OWN_SITES: Final = (b"same-origin", b"none")
 PREFER: Final = b"prefer"
 GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key", PREFER))
 READING: Final = (b"GET", b"HEAD")
+# Paths whose GET does more than read.
+ACTING_GETS: Final = frozenset((b"/unload",))
 METRICS_PATH: Final = b"/metrics"
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
@@ -153,7 +155,7 @@ class FrontDoor:
         if site in OWN_SITES or (site is None and referer is None) or is_picture(head.path):
             return
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
-        only_reads = not asks_model and head.method in READING
+        only_reads = not asks_model and head.method in READING and routed_path(head) not in ACTING_GETS
         if site is not None:
             # Links to pages that only read are allowed: the user sees the answer, the other page does not.
             if not (only_reads and head.get(b"sec-fetch-dest") == b"document"):

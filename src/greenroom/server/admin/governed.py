@@ -96,6 +96,24 @@ def _by_path(operation: Operation, order: str) -> Reading:
     return needed
 
 
+def _by_end(operation: Operation, prefix: bytes) -> Reading:
+    """The model is named by the rest of the path, as the handler reads it."""
+
+    def needed(asked: ReadCall) -> Needed:
+        raw = asked.raw_path
+        name = name_before(raw[len(prefix) :], b"") if raw.startswith(prefix) else None
+        if name is None:
+            raise ModelNotFound.named(asked.path["model_id"])
+        return Needed(operation, name)
+
+    return needed
+
+
+def _unload_all(asked: ReadCall) -> Needed:
+    """Of every model, for which every rule must hold."""
+    return Needed("model-unload", None)
+
+
 def _delete(asked: ReadCall) -> Needed:
     return Needed("model-delete", asked.path["model_id"])
 
@@ -143,6 +161,9 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
     ("POST", "/models/load"): _by_body("model-load", "model"),
     ("POST", "/models/unload"): _by_body("model-unload", "model"),
+    ("GET", "/unload"): _unload_all,
+    ("POST", "/api/models/unload"): _unload_all,
+    ("POST", "/api/models/unload/{model_id:path}"): _by_end("model-unload", b"/api/models/unload/"),
     ("POST", "/api/pull"): _pull,
     ("DELETE", "/api/delete"): _by_body("model-delete", "model", "name"),
     ("POST", "/v1/cache/flush"): _flush,
@@ -158,6 +179,8 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", "/api/v1/reload"): _reload,
     ("POST", "/api/v1/leases"): _lease,
 }
+# Paths whose GET changes something, which is llama-swap's way.
+ACTING_GETS: Final = frozenset(path for method, path in GOVERNED if method == "GET")
 # They change no model: requests to models that are answered later, the end of a lease or download, a look.
 UNGOVERNED: Final = frozenset(
     {
@@ -193,7 +216,8 @@ class GovernedRoutes:
 
     async def __call__(self, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
-        found = None if scope["method"] in _READING else self._row(scope)
+        only_reads = scope["method"] in _READING and scope["path"] not in ACTING_GETS
+        found = None if only_reads else self._row(scope)
         if found is None:
             await app(scope, receive, send)
             return

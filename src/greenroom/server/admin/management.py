@@ -30,6 +30,7 @@ from greenroom.server.admin.leases import LeaseRoutes
 from greenroom.server.admin.models.downloads import DownloadRoutes
 from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.models.listing import Listing, ModelStatuses
+from greenroom.server.admin.models.llama_swap import LlamaSwapRoutes
 from greenroom.server.admin.models.loads import LoadRoutes
 from greenroom.server.admin.models.model_openapi import with_model_routes
 from greenroom.server.admin.models.native import NativeRoutes
@@ -135,6 +136,14 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/slots"): Permission.ASK,
     ("POST", "/models/load"): Permission.LOAD,
     ("POST", "/models/unload"): Permission.LOAD,
+    ("GET", "/running"): Permission.ASK,
+    ("GET", "/unload"): Permission.LOAD,
+    ("POST", "/api/models/unload"): Permission.LOAD,
+    ("POST", "/api/models/unload/{model_id:path}"): Permission.LOAD,
+    ("GET", "/logs"): Permission.READ,
+    ("GET", "/logs/stream"): Permission.READ,
+    ("GET", "/logs/stream/{model_id:path}"): Permission.READ,
+    ("GET", "/api/events"): Permission.READ,
     ("GET", "/api/tags"): Permission.ASK,
     ("GET", "/api/ps"): Permission.ASK,
     ("GET", "/api/version"): Permission.ASK,
@@ -221,6 +230,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, look).add_to(app)
     OllamaRoutes(gateway, library, look).add_to(app)
+    LlamaSwapRoutes(gateway, streams, look).add_to(app)
     CapabilityRoutes(gateway, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)

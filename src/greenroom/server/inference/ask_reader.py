@@ -40,7 +40,6 @@ from greenroom.server.inference.our_headers import (
 )
 from greenroom.server.inference.prefix_cache import CacheSalts, cache_scope
 from greenroom.server.inference.routes import (
-    COMPLETIONS_PATH,
     GENERATE,
     UPSTREAM_PREFIX,
     Route,
@@ -99,7 +98,7 @@ class AskReader:
             peeked.model,
             peeked.priority,
             options=options,
-            target=COMPLETIONS_PATH if route is GENERATE else None,
+            target=route.sent_to,
             stream=peeked.stream if route.translate is None else route.is_stream(peeked.stream, peeked.fields),
         )
         if peeked.budget_s is not None:

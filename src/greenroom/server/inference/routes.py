@@ -46,6 +46,7 @@ class Route:
     `dialect`: which API it belongs to. `translate`: how it becomes OpenAI's chat; None: it goes to the engine as it is.
     `is_native`: a route of engines, open to models whose engine has it. `is_promptless`: it computes no prompt.
     `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
+    `sent_to`: the path of engines for it; None: the caller's. `is_twin`: another name of a documented route.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Route:
     is_promptless: bool = False
     can_stream: bool = True
     streams_unless_told: bool = False
+    sent_to: bytes | None = None
+    is_twin: bool = False
 
     def is_stream(self, asked: bool, fields: Mapping[str, Raw]) -> bool:
         """Whether the answer streams, where the field `stream` was read as `asked`."""
@@ -74,14 +77,18 @@ def _native(name: str, *, is_text: bool = False, is_promptless: bool = False) ->
 
 
 # A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
-GENERATE: Final = Route("generate", Ability.COMPLETIONS, is_text=True)
-COMPLETIONS_PATH: Final = b"/v1/completions"
+GENERATE: Final = Route("generate", Ability.COMPLETIONS, is_text=True, sent_to=b"/v1/completions")
+# As llama.cpp, vLLM and llama-swap call it too.
+_RERANK_TWIN: Final = Route("rerank", Ability.RERANK, sent_to=b"/v1/rerank", is_twin=True)
 MODEL_ROUTES: Final[dict[bytes, Route]] = {
     b"/generate": GENERATE,
     b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True),
     b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True),
     b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
     b"/v1/rerank": Route("rerank", Ability.RERANK),
+    b"/v1/reranking": _RERANK_TWIN,
+    b"/rerank": _RERANK_TWIN,
+    b"/reranking": _RERANK_TWIN,
     b"/v1/images/generations": Route("images", Ability.IMAGES, makes_pictures=True),
     b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, form=("image", "prompt"), makes_pictures=True),
     b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, form=("image",), makes_pictures=True),

@@ -61,7 +61,9 @@ _ENGINE_ERROR: Final[Schema] = {"type": "object", "description": "An engine's ow
 
 # Without Ollama's, whose errors and streams have other shapes, and the engines' own, which are theirs to describe.
 _ELSEWHERE: Final = (Dialect.OLLAMA, Dialect.LLAMACPP)
-DOCUMENTED: Final = {path: route for path, route in MODEL_ROUTES.items() if route.dialect not in _ELSEWHERE}
+DOCUMENTED: Final = {
+    path: route for path, route in MODEL_ROUTES.items() if route.dialect not in _ELSEWHERE and not route.is_twin
+}
 
 
 def with_model_routes(document: Schema) -> Schema:

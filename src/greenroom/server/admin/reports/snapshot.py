@@ -127,6 +127,10 @@ class Snapshot:
     def word(self, entry: Entry) -> StatusWord:
         return status_word(self._state, entry.id, self._now)
 
+    def is_serving(self, entry: Entry) -> bool:
+        """True if it takes requests: not while it leaves."""
+        return any(slot.is_serving for slot in self._state.slots_of(entry.id))
+
     # --- /api/v1/status ---------------------------------------------------------------------------------------------
 
     def status(self) -> views.StatusView:

@@ -1,0 +1,255 @@
+"""llama-swap's own API, for programs that watch it or tell it to unload: `/running`, `/unload`, `/logs`, `/api/events`.
+
+Owns the shapes of these answers, which are llama-swap's. What it has in common with Ollama or with us answers as there:
+`/api/version` is Ollama's, `/health` and `/metrics` are ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound, ShuttingDown
+from greenroom.process.logs import LogRing, Subscription
+from greenroom.runtime.catalogue import Entry
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.models.listing import ModelPath, addressed
+from greenroom.server.admin.models.loads import owner_of
+from greenroom.server.admin.operating import NoHistory
+from greenroom.server.admin.reports.snapshot import Snapshot
+from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
+from greenroom.server.admin.views import StatusWord
+from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.telemetry.hub import Hub
+
+UNLOAD_ALL: Final = "/unload"
+UNLOAD: Final = "/api/models/unload"
+STREAM: Final = "/logs/stream"
+# Lines of each engine in an answer for all of them.
+LINES: Final = 200
+# Words that llama-swap takes for logs of its own before it looks for a model.
+GATEWAYS_LOG, ENGINES_LOGS = "proxy", "upstream"
+
+
+class LlamaSwapRoutes:
+    def __init__(self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot]) -> None:
+        self._gateway = gateway
+        self._streams = streams
+        self._look = look
+
+    def add_to(self, app: FastAPI) -> None:
+        """Not in the OpenAPI document: its shapes are llama-swap's."""
+        app.get("/running", include_in_schema=False)(self.running)
+        app.get(UNLOAD_ALL, include_in_schema=False)(self.unload_by_get)
+        app.post(UNLOAD, include_in_schema=False)(self.unload_all)
+        app.post(UNLOAD + "/{model_id:path}", include_in_schema=False)(self.unload_one)
+        app.get("/logs", include_in_schema=False)(self.logs)
+        app.get(STREAM, include_in_schema=False)(self.stream_all)
+        app.get(STREAM + "/{model_id:path}", include_in_schema=False)(self.stream_one)
+        app.get("/api/events", include_in_schema=False)(self.events)
+
+    async def running(self, request: Request) -> Response:
+        """Models that are ready, come or leave. Their commands are for operators."""
+        is_admin, sees = asked_by_admin(request), caller_of(request).sees
+        look = self._look()
+        listed = [entry for entry in self._entries if sees(entry.base_id) and (is_admin or not entry.config.unlisted)]
+        found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
+        return JSONResponse({"running": sorted(found, key=lambda one: str(one["model"]))})
+
+    async def unload_by_get(self, request: Request) -> Response:
+        """Unload every model. That it is a GET is llama-swap's; browsers that follow a link of another page may not."""
+        if request.scope.get("state", {}).get("is_head"):
+            raise MethodNotAllowed(f"HEAD {UNLOAD_ALL} is not possible; it takes GET.")
+        await self._unload(request, self._there(request))
+        return PlainTextResponse("OK")
+
+    async def unload_all(self, request: Request) -> Response:
+        await self._unload(request, self._there(request))
+        return JSONResponse({"msg": "ok"})
+
+    async def unload_one(self, request: Request, model_id: ModelPath) -> Response:
+        """Unload one model, by id or alias."""
+        entry = addressed(self._gateway.catalog, request, UNLOAD, model_id)
+        if (name := entry.spec.version_of) is not None:
+            raise self._gateway.updates.moves_only(entry.id, name)
+        await self._unload(request, [entry])
+        return PlainTextResponse("OK")
+
+    async def logs(self) -> Response:
+        """The last lines of every engine, as text."""
+        lines = [f"{_prefix(name)}{shown_line(line)}\n" for name, ring in self._rings() for line in ring.tail(LINES)]
+        return PlainTextResponse("".join(lines))
+
+    async def stream_all(self, request: Request, no_history: NoHistory = None) -> Response:
+        """What every engine prints, as text."""
+        refuse_head(request)
+        history = LINES if no_history is None else 0
+        return self._streams.answer(lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
+
+    async def stream_one(self, request: Request, model_id: ModelPath, no_history: NoHistory = None) -> Response:
+        """What the engine of one model prints, as text."""
+        if model_id == ENGINES_LOGS:
+            return await self.stream_all(request, no_history)
+        refuse_head(request)
+        if model_id == GATEWAYS_LOG:
+            raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
+        entry = addressed(self._gateway.catalog, request, STREAM, model_id)
+        ring, history = self._gateway.slots.log(entry.id), LINES if no_history is None else 0
+        return self._streams.answer(lambda: LogFeed(ring, history, plain_frame), PLAIN)
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: the state of every model now, and whenever one has changed."""
+        refuse_head(request)
+        return self._streams.answer(lambda: ModelStateFeed(self._gateway.hub, self._states))
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def _entries(self) -> list[Entry]:
+        """Every model that callers know, without processes for single tenants and versions that do not serve yet."""
+        return [one for one in self._gateway.catalog if one.instance_of is None and one.spec.version_of is None]
+
+    def _there(self, request: Request) -> list[Entry]:
+        """Models of the caller that hold memory, processes for single tenants included."""
+        view, sees = self._gateway.loop.scheduler.view, caller_of(request).sees
+        return [
+            entry
+            for entry in self._gateway.catalog
+            if entry.spec.version_of is None and sees(entry.base_id) and view.slots_of(entry.id)
+        ]
+
+    async def _unload(self, request: Request, entries: Sequence[Entry]) -> None:
+        """Unload them at the same time. Raises the first error, once all are done."""
+        if self._gateway.is_draining:
+            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+        owner = owner_of(request)
+        unloads = (self._gateway.loads.unload(entry.id, None, **owner) for entry in entries)
+        ended = await asyncio.gather(*unloads, return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        # One that a reload has removed meanwhile is away, too.
+        if left := next((error for error in errors if not isinstance(error, ModelNotFound)), None):
+            raise left
+
+    def _rings(self) -> list[tuple[str, LogRing]]:
+        return [(entry.id, self._gateway.slots.log(entry.id)) for entry in self._entries]
+
+    def _states(self) -> list[dict[str, Any]]:
+        look = self._look()
+        return [
+            {
+                "id": entry.id,
+                "name": entry.config.name or "",
+                "description": entry.config.description or "",
+                "state": _state(look, entry),
+                "unlisted": entry.config.unlisted,
+                "peerID": "",
+                "aliases": list(entry.config.aliases),
+            }
+            for entry in self._entries
+        ]
+
+
+def _card(entry: Entry, state: str, to_operator: bool) -> dict[str, Any]:
+    config = entry.config
+    cmd = config.cmd or () if to_operator else ()
+    return {
+        "model": entry.id,
+        "state": state,
+        "cmd": cmd if isinstance(cmd, str) else shlex.join(cmd),
+        # Engines are asked through the gateway alone.
+        "proxy": "",
+        "ttl": int(entry.spec.ttl_s),
+        "name": config.name or "",
+        "description": config.description or "",
+    }
+
+
+def _state(look: Snapshot, entry: Entry) -> str:
+    """In llama-swap's words. A model that is asleep has no place on a GPU: stopped."""
+    word = look.word(entry)
+    if word is StatusWord.LOADING:
+        return "starting"
+    if word is not StatusWord.LOADED:
+        return "stopped"
+    return "ready" if look.is_serving(entry) else "stopping"
+
+
+def _prefix(name: str) -> str:
+    return f"[{name}] "
+
+
+# --- feeds ----------------------------------------------------------------------------------------------------------
+
+
+class MergedLogFeed:
+    """The last lines of several logs, then each line as it is printed, with the name of its log before it."""
+
+    def __init__(self, rings: Mapping[str, LogRing], history: int) -> None:
+        # Both in one turn of the loop, so that no line is lost between them or sent twice.
+        self._past = [(name, line) for name, ring in rings.items() for line in ring.tail(history)]
+        self._open = {name: ring.subscribe() for name, ring in rings.items()}
+        self._next: dict[asyncio.Task[str | None], str] = {}
+
+    async def piece(self) -> bytes | None:
+        if self._past:
+            past, self._past = self._past, []
+            return b"".join(_frame(name, line) for name, line in past)
+        while self._open:
+            asked = set(self._next.values())
+            for name, lines in self._open.items():
+                if name not in asked:
+                    self._next[asyncio.ensure_future(_line(lines))] = name
+            done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
+            if data := b"".join(self._taken(task) for task in done):
+                return data
+        return None
+
+    def _taken(self, task: asyncio.Task[str | None]) -> bytes:
+        name, line = self._next.pop(task), task.result()
+        if line is None:
+            # The model is gone.
+            del self._open[name]
+            return b""
+        return _frame(name, line)
+
+    def close(self) -> None:
+        for lines in self._open.values():
+            lines.close()
+        for task in self._next:
+            task.cancel()
+
+
+async def _line(lines: Subscription) -> str | None:
+    return await anext(lines, None)
+
+
+def _frame(name: str, line: str) -> bytes:
+    return plain_frame(_prefix(name) + shown_line(line))
+
+
+class ModelStateFeed:
+    """The state of all models, now and after each event that changed it."""
+
+    def __init__(self, hub: Hub, states: Callable[[], list[dict[str, Any]]]) -> None:
+        self._subscription = hub.subscribe(None)
+        self._states = states
+        self._last: bytes | None = None
+
+    async def piece(self) -> bytes | None:
+        while self._last is None or await anext(self._subscription, None) is not None:
+            told = msgspec.json.encode(self._states())
+            if told != self._last:
+                self._last = told
+                data = msgspec.json.encode({"type": "modelStatus", "data": told.decode()})
+                return b"event:message\ndata:%b\n\n" % data
+        return None
+
+    def close(self) -> None:
+        self._subscription.close()
