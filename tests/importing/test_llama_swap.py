@@ -221,6 +221,16 @@ def test_keys_are_kept_as_hashes_or_variables_and_never_told(tmp_path: Path) -> 
     assert "sk-secret" not in as_yaml(made.tree, [], made.notes)
 
 
+@pytest.mark.parametrize(
+    "key", ["apiKeys", "macros", "models.m.env", "models.m.cmd", "models.m.cmdStop", "models.m.ttl"]
+)
+def test_a_wrong_value_is_never_shown_because_it_may_be_a_secret(key: str, tmp_path: Path) -> None:
+    tree = _with({"models": {"m": {"cmd": CMD}, "other": {"cmd": CMD}}}, key.split("."), [{"sk-secret": "sk-secret"}])
+    made = imported(tmp_path, tree)
+    text = as_yaml(made.tree, [], made.notes)
+    assert f"# {key}: not mapped: a " in text and "sk-secret" not in text
+
+
 # --- macros ---------------------------------------------------------------------------------------------------------
 
 MACROS = """

@@ -67,6 +67,8 @@ class _Import:
         self._tree = tree
         scope = self.macros.scope()
         outside = {key: value for key, value in tree.items() if key not in ("macros", "models")}
+        if said is not None and not isinstance(said, dict):
+            self.notes.unmapped(("macros",), "a mapping is wanted")
         self._top = SourceKeys(scope.expand(outside, ()), outside, (), self.notes)
         self.problems: list[Problem] = scope.problems
 
@@ -116,7 +118,7 @@ class _Import:
 
     def _server(self) -> Value:
         keys: list[Value] = []
-        for number, key in enumerate(self._top.texts("apiKeys", is_secret=True), 1):
+        for number, key in enumerate(self._top.texts("apiKeys"), 1):
             name = f"key{number}"
             secret = {"key": key} if variables_of(key) else {"sha256": hashlib.sha256(key.encode()).hexdigest()}
             keys.append({"name": name, **secret, "tenant": TENANT, "admin": True})

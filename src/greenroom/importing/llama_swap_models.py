@@ -99,7 +99,7 @@ def _fixed_port(proxy: str | None) -> int | None:
     if not _is_here(url["host"].strip("[]")):
         raise Unimportable("its proxy is on another host; a command is asked on this one")
     if url["path"] not in (None, "/"):
-        raise Unimportable(f"its proxy has a path ({url['path']}); an engine's paths begin at / here")
+        raise Unimportable("its proxy has a path; an engine's paths begin at / here")
     if url["port"] is None:
         raise Unimportable("its proxy names no port")
     return None if url["port"] == PORT else int(url["port"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from greenroom.config.reader import Value, Where, shown
+from greenroom.config.reader import Value, Where
 from greenroom.importing.result import Notes, leaves
 
 # Words that our own reader keeps as text, and that other programs take for true or false.
@@ -26,7 +26,7 @@ class SourceKeys:
         value = self._taken(key)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= least):
             return value
-        self._refuse(key, f"a number of at least {least:g} is wanted", value)
+        self._refuse(key, "a number is wanted" if least < 0 else f"a number of at least {least:g} is wanted")
         return None
 
     def flag(self, key: str) -> bool | None:
@@ -34,7 +34,7 @@ class SourceKeys:
         value = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
         if value is None or isinstance(value, bool):
             return value
-        self._refuse(key, "true or false is wanted", value)
+        self._refuse(key, "true or false is wanted")
         return None
 
     def text(self, key: str) -> str | None:
@@ -44,23 +44,23 @@ class SourceKeys:
             return value or None
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
-        self._refuse(key, "a text is wanted", value)
+        self._refuse(key, "a text is wanted")
         return None
 
-    def texts(self, key: str, *, is_secret: bool = False) -> list[str]:
+    def texts(self, key: str) -> list[str]:
         value = self._taken(key)
         if value is None:
             return []
         if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
             return [str(one) for one in value]
-        self._refuse(key, "a list of texts is wanted", None if is_secret else value)
+        self._refuse(key, "a list of texts is wanted")
         return []
 
     def below(self, key: str) -> SourceKeys:
         """The mapping under this key. Its own keys are taken from it, and told by its `name_rest`."""
         value = self._left.pop(key, None)
         if value is not None and not isinstance(value, dict):
-            self._refuse(key, "a mapping is wanted", value)
+            self.notes.unmapped((*self.where, key), "a mapping is wanted")
         return SourceKeys(value, self._written.get(key), (*self.where, key), self.notes)
 
     def each(self) -> Iterator[tuple[str, SourceKeys]]:
@@ -84,10 +84,10 @@ class SourceKeys:
         self.notes.mapped += key in self.tree
         return value
 
-    def _refuse(self, key: str, wanted: str, value: Value) -> None:
+    def _refuse(self, key: str, wanted: str) -> None:
+        """Name a key that was taken. Its value is not shown: it may be a secret."""
         self.notes.mapped -= 1
-        said = "" if value is None else f", not {shown(value)}"
-        self.notes.unmapped((*self.where, key), f"{wanted}{said}")
+        self.notes.unmapped((*self.where, key), wanted)
 
 
 def _reason(where: Where, reasons: dict[str, str]) -> str | None:

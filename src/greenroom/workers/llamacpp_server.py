@@ -196,6 +196,11 @@ OPTIONS: tuple[ServerOption, ...] = (
     option("--top-k", "sampling.top_k", int),
     option("--top-p", "sampling.top_p", float),
     option("--min-p", "sampling.min_p", float),
+    option("--typical --typical-p", "sampling.typ_p", float),
+    option("--repeat-last-n", "sampling.penalty_last_n", int),
+    option("--repeat-penalty", "sampling.penalty_repeat", float),
+    option("--presence-penalty", "sampling.penalty_present", float),
+    option("--frequency-penalty", "sampling.penalty_freq", float),
     switch("--special -sp", "special"),
     # Context and batches.
     option("--ctx-size -c", "n_ctx", int),
