@@ -38,7 +38,7 @@ HUGE_LINE_BYTES = 2 * 1024 * 1024
 # Any bytes will do for a picture.
 PIXEL = "iVBORw0KGgo="
 NATIVE = ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/pooling", "/score")
-SSE_WEIRD = ("no-done", "no-end", "broken-event", "huge-line", "non-sse-200", "error-500")
+SSE_WEIRD = ("no-done", "no-end", "broken-event", "error-event", "huge-line", "non-sse-200", "error-500")
 
 
 class Hung(Exception):
@@ -275,6 +275,10 @@ class Engine:
             connection.send_chunk(b'data: {"choices":[{"del')
             await connection.flush()
             raise Cut
+        if weird == "error-event":
+            connection.send_chunk(event(error("no memory", "server_error")))
+            connection.end_chunks()
+            return
         if weird == "huge-line":
             connection.send_chunk(event(answer.chunk("x" * self.switches.huge_line_bytes)))
         connection.send_chunk(event(answer.chunk(None)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
 from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
-from greenroom.dialects.ollama_answer import chat_translation
+from greenroom.dialects.ollama_answer import chat_translation, embed_translation
 from greenroom.dialects.responses_answer import response_translation
 from greenroom.dialects.tokenize import tokenize_translation
 from greenroom.errors import BadRequest, EngineFault
@@ -113,6 +113,7 @@ def test_an_engines_error_in_a_stream_is_its_last_event(said: bytes) -> None:
     out = translator.feed(event({"content": "a"}) + said + event({"content": "b"})) + translator.feed(STREAM)
     out += translator.flush()
     assert read_events(out)[-1]["type"] == "error" and b"text_delta" in out and b'"b"' not in out
+    assert translator.failure
 
 
 def test_a_whole_answer_that_is_none_is_the_engines_fault() -> None:
@@ -144,6 +145,14 @@ def test_a_body_cannot_have_more_objects_than_memory_allows() -> None:
     raw = msgspec.Raw(b"[" + b"{}," * (OBJECTS_MAX + 1) + b"{}]")
     with pytest.raises(BadRequest, match="objects"):
         read({"messages": raw}, "messages", msgspec.json.Decoder(list[dict[str, int]]))
+
+
+@pytest.mark.parametrize("sent", [{}, {"input": None}, {"input": []}, {"input": 7}])
+def test_nothing_to_embed_is_refused_before_an_engine_is_asked(sent: dict[str, Any]) -> None:
+    fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in {"model": "m", **sent}.items()}
+    with pytest.raises(BadRequest) as refused:
+        embed_translation(FRAME, False).request(fields)
+    assert refused.value.param == "input"
 
 
 @given(st.lists(st.integers(0, 2_000), max_size=12))

@@ -214,6 +214,21 @@ async def odd(folder: Path, kind: str, *more: str, **server: Any) -> Answer:
         return answer
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat"])
+async def test_a_translated_stream_that_ends_in_an_error_is_recorded_as_failed(tmp_path: Path, path: str) -> None:
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+    if path == "/v1/responses":
+        said = {"input": "hi"}
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--sse-weird", "error-event")}) as app:
+        answer = await http(app, "POST", path, {"model": "alpha", "stream": True, **said})
+        await at_rest(app)
+        record = app.activity.get(answer.headers["x-request-id"])
+    assert answer.status == 200 and answer.whole
+    assert b"no memory" in answer.body.strip().rpartition(b"\n")[2] and answer.body.count(b"no memory") == 1
+    assert record is not None and (record.status, record.error_code) == (502, "engine_error")
+    assert (record.state, record.details) == ("done", "no memory")
+
+
 async def test_stream_without_done_is_passed_on_without_done(tmp_path: Path) -> None:
     answer = await odd(tmp_path, "no-done")
     assert answer.whole

@@ -103,6 +103,26 @@ async def test_a_prompt_whose_tokens_are_counted_by_a_chat_is_kept_apart_too(tmp
         assert all(isinstance(salt, str) for salt in salts) and len(set(salts)) == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/pooling", {"input": "hi"}),
+        ("/score", {"text_1": "hi", "text_2": "ho"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/rerank", {"query": "hi", "documents": ["ho"]}),
+    ],
+)
+async def test_prompts_that_are_answered_with_numbers_are_kept_apart_too(
+    tmp_path: Path, path: str, asked: dict[str, Any]
+) -> None:
+    async with serving(tmp_path, "vllm", abilities=["embeddings", "rerank"]) as (app, journal):
+        for who in ("lab", "shop", "lab"):
+            await http(app, "POST", path, {"model": "alpha", **asked}, headers=HEADERS[who])
+        salts = [line["salt"] for line in journal.lines("asked")]
+        assert all(isinstance(salt, str) for salt in salts) and len(set(salts)) == 2
+        assert salts[0] == salts[2] != salts[1]
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_prefixes_are_kept_apart_by_tenant_and_tag(tmp_path: Path, kind: str) -> None:
     async with serving(tmp_path, kind, aliases=["omega"]) as (app, journal):

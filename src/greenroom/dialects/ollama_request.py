@@ -134,8 +134,8 @@ def is_unload(fields: Fields) -> bool:
 def embed_fields(fields: Fields) -> Fields:
     """A request to /api/embed as one for embeddings. Raises BadRequest."""
     said = read(fields, "input", _inputs)
-    if said is None:
-        raise BadRequest("input is missing: it says what to embed.", param="input")
+    if said is None or said == []:
+        raise BadRequest("input is missing or empty: it says what to embed.", param="input")
     wanted = {"model": fields["model"], "input": fields["input"], "encoding_format": Raw(b'"float"')}
     return wanted if read(fields, "dimensions", _whole) is None else {**wanted, "dimensions": fields["dimensions"]}
 

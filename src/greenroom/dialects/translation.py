@@ -30,15 +30,19 @@ class StreamWriter(Protocol):
 
 
 class StreamTranslator:
-    """Turns the events of an engine into those of a dialect. All that it returns are whole events."""
+    """Turns the events of an engine into those of a dialect. All that it returns are whole events.
 
-    __slots__ = ("_dialect", "_events", "_is_over", "_writer")
+    `failure` is what the engine said if it ended its stream with an error.
+    """
+
+    __slots__ = ("_dialect", "_events", "_is_over", "_writer", "failure")
 
     def __init__(self, dialect: Dialect, writer: StreamWriter) -> None:
         self._dialect = dialect
         self._events = ChatEvents()
         self._writer = writer
         self._is_over = False
+        self.failure: str | None = None
 
     def feed(self, data: bytes) -> bytes:
         if self._is_over:
@@ -46,7 +50,7 @@ class StreamTranslator:
         written = []
         for piece in self._events.feed(data):
             if piece.error is not None:
-                self._is_over = True
+                self._is_over, self.failure = True, piece.error
                 written.append(error_event_of(self._dialect, engine_error(self._dialect, 502, piece.error)))
                 break
             written.append(self._writer.piece(piece))

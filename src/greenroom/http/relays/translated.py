@@ -22,6 +22,11 @@ _JSON: Final = b"application/json"
 class EventTranslator(Protocol):
     """Takes the bytes of an engine's stream and returns whole events for the client."""
 
+    @property
+    def failure(self) -> str | None:
+        """What the engine said if it ended its stream with an error; the client was told."""
+        ...
+
     def feed(self, data: bytes) -> bytes: ...
 
     def flush(self) -> bytes:
@@ -88,8 +93,14 @@ class Translated(Relay):
         return self._events is not None or super().at_boundary
 
     def complete(self) -> None:
-        if self._events is not None:
-            self.exchange.write(self._events.flush())
+        events = self._events
+        if events is not None:
+            self.exchange.write(events.flush())
+            if events.failure is not None:
+                self.upstream = None
+                self.exchange.finish()
+                self._fail(EngineFault("The engine ended its answer with an error.", details=events.failure))
+                return
         super().complete()
 
     def _pass(self, data: bytes) -> None:

@@ -129,8 +129,8 @@ class AskReader:
             ask.puts = {**ask.puts, RESPONSE_FORMAT: msgspec.json.encode(AS_BASE64)}
         salt_field = ask.entry.engine.salt_field
         # Tokens may be counted by a chat, whose prefix is kept as well.
-        is_text = route.is_text or ask.target == CHAT_PATH
-        if salt_field is not None and is_text and ask.cache_headers is not None:
+        has_prompt = route.has_prompt or ask.target == CHAT_PATH
+        if salt_field is not None and has_prompt and ask.cache_headers is not None:
             salt = self._salts.of(ask.scope, peeked.fields.get(salt_field), ask.entry.public_id)
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
         return ask

@@ -65,6 +65,12 @@ class Route:
     sent_to: bytes | None = None
     is_twin: bool = False
 
+    @property
+    def has_prompt(self) -> bool:
+        """Its engine may keep what it computed for the request, and find it again for another one."""
+        of_texts = self.ability in (Ability.EMBEDDINGS, Ability.RERANK)
+        return self.is_text or of_texts or (self.is_native and not self.is_promptless)
+
     def is_stream(self, asked: bool, fields: Mapping[str, Raw]) -> bool:
         """Whether the answer streams, where the field `stream` was read as `asked`."""
         said = bytes(fields.get("stream", _NULL))

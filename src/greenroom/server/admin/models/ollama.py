@@ -21,10 +21,12 @@ from greenroom.config.schema import Ability
 from greenroom.core.model import Tier
 from greenroom.dialects.ollama_answer import LINES
 from greenroom.dialects.ollama_request import pulled
+from greenroom.dialects.shapes import Dialect
 from greenroom.errors import BadRequest, FetchFailed, ModelNotFound
 from greenroom.library.orders import read_order
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.server import render
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -115,7 +117,7 @@ class OllamaRoutes:
         order = read_order(downloads.rules, model=pulled(name))
         row = await downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         if stream:
-            return StreamingResponse(self._told(row), media_type=LINES.decode())
+            return StreamingResponse(self._told(request, row), media_type=LINES.decode())
         ended = await downloads.ended(row.id)
         if ended is not None and ended.status is not OperationStatus.DONE:
             raise FetchFailed(_why(ended))
@@ -127,8 +129,8 @@ class OllamaRoutes:
         await self._library.remove(request, name)
         return Response()
 
-    async def _told(self, row: Operation) -> AsyncIterator[bytes]:
-        """A line whenever more is there, until the download has ended."""
+    async def _told(self, request: Request, row: Operation) -> AsyncIterator[bytes]:
+        """A line whenever more is there, until the download has ended; then how, in the words of an answer."""
         downloads = self._gateway.downloads
         yield _line({"status": "pulling manifest"})
         while (now := downloads.get(row.id)) is not None and not now.status.is_over:
@@ -137,8 +139,11 @@ class OllamaRoutes:
                 known = {"digest": row.id, "total": facts.total_bytes, "completed": facts.bytes}
                 yield _line({"status": f"pulling {row.model}", **known})
             await asyncio.sleep(TELL_EVERY_S)
-        is_done = now is not None and now.status is OperationStatus.DONE
-        yield _line({"status": "success"} if is_done else {"error": _why(now)})
+        if now is not None and now.status is OperationStatus.DONE:
+            yield _line({"status": "success"})
+        else:
+            error, is_admin = FetchFailed(_why(now)), asked_by_admin(request)
+            yield render.error_event(error, "", to_operator=is_admin, dialect=Dialect.OLLAMA)
 
     def _record(self, path: str | None) -> LibraryRecord | None:
         return None if path is None else self._gateway.library.find(path)
