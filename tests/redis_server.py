@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until_now
 
 _STARTS_MAX = 5
@@ -31,12 +32,6 @@ def program() -> str:
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     assert found, MISSING
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class RedisServer:

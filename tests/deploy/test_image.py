@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from tests.deploy.image_root import ROOT, Builder, Stage, cannot, instructions
 from tests.deploy.kustomize import KUBERNETES, render
 from tests.deploy.test_kubernetes import KEYS, SECRET, container, named, pods
 from tests.harness import FAKE_ENGINE
+from tests.ports import free_port
 from tests.waiting import until_now
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -122,12 +122,6 @@ class Pod:
             answer.read()
             return int(answer.status)
         return 0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from greenroom import __version__
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until_now
 
 ROOT = Path(__file__).parents[2]
@@ -87,20 +88,6 @@ def test_deploy_refuses_an_overlay_that_is_not_there(tools: Path) -> None:
     assert failed.value.returncode == 2 and "there is no deploy/kubernetes/overlays/nowhere" in failed.value.stderr
 
 
-def two_free_ports() -> int:
-    """The first of two neighbouring ports, below those that the system gives out by itself.
-
-    Test processes that run at once have ports of their own: it takes a while until a gateway takes one.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-    for port in range(24_801 + 20 * worker, 24_821 + 20 * worker, 2):
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", port))
-            two.bind(("127.0.0.1", port + 1))
-            return port
-    raise AssertionError("no two ports are free")
-
-
 def answers(port: int) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
         return True
@@ -125,7 +112,7 @@ def local_replicas(folder: Path, first: int) -> Iterator[tuple[subprocess.Popen[
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_run_local_serves_two_replicas_and_ends_both(tmp_path: Path, number: signal.Signals) -> None:
-    first = two_free_ports()
+    first = free_port(2)
     with local_replicas(tmp_path, first) as (script, log):
         for port in (first, first + 1):
             until_now(lambda port=port: answers(port) or script.poll() is not None, log.read_text, START_S)
@@ -141,7 +128,7 @@ def test_run_local_serves_two_replicas_and_ends_both(tmp_path: Path, number: sig
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_run_local_ends_both_where_one_cannot_start(tmp_path: Path) -> None:
-    first = two_free_ports()
+    first = free_port(2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 1))
         taken.listen()

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -24,6 +23,7 @@ from greenroom.config import loader
 from greenroom.errors import StateDirBusy
 from tests.harness import GatewayProcess, fake, gateway, url, write_config
 from tests.integration.facts import is_ready
+from tests.ports import free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -149,12 +149,6 @@ async def test_memory_that_a_lost_lease_still_uses_is_not_given_to_another(tmp_p
             assert status == 503 and not waiting.done(), "the memory is free on paper only"
             paused.process.kill()
             assert (await waiting)[0] == 201
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 async def test_a_gateway_that_is_killed_knows_its_leases_when_it_is_back(tmp_path: Path) -> None:

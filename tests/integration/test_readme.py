@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.waiting import until_now
 
 pytestmark = pytest.mark.slow
@@ -28,12 +28,6 @@ def conversation() -> list[tuple[str, str]]:
     text = (ROOT / "README.md").read_text()
     section = text.split("## A first conversation\n")[1].split("\n## ")[0]
     return re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

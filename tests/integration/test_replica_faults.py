@@ -22,9 +22,10 @@ from greenroom.trainer import Outcome, Patience, ReplicaStatus, Report, Trainer
 from greenroom.trainer.following import look
 from greenroom.trainer.replica import Replica
 from tests import fake_gpu
-from tests.deploy.test_scripts import answers, two_free_ports
+from tests.deploy.test_scripts import answers
 from tests.harness import write_config
 from tests.integration.test_versions import models, options, weights
+from tests.ports import free_port
 from tests.redis_server import redis_server
 from tests.waiting import PATIENCE_S, until_now
 
@@ -40,7 +41,7 @@ class Pair:
     def __init__(self, folder: Path, *words: str, **sections: Any) -> None:
         self.folder, self.state_file = folder, str(folder / "sync_state.json")
         sections = {**options(folder), "versions": {"state_file": self.state_file}, **sections}
-        config, port = write_config(folder, models(folder, keep=3), **sections), two_free_ports()
+        config, port = write_config(folder, models(folder, keep=3), **sections), free_port(2)
         self.log = folder / "log"
         argv = [sys.executable, "-P", "-m", "greenroom", "replicas", "2", "--first-port", str(port)]
         argv += ["--config", str(config), "--state-dir", str(folder / "state"), *words]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.harness import gateway
 from tests.integration.test_versions import models, options
-from tests.redis_server import free_port
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S
 
 CALLERS = 8
