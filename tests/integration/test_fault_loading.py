@@ -245,12 +245,12 @@ async def test_load_that_hangs_is_ended_at_its_deadline(tmp_path: Path, model: d
 
 async def test_engine_stopped_while_loading_is_killed_at_the_deadline(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    model = fake("alpha", *journal.switches, "--load-s", "1000", load_timeout_s=2, stop_timeout_s=0.5)
+    model = fake("alpha", *journal.switches, "--load-s", "1000", load_timeout_s=8, stop_timeout_s=0.5)
     async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: journal.count("start") == 1, "the engine runs")
         os.kill(journal.lines("start")[0]["pid"], signal.SIGSTOP)
-        assert_failed(await waiting, "not ready after 2 s")
+        assert_failed(await waiting, "not ready after 8 s")
 
 
 async def test_kill_9_while_loading_fails_the_waiters_at_once(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ async def test_unchanged_model_keeps_its_process_and_its_running_answer(tmp_path
 
 async def test_changed_model_drains_beside_its_successor(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"edited": fake("first")}) as app:
-        stream = await Stream.begin(app, "edited")
+        stream = await Stream.begin(app, "edited", token_s=0.1)
         (old,) = pids(app, "edited")
         edit(tmp_path, put("edited", fake("second")))
         changes = await app.reload()

@@ -146,3 +146,32 @@ async def test_without_notices_of_the_kernel_the_file_is_looked_at_now_and_then(
         weights(tmp_path, "bravo")
         write_state(str(tmp_path / "sync_state.json"), DesiredState(5, "bravo.gguf"))
         await serves(app, 5)
+
+
+async def test_a_state_that_goes_back_is_taken_after_an_update_that_runs(tmp_path: Path) -> None:
+    """What serves now is what it wants; when the update has ended it is not."""
+    async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+        weights(tmp_path, "bravo"), weights(tmp_path, "charlie")
+        await update(app, "bravo.gguf")
+        order = http(app, "POST", "/update-model?wait=true", {"model_repo_id": "charlie.gguf"})
+        ordered = asyncio.create_task(order)
+        await until(lambda: app.updates.running("m") is not None, "it is being updated", every_s=0)
+        write_state(str(tmp_path / "sync_state.json"), DesiredState(9, "bravo.gguf", rollback=True))
+        assert (await ordered).status == 200
+        await serves(app, 9)
+        assert (await version(app))["model_repo_id"] == "bravo.gguf"
+
+
+async def test_a_replica_that_was_changed_by_its_api_is_brought_back_by_the_file(tmp_path: Path) -> None:
+    state_file, two = str(tmp_path / "sync_state.json"), tmp_path / "two"
+    two.mkdir()
+    async with (
+        gateway(tmp_path, models(tmp_path), **following(tmp_path)) as first,
+        gateway(two, models(tmp_path), **following(tmp_path)) as second,
+    ):
+        weights(tmp_path, "bravo"), weights(tmp_path, "charlie")
+        trainer = Trainer([url(first), url(second)], state_file=state_file, patience=PATIENCE)
+        assert (await asyncio.to_thread(trainer.update, "bravo.gguf")).ok
+        await update(first, "charlie.gguf")
+        report = await asyncio.to_thread(trainer.reconcile, "bravo.gguf")
+        assert report.ok, report

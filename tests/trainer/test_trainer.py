@@ -98,6 +98,26 @@ def test_what_answers_and_is_no_gateway_is_told(replica: Make, monkeypatch: pyte
     assert [answer.code for answer in asked.prompt("hi")] == [None, "not_a_gateway"]
 
 
+def test_a_replica_that_is_busy_for_a_moment_is_asked_again(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replica()
+    answer, busy = one.answer, [429, 502, 503]
+
+    def now_and_then(method: str, path: str, body: object) -> tuple[int, object, dict[str, str]]:
+        if method == "GET" and path != "/status" and busy:
+            return busy.pop(), {"error": {"code": "queue_full", "message": "full"}}, {}
+        return answer(method, path, body)
+
+    monkeypatch.setattr(one, "answer", now_and_then)
+    assert trainer(one).update("org/new").ok and not busy
+
+
+def test_a_tag_that_looks_like_the_beginning_of_a_commit_is_none(replica: Make) -> None:
+    one = replica(1, "org/old", "3f5a0000")
+    assert trainer(one).reconcile("org/old", "3").ok and one.serves == (2, "org/old", "3")
+    two = replica(1, "org/old", "3f5a0000")
+    assert trainer(two).reconcile("org/old", "3f5a000").ok and two.serves[0] == 1
+
+
 def test_the_same_weights_agree_under_different_numbers(replica: Make) -> None:
     assert trainer(replica(3), replica(7)).verify().ok
 

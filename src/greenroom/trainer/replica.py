@@ -22,6 +22,8 @@ _PIECE_BYTES: Final = 64 * 1024
 _COMING_AND_GOING: Final = frozenset({"shutting_down", "starting"})
 
 
+# What it, or a proxy before it, answers to a look when there is too much to do: look again later.
+_LATER: Final = frozenset({429, 502, 503, 504})
 # Makes the token of one operation on a model, for a call with these fields.
 Sign = Callable[[str, str | None, Mapping[str, Any]], str]
 
@@ -178,6 +180,8 @@ class Replica:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
             raise ReplicaAway(f"it cannot be reached ({why})") from None
+        if method == "GET" and status in _LATER:
+            raise ReplicaAway(f"it answers with status {status}")
         with _of_gateway(f" (status {status})"):
             said = json.loads(content)
             if status < 300:

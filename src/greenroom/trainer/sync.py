@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from greenroom.library.desired import DesiredState, read_state, write_state
-from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed
+from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed, look
 from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
 from greenroom.trainer.report import Outcome, Result
 
@@ -83,8 +83,11 @@ class FileSync:
     def updated(self, replicas: Sequence[Replica], wanted: WantedVersion, *, is_new: bool) -> list[Result]:
         """Raises OSError if the file cannot be written."""
         known = self._known()
-        if is_new or known is None or known.repo_id != wanted.repo_id or known.rollback:
-            number = max(wanted.number or 1, known.number + 1 if known else 1)
+        last = max((one.number or 0 for one in at_once(look, replicas) if isinstance(one, ReplicaStatus)), default=0)
+        # A replica that was changed by its API has a larger number than the state, which it would ignore.
+        is_passed = known is not None and last > known.number
+        if is_new or known is None or known.repo_id != wanted.repo_id or known.rollback or is_passed:
+            number = max(wanted.number or 1, last + 1, known.number + 1 if known else 1)
             known = DesiredState(number, wanted.repo_id, wanted.revision, self._model, wanted.allow_gap)
             write_state(self._path, known)
         return self._watched(replicas, known.number, _serving(replace(wanted, number=known.number)))

@@ -7,13 +7,18 @@ one has proved itself. Everything here blocks; replicas are called in threads, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from greenroom.trainer.following import PATIENCE, Patience, look
 from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, Sign, WantedVersion
 from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
 from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
+
+# A commit, or as much of it as is commonly written. What is shorter is a tag.
+_COMMIT: Final = re.compile("[0-9a-f]{7,40}")
 
 
 class Trainer:
@@ -148,7 +153,7 @@ class Trainer:
     def _is(self, status: ReplicaStatus, repo_id: str, revision: str | None) -> bool:
         if status.repo_id != repo_id or status.number is None:
             return False
-        if revision is None or (status.commit or "").startswith(revision):
+        if revision is None or (_COMMIT.fullmatch(revision) and (status.commit or "").startswith(revision)):
             return True
         return self._commits.get((repo_id, revision), "") == status.commit
 

@@ -102,10 +102,7 @@ class StateFollower:
 
     async def _take(self, model: str, state: DesiredState) -> None:
         try:
-            if state.rollback and _is_of(self._updates.of(model).current, state):
-                await self._updates.settle(model, state.number)
-            else:
-                await self._updated(model, state)
+            await self._updated(model, state)
         except GreenroomError as error:
             self._back_off(state)
             _log.warning(
@@ -117,24 +114,27 @@ class StateFollower:
     async def _updated(self, model: str, state: DesiredState) -> None:
         """Raises why it failed."""
         updates = self._updates
-        order = UpdateOrder(
-            WeightsOrder(state.repo_id, state.revision),
-            state.number,
-            state.allow_gap,
-            back_to=_kept(updates.of(model), state) if state.rollback else None,
-            state=state.number,
-        )
         while True:
+            known = updates.of(model)
+            order = UpdateOrder(
+                WeightsOrder(state.repo_id, state.revision),
+                state.number,
+                state.allow_gap,
+                back_to=_kept(known, state) if state.rollback else None,
+                state=state.number,
+            )
             try:
-                row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
+                if state.rollback and _is_of(known.current, state):
+                    await updates.settle(model, state.number)
+                else:
+                    row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
+                    await updates.ended(row.id)
+                return
             except UpdateInProgress as other:
-                # It ends, well or not; then it is this one's turn.
+                # It ends, well or not; then it is this one's turn, with what serves and is kept then.
                 with contextlib.suppress(GreenroomError):
                     await updates.ended(str((other.beside or {}).get("taskId")))
                 await asyncio.sleep(0.05)
-            else:
-                await updates.ended(row.id)
-                return
 
     def _back_off(self, state: DesiredState) -> None:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S) if state == self._failed else RETRY_S

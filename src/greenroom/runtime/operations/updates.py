@@ -124,7 +124,8 @@ class Updates:
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
             model = self._services.config().models.get(name)
-            if model is None or model.versions is None or self.of(name).current is not None:
+            wanted = None if model is None or model.versions is None else model.versions.repo_id
+            if wanted != repo_id or self.of(name).current is not None:
                 return
 
     # --- asked --------------------------------------------------------------------------------------------------------
@@ -167,11 +168,7 @@ class Updates:
         self.options(model)
         if self._services.is_draining():
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
-        if (other := self._running.get(model)) is not None:
-            raise UpdateInProgress(
-                f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
-                beside={"taskId": other.row},
-            )
+        self._expect_rest(model)
         asked = order.weights
         facts = UpdateFacts(model, asked.repo_id, asked.revision, "queued", number_asked=order.number)
         running = self._running[model] = _Running(facts)
@@ -196,6 +193,14 @@ class Updates:
         running.task = asyncio.get_running_loop().create_task(self._run(row, running, order), name=f"update {model}")
         return row
 
+    def _expect_rest(self, model: str) -> None:
+        """Raises UpdateInProgress."""
+        if (other := self._running.get(model)) is not None:
+            raise UpdateInProgress(
+                f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
+                beside={"taskId": other.row},
+            )
+
     async def rollback(self, model: str, number: int | None, *, tenant: str, key: str) -> Operation:
         """Begin to go back to kept weights, under a new number. Raises BadRequest if there are none."""
         self.options(model)
@@ -208,8 +213,14 @@ class Updates:
         return await self.submit(model, order, tenant=tenant, key=key)
 
     async def settle(self, model: str, state: int) -> None:
-        """Note that what serves is what this desired state wants. Raises OperationStoreFull."""
-        await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
+        """Note that what serves is what this desired state wants. Raises UpdateInProgress and OperationStoreFull."""
+        self._expect_rest(model)
+        # No update begins while it is written: both write the whole record.
+        self._running[model] = _Running(UpdateFacts(model, "", step="settling"))
+        try:
+            await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
+        finally:
+            del self._running[model]
 
     async def ended(self, id: str) -> Version:
         """Wait for the end of an update that runs. Raises why it failed."""
@@ -287,7 +298,7 @@ class Updates:
             await self._changes.write(model, replace_prepared(self.of(model), None))
         # A first version is tried again, with what is there already.
         if self.of(model).current is not None:
-            await self._remove(running.facts, ())
+            await self._remove(model, ())
         del self._running[model]
         await end_with(self._table, row.id, OperationStatus.FAILED, said, running.facts)
 
@@ -305,7 +316,7 @@ class Updates:
         running.at("checking")
         version = self._numbered(name, order, found)
         dropped = await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
-        await self._remove(running.facts, dropped)
+        await self._remove(name, dropped)
         return version
 
     async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
@@ -322,15 +333,24 @@ class Updates:
         since = round(self._services.wall(), 3)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
-    async def _remove(self, ended: UpdateFacts, dropped: Iterable[Version]) -> None:
-        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed."""
-        fetched = {*self._fetched.pop(ended.model, ()), *(one.path for one in dropped if one.is_fetched)}
-        others = (one.facts for one in self._running.values() if one.facts.model != ended.model)
-        if any(other.repo_id == ended.repo_id for other in others):
+    async def _remove(self, model: str, dropped: Iterable[Version]) -> None:
+        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed.
+
+        While another model is updated, perhaps to the same files, they are left to the next update of this one.
+        """
+        fetched = self._fetched.setdefault(model, set())
+        fetched.update(one.path for one in dropped if one.is_fetched)
+        if any(other != model for other in self._running):
             return
         in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
         for name in self._services.config().models:
             known = self.of(name)
             in_use += [one.path for one in (known.current, *known.kept, known.prepared) if one is not None]
-        if unused := fetched.difference(in_use):
-            await self._services.weights.remove_unused(unused, in_use)
+        unused = fetched.difference(in_use)
+        fetched.clear()
+        try:
+            if unused:
+                await self._services.weights.remove_unused(unused, in_use)
+        except Exception as error:
+            # The update has ended as it has: files that stay are no part of that.
+            _log.bug("weights were not deleted", error, model=model)

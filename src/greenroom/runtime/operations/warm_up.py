@@ -93,7 +93,7 @@ def _says_something(answer: bytes) -> bool:
 def _has_content(one: dict[str, Any]) -> bool:
     message = one.get("message")
     told = message if isinstance(message, dict) else one
-    texts = [told.get(key) for key in ("content", "reasoning_content", "text")]
+    texts = [told.get(key) for key in ("content", "reasoning_content", "reasoning", "text")]
     has_text = any(isinstance(text, str) and text.strip() for text in texts)
     return has_text or bool(told.get("tool_calls") or one.get("embedding")) or "relevance_score" in one
 

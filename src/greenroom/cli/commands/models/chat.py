@@ -196,12 +196,12 @@ class _Shown:
             delta = choices[0].get("delta") or {}
         except (ValueError, LookupError, TypeError, AttributeError):
             raise CommandFailed(f"the model answered with something that is no chat: {event.data[:200]}") from None
-        return delta if delta.get("content") or delta.get("reasoning_content") else {}
+        return delta if delta.get("content") or _thought(delta) else {}
 
     def show(self, delta: Mapping[str, Any]) -> None:
         """Print a delta. Reasoning is dim in a terminal and left out in a pipe."""
         is_terminal = sys.stdout.isatty()
-        if is_terminal and (thought := delta.get("reasoning_content")):
+        if is_terminal and (thought := _thought(delta)):
             self._write(screen.dim(str(thought)))
         if said := delta.get("content"):
             self.text += str(said)
@@ -227,6 +227,11 @@ class _Shown:
         self._is_begun = True
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _thought(delta: Mapping[str, Any]) -> object:
+    """What a model thinks: vLLM says `reasoning`, others `reasoning_content`."""
+    return delta.get("reasoning_content") or delta.get("reasoning")
 
 
 @contextlib.contextmanager
