@@ -6,14 +6,16 @@ What would need another template, or the tokens of an earlier answer, is refused
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Raw
 
 from greenroom.dialects.neutral import (
     NOTHING,
+    OBJECTS_MAX,
     Conversation,
     Fields,
     Image,
@@ -98,6 +100,7 @@ def read_chat(fields: Fields) -> Conversation | None:
     messages = read(fields, "messages", _messages)
     if not messages:
         return None
+    _check_pictures(sum(len(message.images or ()) for message in messages), "messages")
     tools = tuple(_tool(tool) for tool in read(fields, "tools", _tools) or ())
     return _conversation(fields, tuple(_turns(messages)), tools)
 
@@ -109,6 +112,7 @@ def read_generate(fields: Fields) -> Conversation | None:
     prompt, images = read(fields, "prompt", _text), read(fields, "images", _texts)
     if not prompt and not images:
         return None
+    _check_pictures(len(images or ()), "images")
     system = read(fields, "system", _text)
     before = (Turn("system", (Text(system),)),) if system else ()
     return _conversation(fields, (*before, Turn("user", (*_pictures(images), Text(prompt or "")))), ())
@@ -187,13 +191,15 @@ def _tool(tool: _Tool) -> Tool:
 
 def _turns(messages: list[_Message]) -> Iterator[Turn]:
     """Calls have no ids here: each gets one, and results are given to the calls in their order."""
-    waiting: list[tuple[str, str]] = []
+    waiting = _OpenCalls()
     for number, message in enumerate(messages):
         if message.role not in _ROLES:
             raise BadRequest(f"messages: a role is one of {', '.join(_ROLES)}.", param="messages")
         if message.role == "tool":
             shown: tuple[Text | Image, ...] = (*_pictures(message.images), Text(message.content or ""))
-            yield Turn("user", (ToolResult(_answered(waiting, message), shown, message.tool_name),))
+            # A result for no call gets an id all the same: the engine says what it thinks of it.
+            id = message.tool_call_id or waiting.take(message.tool_name) or "call_0"
+            yield Turn("user", (ToolResult(id, shown, message.tool_name),))
             continue
         parts: list[Part] = [*_pictures(message.images)]
         if message.content or not message.tool_calls:
@@ -202,20 +208,42 @@ def _turns(messages: list[_Message]) -> Iterator[Turn]:
             parts.append(Thought(message.thinking))
         for place, call in enumerate(message.tool_calls or ()):
             id = call.id or f"call_{number}_{place}"
-            waiting.append((id, call.function.name))
+            waiting.add(id, call.function.name)
             parts.append(ToolUse(id, call.function.name, json_text(call.function.arguments)))
         yield Turn(message.role, tuple(parts))
 
 
-def _answered(waiting: list[tuple[str, str]], message: _Message) -> str:
-    """The call that a result belongs to: the one it names, else the first of its tool, else the first."""
-    if message.tool_call_id is not None:
-        return message.tool_call_id
-    named = [call for call in waiting if call[1] == message.tool_name]
-    found: Any = (named or waiting or [("call_0", "")])[0]
-    if found in waiting:
-        waiting.remove(found)
-    return str(found[0])
+class _OpenCalls:
+    """Calls without a result so far, in their order: of all tools, and of each one.
+
+    A call that is taken from one queue stays in the other until it is met there, so that each is met twice at most.
+    """
+
+    def __init__(self) -> None:
+        self._all: deque[tuple[int, str]] = deque()
+        self._of_tool: defaultdict[str | None, deque[tuple[int, str]]] = defaultdict(deque)
+        self._count = 0
+        self._taken: set[int] = set()
+
+    def add(self, id: str, tool: str) -> None:
+        self._count += 1
+        self._all.append((self._count, id))
+        self._of_tool[tool].append((self._count, id))
+
+    def take(self, tool: str | None) -> str | None:
+        """The first open call of the tool, else the first of all; None if there is none."""
+        for calls in (self._of_tool[tool], self._all):
+            while calls:
+                number, id = calls.popleft()
+                if number not in self._taken:
+                    self._taken.add(number)
+                    return id
+        return None
+
+
+def _check_pictures(count: int, param: str) -> None:
+    if count > OBJECTS_MAX:
+        raise BadRequest(f"{param} has more than {OBJECTS_MAX:,} pictures, which is the limit.", param=param)
 
 
 def _pictures(images: list[str] | None) -> tuple[Image, ...]:
