@@ -38,6 +38,7 @@ from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
@@ -106,7 +107,10 @@ class App:
         leases = self._leases = wire_leases(common, memory, config)
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
-        moves = self._moves = wire_moves(common, memory, leases, config, self._roots_of)
+        self.spending = Spending(self.state_dir.path, replace_file)
+        moves = self._moves = wire_moves(
+            common, memory, leases, config, self._roots_of, lambda: self.config.remotes, self.spending
+        )
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
@@ -250,6 +254,7 @@ class App:
             await self._front.bind(server)
             self._front.operations.open()
             self.versions.open()
+            self.spending.open()
             begin_versions(self.versions, self.config, time.time())
             self._front.pictures.open()
             if self._front.usage is not None:
@@ -405,7 +410,7 @@ class App:
         await self.updates.close()
         await in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
         await close_parts(common, memory, leases, front)
-        kept = (self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
+        kept = (self.spending, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
         await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
         self.state_dir.close()
         self.closed.set()

@@ -323,6 +323,14 @@ class CoolingDown(RateLimited):
     code = "cooling_down"
 
 
+class RemoteBudgetSpent(RateLimited):
+    """What may be spent at the provider of a remote model today is used up, or would be by this request."""
+
+    code = "remote_budget_spent"
+    final = True
+    public_words = "What may be spent on this model today is used up."
+
+
 class BodiesFull(Overload):
     """The bodies buffered at the moment have reached their common limit."""
 
@@ -476,6 +484,34 @@ class EngineLost(EngineFault):
     """The engine's process or connection went away while it was answering."""
 
     code = "engine_lost"
+
+
+class RemoteFailed(EngineLost):
+    """The provider of a remote model cannot be reached, or failed."""
+
+    code = "remote_failed"
+
+
+class RemoteBusy(RemoteFailed):
+    """The provider of a remote model takes no more requests of the gateway's account at present."""
+
+    status = 429
+    code = "remote_busy"
+    type = "rate_limit_error"
+
+
+class RemoteRefused(RemoteFailed):
+    """The provider of a remote model does not accept the gateway's account: its key, its quota, or its rights."""
+
+    code = "remote_refused"
+    final = True
+
+
+class RemoteTimeout(RemoteFailed):
+    """The provider of a remote model did not begin to answer in time."""
+
+    status = 504
+    code = "remote_timeout"
 
 
 class JobFailed(EngineFault):

@@ -25,6 +25,7 @@ GUIDES = (
     "docs/installing.md",
     "docs/jobs.md",
     "docs/library.md",
+    "docs/remote.md",
     "docs/switching.md",
     "docs/profiles.md",
     "docs/transformers.md",

@@ -16,7 +16,7 @@ from greenroom.config.diff import (
     diff,
     refuse_restart,
 )
-from greenroom.config.schema import Config, Model, Section
+from greenroom.config.schema import Config, Model, Remote, Section
 from greenroom.config.sections.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES
 from greenroom.errors import ConfigError
 
@@ -33,6 +33,7 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoints": "/other",
     "cmd": "other ${PORT}",
     "cmd_stop": "stop",
+    "remote": "other",
     "check_endpoint": "/up",
     "listener": "any",
     "sizes_itself": True,
@@ -144,12 +145,16 @@ def test_changed_key_of_a_model(key: str) -> None:
         base = {"path": "/q", "engine": owner}
     if owner == "comfyui" and key not in COMMAND_KEYS:
         base |= {"workflow": "/w.json", "inputs": {"prompt": "6.text"}}
+    if owner == "remote":
+        base = {"remote": "first"}
     if key == "options":
         # Only engines of other packages have it, and none is installed here.
         assert key in NEW_SLOT_KEYS
         return
-    old = Config(models={"q": Model(**base), "same": Model(path="/s.gguf")})
-    new = Config(models={"q": Model(**{**base, key: OTHER_VALUES[key]}), "same": Model(path="/s.gguf")})
+    remotes = {name: Remote(base_url="https://a") for name in ("first", "other")}
+    old = Config(remotes=remotes, models={"q": Model(**base), "same": Model(path="/s.gguf")})
+    changed = Model(**{**base, key: OTHER_VALUES[key]})
+    new = Config(remotes=remotes, models={"q": changed, "same": Model(path="/s.gguf")})
     changes = diff(old, new)
     assert changes.changed == (("q",) if key in NEW_SLOT_KEYS else ())
     assert changes.relabelled == (("q",) if key in LABEL_KEYS else ())

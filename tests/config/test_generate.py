@@ -13,7 +13,7 @@ import yaml
 
 from greenroom.config.generate import BEGIN, END, FOR_EXAMPLE, ROOT, example, generated, main, said, with_reference
 from greenroom.config.loader import load
-from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Quorum, Section
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Quorum, Remote, Section
 
 from .conftest import Loads
 
@@ -26,10 +26,12 @@ def test_generated_files_are_up_to_date() -> None:
 def test_example_loads_and_its_values_are_the_defaults() -> None:
     config = load(ROOT / "config.example.yaml", {}).config
     assert set(config.models) >= {"chat", "dictation", "large", "whisper", "writer"}
-    default = Config(models=config.models, state_dir=config.state_dir)
+    default = Config(models=config.models, state_dir=config.state_dir, remotes=config.remotes)
     assert config == default
+    assert config.remotes == {"claude": Remote(provider="anthropic", api_key_env="ANTHROPIC_API_KEY")}
     for model in config.models.values():
         own = {"path": model.path, "cmd": model.cmd, "workflow": model.workflow, "inputs": model.inputs}
+        own |= {"remote": model.remote, "use_model_name": model.use_model_name}
         plain = Model(engine=model.engine, **{key: value for key, value in own.items() if value})
         assert model == plain
 
@@ -47,7 +49,7 @@ def test_example_has_every_key_of_the_schema_active() -> None:
 def test_example_tells_every_keys_sentence() -> None:
     prose = " ".join(re.sub(r"^\s*#", "", line).strip() for line in example().splitlines())
     prose = re.sub(r"\s+#?\s*", " ", prose)
-    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model, Quorum]
+    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model, Quorum, Remote]
     sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
     for section in (s for s in sections if issubclass(s, Section)):
         for key, field in section.model_fields.items():
@@ -91,6 +93,11 @@ def test_one_line_samples_load(loads: Loads) -> None:
             engines = {"cmd_stop": "{cmd: 'a ${PORT}', ", "cache_tokens": "{path: q, "}
             engines["quantization"] = "{engine: vllm, path: q, "
             engines["checkpoints"] = "{engine: comfyui, path: q, workflow: w, inputs: {prompt: 6.text}, "
+            if key in Remote.model_fields:
+                given = "base_url: https://a, " if key != "base_url" else ""
+                given += "cost: {input: 1, output: 1}, " if key == "budget_per_day" else ""
+                assert loads(f"remotes: {{r: {{{given}{key}: {sample}}}}}").remotes["r"].model_fields_set >= {key}
+                continue
             engine = engines.get(key, "{path: q.gguf, ")
             assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
         else:

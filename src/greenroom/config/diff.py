@@ -39,7 +39,7 @@ class Changes:
 def diff(old: Config, new: Config) -> Changes:
     both = sorted(old.models.keys() & new.models.keys())
     pairs = {name: (old.models[name], new.models[name]) for name in both}
-    changed = tuple(name for name in both if _differs(*pairs[name], NEW_SLOT_KEYS))
+    changed = tuple(name for name in both if _differs(*pairs[name], NEW_SLOT_KEYS) or _moved(old, new, name))
     relabelled = tuple(name for name in both if name not in changed and _differs(*pairs[name], LABEL_KEYS))
     keys = sorted(_changed_keys(old, new))
     return Changes(
@@ -61,6 +61,12 @@ def refuse_restart(changes: Changes) -> None:
 
 def _differs(old: Model, new: Model, keys: frozenset[str]) -> bool:
     return any(not _same(getattr(old, key), getattr(new, key)) for key in keys)
+
+
+def _moved(old: Config, new: Config, name: str) -> bool:
+    """True for a remote model whose provider has another address, key or time limit now."""
+    remote = new.models[name].remote
+    return remote is not None and old.remotes.get(remote) != new.remotes[remote]
 
 
 def _same(old: object, new: object) -> bool:
@@ -213,6 +219,7 @@ AT_ONCE_KEYS = frozenset(
         "vllm.gpu_memory_utilization",
         "vllm.prefix_caching",
         "model_roots",
+        "remotes",
         "tenants",
         "profiles",
         "clients.errors_max",

@@ -22,7 +22,7 @@ from greenroom.config.limits import limits_of, plugin_problems
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Lines, Problem, Value, Where, read, refusal, shown
-from greenroom.config.schema import Company, Config, Model, Section
+from greenroom.config.schema import Company, Config, Model, Remote, Section
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.errors import ConfigError
 
@@ -167,8 +167,15 @@ def resolved(config: Config, folder: Path) -> Config:
         state_file = _absolute(config.versions.state_file, folder)
         changed |= {"versions": config.versions.model_copy(update={"state_file": state_file})}
     changed |= {"governance": config.governance.model_copy(update=paths)}
+    changed |= {"remotes": {name: _remote(remote, folder) for name, remote in config.remotes.items()}}
     changed |= {"model_roots": roots, "library": config.library.model_copy(update={"roots": shelves})}
     return config.model_copy(update=changed)
+
+
+def _remote(remote: Remote, folder: Path) -> Remote:
+    files = ("api_key_file", "ca_file")
+    paths = {key: _absolute(path, folder) for key in files if (path := getattr(remote, key)) is not None}
+    return remote.model_copy(update=paths)
 
 
 def _model(model: Model, folder: Path) -> Model:
@@ -244,9 +251,12 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
 }
 # Patterns that are better explained by a sentence.
-_PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them"}
+_PATTERNS = {
+    "sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them",
+    "api_key_env": "must be the name of an environment variable, not the key itself",
+}
 # Values below these keys may be secrets and are never shown.
-_SECRET_KEYS = frozenset({"key", "sha256", "env"})
+_SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
 
 
 def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:

@@ -17,7 +17,8 @@ from typing import Final
 
 from greenroom.config.kinds import words
 from greenroom.config.reader import Problem
-from greenroom.config.schema import Config, Model, Server
+from greenroom.config.remote_key import read_remote_key
+from greenroom.config.schema import Config, Model, Remote, Server
 from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.governance import quorum_warnings
 from greenroom.config.sections.model import TEMPLATE_ENDING
@@ -40,6 +41,7 @@ def problems(config: Config) -> list[str]:
     found += _no_admin(config.server)
     found += _one_port_twice(config.server)
     found += quorum_warnings(config.governance)
+    found += [text for name, remote in config.remotes.items() for text in _unusable_remote(name, remote)]
     return found
 
 
@@ -80,7 +82,7 @@ def _unusable_state_dir(path: str) -> Iterator[str]:
 
 
 # The files of a state directory. The temporary name of its id begins so.
-_STATE_KEPT: Final = ("learned", "needs", "leases", "library")
+_STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending")
 _STATE_FILES: Final = frozenset(
     (
         *("lock", "id", "run", "checked", "jobs", "pictures", "leases.jsonl", "governance"),
@@ -212,6 +214,15 @@ def can_be_run(program: str, model: Model) -> bool:
         return True
     whole = os.path.join(model.cwd or "/", program)
     return os.path.isfile(whole) and os.access(whole, os.X_OK)
+
+
+def _unusable_remote(name: str, remote: Remote) -> Iterator[str]:
+    try:
+        read_remote_key(remote)
+    except ValueError as error:
+        yield f"remotes.{name}: {error}"
+    if remote.ca_file is not None and not os.path.isfile(remote.ca_file):
+        yield f"remotes.{name}: ca_file: there is no file {remote.ca_file}"
 
 
 def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:

@@ -37,6 +37,7 @@ from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import ApiKey, equal_api_keys
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
 from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
+from greenroom.config.sections.remotes import Remote, RemoteName
 from greenroom.config.sections.scheduler import Company, Group, Matrix, Scheduler
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
@@ -72,6 +73,7 @@ __all__ = [
     "Profile",
     "Quorum",
     "RateLimits",
+    "Remote",
     "Runner",
     "Scheduler",
     "Section",
@@ -288,6 +290,8 @@ class Config(Section):
     library: Library = Library()
     versions: Versions = Versions()
     vllm: Vllm = Vllm()
+    remotes: dict[RemoteName, Remote] = {}
+    """Providers of models that run elsewhere, by a name of your own (see docs/remote.md)."""
     runner: Runner = Runner()
     host: Host = Host()
     ports: Ports = Ports()
@@ -320,6 +324,10 @@ def _problems(config: Config) -> Iterator[Problem]:
     yield from _company_problems(config)
     yield from _memory_problems(config)
     yield from _version_problems(config)
+    for name, model in config.models.items():
+        if model.remote is not None and model.remote not in config.remotes:
+            known = ", ".join(config.remotes) or "none"
+            yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
 
 
 def _company_problems(config: Config) -> Iterator[Problem]:

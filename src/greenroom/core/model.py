@@ -158,6 +158,8 @@ class ModelSpec:
     version_of: ModelId | None = None
     # Its slots leave when their answers have ended, and what asks for it waits: its next version takes its place.
     held: bool = False
+    # It runs elsewhere: its slot is no resident, and no rule of coresidency concerns it.
+    is_remote: bool = False
 
     @property
     def at_once(self) -> int:

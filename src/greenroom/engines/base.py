@@ -1,8 +1,9 @@
 """The contract of an engine: what it needs, how it starts, how usage is learned, what it can do.
 
 An engine describes; it starts nothing itself. `runtime/` carries its launches out through `process/`. Most have a
-process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009). An
-engine of another package is a class that extends one of the two: docs/design/writing-an-engine.md.
+process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009); one has
+no process at all (`ConnectedEngine`). An engine of another package is a class that extends one of the first two:
+docs/design/writing-an-engine.md.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class EngineFacts:
     sleeps_off_gpu_only: bool = False
     # How many slots it has that requests can name by `id_slot`, as llama.cpp does; each holds its last prompt.
     prompt_slots: int = 0
+    # It runs elsewhere and is paid for: it takes no memory here, never sleeps and never leaves.
+    is_remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,13 @@ class HostedEngine(Describing):
         """Options that the worker runs this model with. `claim` has its MiB on each of its GPUs, as planned."""
 
 
-Engine = ProcessEngine | HostedEngine
+class ConnectedEngine(Describing):
+    """No process of ours: its models run elsewhere and are reached over the network."""
+
+    hosted: Literal[False] = False
+
+
+Engine = ProcessEngine | HostedEngine | ConnectedEngine
 
 
 def equal_counts(facts: EngineFacts) -> tuple[int, ...]:

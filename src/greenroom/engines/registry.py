@@ -13,11 +13,20 @@ from typing import Final, TypedDict
 
 from greenroom.config.plugins import ENGINE_GROUP, Named
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import Engine, EngineFacts, HostedEngine, ProcessEngine, Split, equal_counts
+from greenroom.engines.base import (
+    ConnectedEngine,
+    Engine,
+    EngineFacts,
+    HostedEngine,
+    ProcessEngine,
+    Split,
+    equal_counts,
+)
 from greenroom.engines.builtin.comfyui import ComfyUiEngine
 from greenroom.engines.builtin.command import CommandEngine
 from greenroom.engines.builtin.diffusers import DiffusersEngine
 from greenroom.engines.builtin.llamacpp import LlamaCppEngine
+from greenroom.engines.builtin.remote import RemoteEngine
 from greenroom.engines.builtin.sglang import SglangEngine
 from greenroom.engines.builtin.transformers import TransformersEngine
 from greenroom.engines.builtin.vllm import VllmEngine
@@ -26,7 +35,7 @@ from greenroom.errors import ConfigError
 
 _OURS: Final[tuple[type[Engine], ...]] = (
     *(LlamaCppEngine, TransformersEngine, DiffusersEngine, VllmEngine, SglangEngine),
-    *(ComfyUiEngine, WhisperEngine, CommandEngine),
+    *(ComfyUiEngine, WhisperEngine, CommandEngine, RemoteEngine),
 )
 ENGINES: Final[Named[Callable[[], Engine]]] = Named("engine", {one.name: one for one in _OURS}, ENGINE_GROUP)
 
@@ -56,7 +65,7 @@ def engine_named(name: str) -> Engine:
         engine = make()
     except Exception as error:
         raise ConfigError(f"engine {name!r} cannot be made: {error}") from error
-    if not isinstance(engine, ProcessEngine | HostedEngine):
+    if not isinstance(engine, ProcessEngine | HostedEngine | ConnectedEngine):
         raise ConfigError(f"engine {name!r} extends neither ProcessEngine nor HostedEngine of greenroom.engines.base")
     if engine.name != name:
         raise ConfigError(f"engine {name!r} calls itself {engine.name!r}; its entry point must have the same name")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import ssl
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +19,8 @@ from greenroom.http.engine_connection import Connection, Sink
 
 # Engines listen on this machine or one nearby: a connection that takes longer will not come.
 CONNECT_TIMEOUT_S: Final = 5.0
+# What OpenSSL says of a certificate, by its number.
+_CERTIFICATES: Final = {10: "has expired", 62: "is for another host"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Pool:
     ) -> None:
         self.address = address
         self.name = name
+        self.connect_timeout_s = CONNECT_TIMEOUT_S
         self.connects = 0
         self.reuses = 0
         self.retries = 0
@@ -152,15 +157,19 @@ class Pool:
         if self._closed:
             raise ConnectionRefusedError(0, "it was stopped")
         self.connects += 1
-        address = self.address
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            if address.path:
-                _, connection = await self._loop.create_unix_connection(self._new_connection, address.path)
-            else:
-                _, connection = await self._loop.create_connection(self._new_connection, address.host, address.port)
+        async with asyncio.timeout(self.connect_timeout_s):
+            connection = await self._dial()
         if self._closed:
             connection.abort()
             raise ConnectionAbortedError(0, "it was stopped")
+        return connection
+
+    async def _dial(self) -> Connection:
+        address = self.address
+        if address.path:
+            _, connection = await self._loop.create_unix_connection(self._new_connection, address.path)
+        else:
+            _, connection = await self._loop.create_connection(self._new_connection, address.host, address.port)
         return connection
 
     def _new_connection(self) -> Connection:
@@ -169,6 +178,13 @@ class Pool:
 
 def _reason(error: OSError) -> str:
     """The system's message; asyncio's own would add the address."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        # Not its own words, which name the host.
+        return f"its certificate {_CERTIFICATES.get(error.verify_code, 'is of no authority that is trusted here')}"
+    if isinstance(error, ssl.SSLError):
+        return "TLS failed"
+    if isinstance(error, socket.gaierror):
+        return "its name cannot be resolved"
     if error.errno:
         return os.strerror(error.errno)
     return error.strerror or "no connection in time"

@@ -266,9 +266,9 @@ class Catalog:
         engine, facts = engine_for(model), self._facts(model)
         real_path = os.path.realpath(model.path) if model.path else ""
         subject = Subject(model_id, model, engine)
-        # With `fit_memory: false` models take no room.
+        # With `fit_memory: false` models take no room, and remote ones never do.
         need, asleep = Need(), Need() if facts.can_sleep else None
-        if shared.fits_memory:
+        if shared.fits_memory and not facts.is_remote:
             need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject) if facts.can_sleep else None
         spec = ModelSpec(
             id=model_id,
@@ -283,9 +283,10 @@ class Catalog:
             priority=priority_number(model.priority),
             ttl_s=ttl_s_of(model, shared.stay_warm),
             grace_s=model.grace_s,
-            pinned=model.pinned,
-            preload=model.preload,
+            pinned=model.pinned or facts.is_remote,
+            preload=model.preload or facts.is_remote,
             exclusive=real_path if model.exclusive else "",
+            is_remote=facts.is_remote,
         )
         version = None if model.versions is None else self.version_of(model_id)
         return Entry(model_id, model, engine, spec, facts, base_id=str(model_id), real_path=real_path, version=version)

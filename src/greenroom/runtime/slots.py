@@ -9,11 +9,13 @@ import msgspec
 
 from greenroom.core.model import ModelId, SlotId
 from greenroom.engines.base import CacheFigures, CallEngine
+from greenroom.http.remote import RemoteEndpoint
 from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
+from greenroom.runtime.remote.spending import Meter
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
@@ -26,21 +28,39 @@ class _Erased(msgspec.Struct):
 
 
 class LiveSlot:
-    __slots__ = ("call", "child", "entry", "figures", "id", "pool", "prompts", "ready_since", "socket")
+    __slots__ = (
+        "call",
+        "child",
+        "entry",
+        "figures",
+        "id",
+        "meter",
+        "pool",
+        "prompts",
+        "ready_since",
+        "remote",
+        "socket",
+    )
 
     def __init__(
         self,
         slot: SlotId,
         entry: Entry,
-        child: Child,
+        child: Child | None,
         pool: Pool,
         socket: str | None,
         ready_since: float,
         call: CallEngine | None = None,
+        remote: RemoteEndpoint | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.id = slot
         self.entry = entry
+        # None for a remote model, which `remote` says how to call.
         self.child = child
+        self.remote = remote
+        # Counts what it costs; None if nothing is known of that.
+        self.meter = meter
         self.pool = pool
         self.socket = socket
         self.ready_since = ready_since
@@ -51,6 +71,12 @@ class LiveSlot:
         self.prompts = PromptSlots(count) if count else None
         # What its engine last told of its cache; None if it tells nothing.
         self.figures: CacheFigures | None = None
+
+    @property
+    def process(self) -> Child:
+        """The process of a slot that has one."""
+        assert self.child is not None, "a remote model has no process"
+        return self.child
 
     async def erase(self, indexes: Sequence[int]) -> int | None:
         """Erase the prompts in these of its prompt slots. Returns their tokens; None if not all were erased."""
@@ -70,6 +96,8 @@ class LiveSlot:
 
     async def settle(self) -> None:
         """Wait a moment after a broken connection, so that the exit of a dead process is reported first."""
+        if self.child is None:
+            return
         try:
             async with asyncio.timeout(EXIT_FOLLOWS_S):
                 await self.child.wait()

@@ -7,10 +7,10 @@ other gateways.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from greenroom.config.schema import Config
+from greenroom.config.schema import Config, Remote
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.view import SchedulerView
 from greenroom.engines.registry import spread_by
@@ -31,7 +31,9 @@ from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSl
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
+from greenroom.runtime.moves.remote_moves import RemoteMoves
 from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.wiring.common import CommonParts, MemoryParts
 
@@ -112,8 +114,16 @@ class MoveParts:
     mover: Mover
 
 
-def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, config: Config, roots: Roots) -> MoveParts:
-    """`roots` are the folders below which files of a model must lie, as they are configured now."""
+def wire_moves(
+    common: CommonParts,
+    memory: MemoryParts,
+    leases: LeaseParts,
+    config: Config,
+    roots: Roots,
+    remotes: Callable[[], Mapping[str, Remote]],
+    spending: Spending,
+) -> MoveParts:
+    """`roots` are the folders below which files of a model must lie, and `remotes` the providers, both as of now."""
     slots, cleanup = common.state.slots, Cleanup()
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
@@ -132,6 +142,7 @@ def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, con
         common.catalog,
         processes,
         hosted,
+        RemoteMoves(common.slots, remotes, spending),
         memory.slot_memory,
         errors,
         common.observer,

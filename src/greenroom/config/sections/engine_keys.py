@@ -30,6 +30,7 @@ SERVER_KEYS: Final = frozenset(
 COMFYUI_KEYS: Final = frozenset({"path", "python", "args", "cmd", "workflow", "inputs", "checkpoints"})
 WHISPER_KEYS: Final = frozenset({"path", "python", "threads", "compute_type", "beam_size"})
 COMMAND_KEYS: Final = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener", "sizes_itself"})
+REMOTE_KEYS: Final = frozenset({"remote"})
 KEYS_OF_ENGINES: Final = {
     "llamacpp": LLAMACPP_KEYS,
     "transformers": TRANSFORMERS_KEYS,
@@ -39,7 +40,16 @@ KEYS_OF_ENGINES: Final = {
     "comfyui": COMFYUI_KEYS,
     "whisper": WHISPER_KEYS,
     "command": COMMAND_KEYS,
+    "remote": REMOTE_KEYS,
 }
+# Keys of models that run on this machine, by a process of ours.
+LOCAL_KEYS: Final = frozenset(
+    (
+        *("env", "cwd", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "isolate_tenants", "device"),
+        *("devices", "exclusive", "ttl_s", "pinned", "preload", "load_timeout_s", "stop_timeout_s", "versions"),
+        "routes",
+    )
+)
 # The engines that cannot do without `path`, and those that can be told to embed.
 WITH_PATH: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "whisper")
 WITH_EMBEDDING: Final = ("llamacpp", "transformers", "vllm", "sglang")

@@ -30,7 +30,13 @@ from greenroom.config.kinds import (
 )
 from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem, break_on
-from greenroom.config.sections.engine_keys import COMMAND_KEYS, KEYS_OF_ENGINES, WITH_EMBEDDING, WITH_PATH
+from greenroom.config.sections.engine_keys import (
+    COMMAND_KEYS,
+    KEYS_OF_ENGINES,
+    LOCAL_KEYS,
+    WITH_EMBEDDING,
+    WITH_PATH,
+)
 from greenroom.config.sections.shared_caches import sharing_arguments, sharing_variables
 from greenroom.config.sections.tenants import RateLimits
 from greenroom.config.sections.versions import ModelVersions
@@ -67,8 +73,8 @@ class Model(Section):
     """One model: what callers ask for, which engine runs it, what it needs."""
 
     engine: str | None = None
-    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper, command, or one of another package (see
-    `greenroom engines`); inferred from category, path (a .gguf file or a folder) or cmd when not given."""
+    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper, command, remote, or one of another package
+    (see `greenroom engines`); inferred from category, path (a .gguf file or a folder), cmd or remote when not given."""
     options: dict[str, JsonValue] = {}
     """Engines of other packages: their own options, as their documentation says."""
     path: str | None = None
@@ -80,6 +86,8 @@ class Model(Section):
     """comfyui, command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free
     port; ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without
     any of these is never spread over several."""
+    remote: str | None = None
+    """remote: the entry of `remotes` whose model it is. `use_model_name` is its name there."""
     cmd_stop: str | tuple[str, ...] | None = None
     """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
     check_endpoint: str = "/health"
@@ -308,6 +316,8 @@ def _problems(model: Model) -> Iterator[Problem]:
             "does not go together with isolate_tenants: process: an update loads one process beside the old one, and "
             "there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
         )
+    if model.engine == "remote":
+        yield from _remote(model)
     if model.engine == "command":
         yield from _command(model)
     if model.engine == "comfyui":
@@ -319,6 +329,8 @@ def _problems(model: Model) -> Iterator[Problem]:
 def _inferred_engine(model: Mapping[str, object]) -> str | None:
     """The engine of a model that names none, if its keys leave no doubt."""
     path, cmd = model.get("path"), model.get("cmd")
+    if model.get("remote") is not None and cmd is None and path is None:
+        return "remote"
     if cmd is not None and path is None:
         return "command"
     if cmd is None and isinstance(path, str) and path:
@@ -383,6 +395,13 @@ def _command(model: Model) -> Iterator[Problem]:
     texts = ((model.cmd,) if isinstance(model.cmd, str) else model.cmd) + tuple(model.env.values())
     if model.check_endpoint != NO_CHECK and not any("${PORT}" in text for text in texts):
         yield Problem(("cmd",), f'needs ${{PORT}}, the port to listen on, unless check_endpoint is "{NO_CHECK}"')
+
+
+def _remote(model: Model) -> Iterator[Problem]:
+    if model.remote is None:
+        yield Problem((), "engine remote needs remote, the name of an entry of remotes")
+    for key in sorted(LOCAL_KEYS & model.model_fields_set):
+        yield Problem((key,), "is for models that run here; a remote one takes no memory and is always ready")
 
 
 def _comfyui(model: Model) -> Iterator[Problem]:

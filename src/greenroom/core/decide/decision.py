@@ -198,7 +198,7 @@ def _decide_swap(
         return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
         return Wait(WaitReason.GREEN_ROOM, spec.id)
-    will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE
+    will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE and not spec.is_remote
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
     wants = tuple(way.wants for way in open_ways)

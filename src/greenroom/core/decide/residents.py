@@ -114,7 +114,8 @@ class Residents:
         return held
 
     def _stay(self) -> list[Slot]:
-        return [slot for slot in self._state.slots.values() if slot.leaving_to is None and not slot.lost]
+        slots = self._state.slots.values()
+        return [slot for slot in slots if slot.leaving_to is None and not slot.lost and not slot.spec.is_remote]
 
     @property
     def may_fall_asleep(self) -> bool:

@@ -26,7 +26,7 @@ class Target:
     model: ModelId
     options: tuple[Claim, ...]
     priority: int
-    will_be_ready: bool = True  # False for leases and models that come to sleep: coresidency rules do not apply
+    will_be_ready: bool = True  # False for leases, remote models and those that come to sleep: no rules apply
     apart: frozenset[ModelId] = frozenset()  # residents that are other configurations of the same thing
     version_of: ModelId | None = None  # the model whose next version it is; its name in the coresidency rules
 

@@ -220,7 +220,7 @@ class MemoryOwners:
     def _roots(self, slot: SlotId) -> frozenset[int]:
         """The pid of a live slot. Processes of a slot that is being loaded are found by their identity."""
         live = self._slots.live.get(slot)
-        pid = None if live is None else live.child.pid
+        pid = None if live is None or live.child is None else live.child.pid
         return frozenset() if pid is None else frozenset({pid})
 
     def _is_hidden(self, slot: SlotId) -> bool:

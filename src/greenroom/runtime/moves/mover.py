@@ -1,7 +1,8 @@
 """Carries moves out. Every move is an owned task that ends in exactly one `MoveDone`, whatever happens to it.
 
-Owns these tasks and what their errors mean to the scheduler. `process_moves.py` and `hosted_moves.py` do the work, for
-engines with a process for each slot and for slots that live in workers. Never decides what moves: the scheduler did.
+Owns these tasks and what their errors mean to the scheduler. `process_moves.py`, `hosted_moves.py` and
+`remote_moves.py` do the work: for engines with a process for each slot, for slots that live in workers, and for remote
+models. Never decides what moves: the scheduler did.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from greenroom.config.problems import is_empty_folder
 from greenroom.core.events import Event, MoveDone
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome
-from greenroom.engines.base import HostedEngine
+from greenroom.engines.base import ConnectedEngine, HostedEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
@@ -20,6 +21,7 @@ from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove
 from greenroom.runtime.moves.load_errors import LoadErrors
 from greenroom.runtime.moves.process_moves import ProcessMoves
+from greenroom.runtime.moves.remote_moves import RemoteMoves
 from greenroom.runtime.observer import Observer
 from greenroom.telemetry.logs import get_logger
 
@@ -38,6 +40,7 @@ class Mover:
         catalog: Catalog,
         processes: ProcessMoves,
         hosted: HostedMoves,
+        remote: RemoteMoves,
         memory: SlotMemory,
         failures: LoadErrors,
         observer: Observer,
@@ -47,6 +50,7 @@ class Mover:
         self._catalog = catalog
         self._processes = processes
         self._hosted = hosted
+        self._remote = remote
         self._memory = memory
         self.failures = failures
         self._observer = observer
@@ -127,6 +131,10 @@ class Mover:
     async def _carry_out(self, move: Move) -> SeenMove:
         if self._hosted.has(move.slot):
             return await self._move_hosted(move)
+        if self._remote.has(move.slot):
+            assert move.kind is MoveKind.UNLOAD, "a remote model does not sleep"
+            self._remote.unload(move)
+            return SeenMove()
         if move.kind is MoveKind.UNLOAD:
             await self._processes.unload(move)
             return SeenMove()
@@ -138,6 +146,10 @@ class Mover:
             self.failures.pop(move.model, None)
             return SeenMove(seen)
         engine = entry.engine
+        if isinstance(engine, ConnectedEngine):
+            await self._remote.load(move, entry)
+            self.failures.pop(move.model, None)
+            return SeenMove()
         if entry.config.path is not None and is_empty_folder(entry.config.path):
             raise UnusableModel(f"{entry.id} could not be loaded: the folder {entry.config.path} is empty.")
         if (why := engine.missing(entry.config)) is not None:

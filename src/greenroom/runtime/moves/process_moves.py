@@ -229,13 +229,13 @@ class ProcessMoves:
 
     async def _stopped(self, live: LiveSlot) -> None:
         """End its process, which reports the loss of the slot as if it had crashed."""
-        await live.child.stop(self._stop_timeout_s(live))
+        await live.process.stop(self._stop_timeout_s(live))
 
     async def _told(
         self, live: LiveSlot, what: str, max_s: float, order: Callable[[ProcessEngine], Callable[..., Awaitable[None]]]
     ) -> None:
         engine = live.entry.engine
-        assert engine.hosted is False and live.call is not None, "slots of workers are moved by hosted_moves"
+        assert isinstance(engine, ProcessEngine) and live.call is not None, "others are moved elsewhere"
         try:
             async with asyncio.timeout(max_s):
                 await order(engine)(live.entry.config, live.call)
@@ -260,7 +260,7 @@ class ProcessMoves:
 
     async def _end(self, live: LiveSlot, held: Held) -> None:
         """End its processes, then wait for its memory: the grant is given back only after both."""
-        await live.child.stop(self._stop_timeout_s(live))
+        await live.process.stop(self._stop_timeout_s(live))
         self._memory.remember(live.id, live.entry)
         await self._memory.back(live.id, held)
         await self._admission.grants.leave(live.id)
@@ -275,7 +275,7 @@ class ProcessMoves:
         if self._slots.live.pop(live.id, None) is None:
             return
         self._lost.report(live.entry, live.id, exit)
-        self._lost.keep_error(live.entry, live.id, "engine", exit, live.child.log.tail(LAST_LINES))
+        self._lost.keep_error(live.entry, live.id, "engine", exit, live.process.log.tail(LAST_LINES))
         self._give_back(live.id, live.socket)
         self._clean_up(live)
         self._lost.post((live.id,), Tier.COLD, exit)

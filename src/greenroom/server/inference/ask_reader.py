@@ -215,9 +215,11 @@ class AskReader:
         if not has_one_path(head.upgrade):
             head.upgrade = None
         if not is_open(path, passed):
+            told = f"{path.decode('ascii', 'replace')} of {name} is not passed on"
+            if entry.facts.is_remote:
+                raise NotAllowed(f"{told}: a remote model is asked by the gateway's own routes only.")
             raise NotAllowed(
-                f"{path.decode('ascii', 'replace')} of {name} is not passed on: it may control the engine, which the "
-                f"gateway does. These are: {', '.join(passed)}."
+                f"{told}: it may control the engine, which the gateway does. These are: {', '.join(passed)}."
             )
 
     def check_open(self, head: Head, caller: Caller) -> None:

@@ -23,6 +23,7 @@ from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings
 from greenroom.server.inference.ask_reader import AskReader
+from greenroom.server.inference.billing import settle
 from greenroom.server.inference.our_headers import client_named
 from greenroom.server.inference.request_log import RequestLog, tokens_used
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
@@ -168,6 +169,8 @@ class Inference:
             charge = running.ask.charge
             if charge is not None:
                 charge.end(tokens_used(running))
+            if running.bill is not None:
+                settle(running.bill, running.record, running.relay)
 
     def refused(self, error: GreenroomError) -> None:
         """Count a request that never came to the scheduler."""

@@ -25,6 +25,7 @@ from greenroom.errors import (
     GreenroomError,
     ModelLoading,
 )
+from greenroom.http.body import Payload
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
@@ -35,6 +36,7 @@ from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
+from greenroom.runtime.remote.spending import Bill
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
@@ -88,6 +90,7 @@ class Running:
         "_shared",
         "_task",
         "ask",
+        "bill",
         "exchange",
         "facts",
         "record",
@@ -107,6 +110,8 @@ class Running:
         self.relay: Relay | None = None
         # Of an answer with text that can be read.
         self.facts: AnswerFacts | None = None
+        # What it is expected to cost at a provider; None if nothing is known of that.
+        self.bill: Bill | None = None
         self._settings = settings
         self._shared = shared
         self._beat_at = self._moved_at = 0.0
@@ -152,6 +157,8 @@ class Running:
 
     def _send_now(self, slot: LiveSlot) -> bool:
         if slot.pool.idle_count == 0 or self.ask.job is not None or self.ask.remade is not None:
+            return False
+        if slot.remote is not None:
             return False
         if slot.prompts is not None and (self.ask.spreads or not self._pinned(slot.prompts)):
             return False
@@ -215,10 +222,11 @@ class Running:
             if self.exchange.gone:
                 return
             payload = self.ask.payload(None if self._pin is None else self._pin.fields)
+            head = self._engine_head(len(payload)) if slot.remote is None else self._remote_head(slot, payload)
             relay = self._new_relay(None)
             # A request that was cut meanwhile is stopped already.
             if relay.wanted:
-                await slot.pool.send(self._engine_head(len(payload)), payload, relay)
+                await slot.pool.send(head, payload, relay)
             await relay.wait()
         if isinstance(relay, Collected) and not self.exchange.gone:
             await self._answer_anew(relay)
@@ -363,6 +371,14 @@ class Running:
         """How long it waited for its slot, or has waited so far."""
         until = self.ticket.granted_at or self._shared.clock()
         return max(0, round((until - self.ticket.arrived) * 1000))
+
+    def _remote_head(self, slot: LiveSlot, payload: Payload) -> bytes:
+        """Enter what it may cost. Raises RemoteBudgetSpent."""
+        assert slot.remote is not None
+        if slot.meter is not None:
+            self.bill = slot.meter.begin(payload)
+        head, request_id = self.exchange.head, self.request_id.encode()
+        return slot.remote.head(head.method, self.ask.target, head.headers, len(payload), request_id)
 
     def _engine_head(self, length: int) -> bytes:
         head = self.exchange.head

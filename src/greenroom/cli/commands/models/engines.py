@@ -31,7 +31,7 @@ TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
-OURS: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper", "command")
+OURS: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper", "command", "remote")
 SERVERS: Final = ("vllm", "sglang")
 
 Row = dict[str, Any]
@@ -87,6 +87,7 @@ def looked_at(config: Config) -> list[Row]:
     from greenroom.engines.registry import ENGINES
 
     look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "comfyui": _comfyui, "command": _command}
+    look["remote"] = _remote
     look |= {name: functools.partial(_in_python, name) for name in HOSTED}
     look |= {name: functools.partial(_server, name) for name in SERVERS}
     look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in OURS}
@@ -118,6 +119,8 @@ def _place(engine: str, model: Model) -> tuple[str | None, ...]:
 
     if engine == "command":
         return (words(model.cmd or ())[0],)
+    if engine == "remote":
+        return (model.remote,)
     if engine == "comfyui":
         return (model.path or words(model.cmd or ())[0],)
     if engine == "llamacpp" or engine in SERVERS:
@@ -126,7 +129,7 @@ def _place(engine: str, model: Model) -> tuple[str | None, ...]:
 
 
 def _usual(engine: str) -> dict[tuple[str | None, ...], list[str]]:
-    usual: dict[str, tuple[str | None, ...]] = dict.fromkeys((*HOSTED, "comfyui", "command"), (None,))
+    usual: dict[str, tuple[str | None, ...]] = dict.fromkeys((*HOSTED, "comfyui", "command", "remote"), (None,))
     return {(None, None) if engine == "llamacpp" or engine in SERVERS else usual.get(engine, ()): []}
 
 
@@ -167,6 +170,11 @@ def _command(program: str | None) -> Row:
     found = shutil.which(program)
     why = None if found else f"there is no program {program}; install it or correct `cmd`"
     return _row("command", found is not None, found or program, {}, why=why)
+
+
+def _remote(provider: str | None) -> Row:
+    """Nothing has to be installed: the provider is called over the network."""
+    return _row("remote", True, "providers in `remotes`" if provider is None else f"remotes.{provider}", {})
 
 
 def _comfyui(place: str | None) -> Row:

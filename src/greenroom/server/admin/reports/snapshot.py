@@ -301,7 +301,7 @@ class Snapshot:
 
     def _pid(self, slot: SlotId) -> int | None:
         live = self._gateway.slots.live.get(slot)
-        return None if live is None else live.child.pid
+        return None if live is None or live.child is None else live.child.pid
 
     def _waiting(self, waiter: WaitingCaller, position: int) -> views.WaitingView:
         return views.WaitingView(

@@ -1,0 +1,1 @@
+"""Models that run elsewhere: what they cost, and their names."""

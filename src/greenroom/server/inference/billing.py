@@ -1,0 +1,31 @@
+"""What an answer of a remote model has cost, as far as the answer and its end tell.
+
+Owns the rule for requests that ended early: what a provider may have worked on is counted as it was expected, what it
+refused is free.
+"""
+
+from __future__ import annotations
+
+from greenroom.errors import RemoteTimeout
+from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.runtime.remote.spending import Bill
+from greenroom.telemetry.activity import Record
+
+_LEFT = (RelayOutcome.CLIENT_GONE, RelayOutcome.STOPPED)
+
+
+def settle(bill: Bill, record: Record, relay: Relay | None) -> None:
+    """Enter the cost of a request that has ended."""
+    if relay is None or not _has_worked(relay):
+        bill.drop()
+    else:
+        # The events of a stream that was left are counted; its prompt is not known then.
+        prompt = None if record.estimated else record.prompt_tokens
+        bill.settle(prompt, record.completion_tokens, record.cached_tokens or 0)
+
+
+def _has_worked(relay: Relay) -> bool:
+    """True if the provider answered, or may have begun to when it was not waited for any longer."""
+    if relay.status == 0:
+        return relay.outcome in _LEFT or isinstance(relay.error, RemoteTimeout)
+    return relay.status == 200

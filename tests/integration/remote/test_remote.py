@@ -1,0 +1,220 @@
+"""Remote models end to end: the official OpenAI package, the gateway, and a provider that counts its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from greenroom.app import App
+from greenroom.core.model import ModelId, Tier
+from tests.harness import fake, gateway, url, write_config
+from tests.integration.raw import CHAT, asking, chat, http
+from tests.standin_provider import KEY, Provider, provider
+from tests.waiting import PATIENCE_S, until
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+JSON = "content-type: application/json\r\n"
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture
+async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
+    monkeypatch.setenv("STANDIN_KEY", KEY)
+    async with provider(tmp_path) as one:
+        yield one
+
+
+def cloud(**keys: Any) -> dict[str, Any]:
+    return {"engine": "remote", "remote": "acme", "use_model_name": "acme-large", **keys}
+
+
+def client_of(app: App, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=url(app) + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
+async def test_the_openai_client_talks_to_a_remote_model_whole_and_as_a_stream(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote()}) as app, client_of(app) as client:
+        answer = await client.chat.completions.create(model="cloud", messages=HELLO)
+        assert answer.choices[0].message.content == "hello" and answer.usage and answer.usage.prompt_tokens == 1000
+        stream = await client.chat.completions.create(model="cloud", messages=HELLO, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == "hello"
+        # It was asked for the usage of the stream, which the caller did not ask for.
+        assert all(chunk.usage is None for chunk in chunks)
+        calls = there.calls
+        assert [call.target for call in calls] == ["/api/v1/chat/completions"] * 2
+        assert all(call.headers["authorization"] == f"Bearer {KEY}" for call in calls)
+        assert all(call.headers["host"] == f"localhost:{there.port}" for call in calls)
+        assert calls[0].body == {"model": "acme-large", "messages": HELLO}
+        # The connection was used again.
+        assert there.connections == 1
+
+
+async def test_other_dialects_are_translated_for_it(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote()}) as app:
+        asked = {"model": "cloud", "max_tokens": 9, "messages": HELLO}
+        answer = await http(app, "POST", "/v1/messages?beta=true", asked)
+        assert answer.status == 200 and answer.json()["content"][0]["text"] == "hello"
+        assert there.calls[0].target == "/api/v1/chat/completions"
+
+
+async def test_neither_key_goes_where_it_does_not_belong(
+    there: Provider, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = {"api_keys": [{"name": "ops", "key": "sk-of-the-caller", "admin": True}]}
+    server["forward_headers"] = ["x-trace-id", "x-api-key"]
+    headers = {"x-api-key": "sk-of-the-caller", "cookie": "a=b", "x-trace-id": "t", "openai-organization": "theirs"}
+    remotes = {"acme": there.remote(retries_max=0)}
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes=remotes, server=server) as app:
+        told = [await chat(app, "cloud", headers=headers)]
+        assert set(there.calls[0].headers) == {
+            *("host", "x-request-id", "content-length", "user-agent", "authorization", "content-type")
+        }
+        # A provider that repeats the key it was given.
+        there.script += [(401, JSON, f'{{"error": "{KEY} is wrong"}}'.encode())]
+        told.append(await chat(app, "cloud", headers=headers))
+        for path in ("/api/v1/status", "/api/v1/models/cloud", "/api/v1/events/none", "/api/v1/requests"):
+            told.append(await http(app, "GET", path, headers=headers))
+        log = app.slots.log(ModelId("cloud")).tail(100)
+    assert told[0].status == 200 and told[1].status == 502 and told[1].error["code"] == "remote_refused"
+    assert told[1].headers["x-should-retry"] == "false"
+    assert not any(KEY in str(answer.headers) + answer.body.decode() for answer in told)
+    assert not {"set-cookie", "openai-organization", "x-ratelimit-remaining-tokens"} & set(told[0].headers)
+    assert KEY not in caplog.text + "".join(log) and KEY not in repr(app.slots.live)
+
+
+async def test_it_takes_no_memory_and_is_always_ready(there: Provider, tmp_path: Path) -> None:
+    models = {"cloud": cloud(concurrency=2), "one": fake("one", memory_mib=100), "two": fake("two", memory_mib=100)}
+    company = {"groups": {"all": {"members": ["one", "two"], "swap": True, "exclusive": True}}}
+    remotes, scheduler = {"acme": there.remote()}, {"company": company}
+    async with gateway(tmp_path, models, budget_mib=100, remotes=remotes, scheduler=scheduler) as app:
+        view = app.loop.scheduler.view
+
+        def slot_of(model: str) -> Any:
+            return next(iter(view.slots_of(ModelId(model))), None)
+
+        await until(lambda: slot_of("cloud") is not None and slot_of("cloud").is_serving, "it is ready from the start")
+        slot = slot_of("cloud").id
+        for model in ("one", "cloud", "two", "cloud"):
+            assert (await chat(app, model)).status == 200
+        assert slot_of("cloud").id == slot and slot_of("cloud").tier is Tier.READY
+        assert not view.ledger.held_by(slot)
+        assert slot_of("two").is_serving and (slot_of("one") is None or not slot_of("one").is_serving)
+        # As many at once as it may be asked.
+        there.may_answer.clear()
+        asked = [asyncio.create_task(chat(app, "cloud")) for _ in range(4)]
+        await until(lambda: len(there.calls) == 4, "two at once beside the two before")
+        await until(lambda: sum(1 for _ in app.tickets.open) == 4, "all have come")
+        assert len(there.calls) == 4
+        there.may_answer.set()
+        assert [(await one).status for one in asked] == [200] * 4
+        told = (await http(app, "GET", "/api/v1/models/cloud")).json()
+        assert told["engine"] == "remote"
+        assert (await http(app, "POST", "/api/v1/models/cloud/sleep")).status == 422
+        assert (await http(app, "GET", "/upstream/cloud/v1/models")).status == 403
+
+
+async def test_certificates_are_checked(there: Provider, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    async with provider(tmp_path / "other", name="elsewhere.example") as impostor:
+        by_system = {**there.remote(retries_max=0)}
+        del by_system["ca_file"]
+        remotes = {"acme": by_system, "other": impostor.remote(retries_max=0)}
+        models = {"stranger": cloud(), "impostor": cloud(remote="other")}
+        async with gateway(tmp_path, models, remotes=remotes) as app:
+            for model in models:
+                answer = await chat(app, model)
+                assert answer.status == 502 and answer.error["code"] == "remote_failed"
+                assert "certificate" in answer.error["message"] and "localhost" not in answer.error["message"]
+        assert there.calls == impostor.calls == []
+
+
+async def test_a_busy_provider_is_asked_again_before_the_first_byte(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote(retries_max=2)}) as app:
+        there.script += [(429, JSON + "retry-after: 0\r\n", b"{}"), (503, JSON, b"{}")]
+        async with client_of(app) as client:
+            stream = await client.chat.completions.create(model="cloud", messages=HELLO, stream=True)
+            said = [choice.delta.content or "" async for chunk in stream for choice in chunk.choices]
+        assert "".join(said) == "hello" and len(there.calls) == 3
+        assert all(call.body == there.calls[0].body for call in there.calls)
+        # Not asked again: the caller's own mistake, a wait that is too long, a provider that says no.
+        for status, header, code in (
+            (400, "", None),
+            (429, "retry-after: 3600\r\n", "remote_busy"),
+            (500, "x-should-retry: false\r\n", "remote_failed"),
+            (302, "location: https://elsewhere.example/\r\n", "remote_failed"),
+        ):
+            there.calls.clear()
+            there.script.append((status, JSON + header, b'{"error": {"message": "theirs"}}'))
+            answer = await chat(app, "cloud")
+            assert len(there.calls) == 1
+            assert answer.status == {None: 400, "remote_busy": 429}.get(code, 502)
+            assert answer.error["message"] == "theirs" if code is None else answer.error["code"] == code
+            assert answer.headers.get("retry-after") == ("3600" if code == "remote_busy" else None)
+        # And no more often than it may.
+        there.calls.clear()
+        there.script += [(529, JSON + "retry-after: 0\r\n", b"{}")] * 3
+        with pytest.raises(openai.APIStatusError) as failed:
+            async with client_of(app) as client:
+                await client.chat.completions.create(model="cloud", messages=HELLO)
+        assert failed.value.status_code == 502 and len(there.calls) == 3
+
+
+async def test_a_provider_that_does_not_answer_is_given_up(there: Provider, tmp_path: Path) -> None:
+    remotes = {"acme": there.remote(first_byte_timeout_s=0.3, retries_max=0), "gone": there.remote(retries_max=1)}
+    remotes["gone"]["base_url"] = "https://localhost:1/v1"
+    async with gateway(tmp_path, {"cloud": cloud(), "gone": cloud(remote="gone")}, remotes=remotes) as app:
+        there.may_answer.clear()
+        answer = await chat(app, "cloud")
+        assert answer.status == 504 and answer.error["code"] == "remote_timeout"
+        there.may_answer.set()
+        answer = await chat(app, "gone")
+        assert answer.status == 502 and "cannot be reached" in answer.error["message"]
+        assert (await chat(app, "cloud")).status == 200
+
+
+async def test_a_caller_that_leaves_while_it_waits_is_not_asked_for_again(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote()}) as app:
+        there.script += [(503, JSON + "retry-after: 1\r\n", b"{}")]
+        leaving = asyncio.create_task(chat(app, "cloud"))
+        await until(lambda: there.calls, "the first call")
+        leaving.cancel()
+        await until(lambda: not app.tickets.open, "the request has ended")
+        assert (await chat(app, "cloud")).status == 200
+        await asyncio.sleep(1.2)
+        assert len(there.calls) == 2
+
+
+async def test_a_model_without_its_key_fails_alone_and_a_reload_brings_it(there: Provider, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    acme = there.remote(api_key_file=str(secret))
+    del acme["api_key_env"]
+    models = {"cloud": cloud(), "local": fake("local")}
+    async with gateway(tmp_path, models, remotes={"acme": acme}) as app:
+        answer = await chat(app, "cloud")
+        assert answer.status == 503 and str(secret) in answer.error["message"]
+        assert (await chat(app, "local")).status == 200
+        secret.write_text(f"{KEY}\n")
+        secret.chmod(0o600)
+        write_config(tmp_path, models, remotes={"acme": {**acme, "connect_timeout_s": 5}})
+        changes = await app.reload()
+        assert changes.changed == ("cloud",) and changes.at_once == ("remotes",)
+        answer = await chat(app, "cloud")
+        assert answer.status == 200 and there.calls[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+async def test_requests_that_would_break_the_head_never_leave(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote()}) as app:
+        answer = await http(app, "POST", CHAT + "?api-version=1&key=x", asking("cloud"))
+        assert answer.status == 200 and there.calls[0].target == "/api/v1/chat/completions"
+        assert (await http(app, "POST", "/tokenize", {"model": "cloud", "content": "hi"})).status == 400

@@ -1,0 +1,108 @@
+"""The sums of a day: with clocks that jump, files that are broken, and a gateway that is killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greenroom.config.schema import Remote
+from greenroom.config.sections.remotes import TokenCost
+from greenroom.errors import RemoteBudgetSpent
+from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.remote.spending import ANSWER_TOKENS, DAY_S, FILE_NAME, Meter, Spending
+
+pytestmark = pytest.mark.asyncio
+
+NOON = 20_000.5 * DAY_S
+REMOTE = Remote(base_url="https://a", cost=TokenCost(input=0, output=1e6), budget_per_day=10)
+
+
+class Clock:
+    now = NOON
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(folder: Path, clock: Clock) -> tuple[Spending, Meter]:
+    spending = Spending(folder, replace_file, clock)
+    spending.open()
+    meter = spending.meter("acme", REMOTE, "large")
+    assert meter is not None
+    return spending, meter
+
+
+def body(tokens: int, **more: int) -> bytes:
+    return json.dumps({"model": "large", "max_tokens": tokens, **more}).encode()
+
+
+async def test_a_new_day_has_its_own_budget_and_a_clock_that_jumps_opens_no_second_one(tmp_path: Path) -> None:
+    clock = Clock()
+    spending, meter = opened(tmp_path, clock)
+    meter.begin(body(10)).settle(0, 10)
+    with pytest.raises(RemoteBudgetSpent) as refused:
+        meter.begin(body(1))
+    assert refused.value.retry_after_s == DAY_S / 2 and "acme" not in refused.value.public
+    clock.now = NOON + 400 * DAY_S
+    meter.begin(body(1)).settle(0, 1)
+    clock.now = NOON
+    with pytest.raises(RemoteBudgetSpent):
+        meter.begin(body(1))
+    clock.now += DAY_S
+    meter.begin(body(9)).settle(0, 9)
+    assert spending.spent("acme") == 9.0 and spending.spent("other") == 0.0
+    await spending.close()
+    again, _ = opened(tmp_path, clock)
+    assert again.spent("acme") == 9.0
+
+
+async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> None:
+    spending, meter = opened(tmp_path, Clock())
+    bill = meter.begin(body(4, n=2))
+    assert spending.spent("acme") == 8.0
+    await spending.close()
+    # As if the gateway had been killed here.
+    killed, _ = opened(tmp_path, Clock())
+    assert killed.spent("acme") == 8.0
+    bill.settle(None, None)
+    bill.settle(0, 3)
+    bill.drop()
+    assert spending.spent("acme") == 8.0, "it is settled once"
+    await spending.close()
+
+
+@pytest.mark.parametrize(
+    ("payload", "tokens"),
+    [
+        (b"{}", ANSWER_TOKENS),
+        (b"no json", ANSWER_TOKENS),
+        (b'{"max_tokens": "many"}', ANSWER_TOKENS),
+        (b'{"max_tokens": 5, "max_completion_tokens": 7}', 7),
+        (b'{"max_tokens": -5}', 0),
+        (b'{"max_tokens": 5, "n": 3}', 15),
+    ],
+)
+async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, payload: bytes, tokens: int) -> None:
+    spending = Spending(tmp_path, replace_file, Clock())
+    cost = TokenCost(input=0, output=1e6)
+    bill = Meter(spending, "acme", cost, None).begin(payload)
+    assert bill.expected == tokens
+    bill.drop()
+    assert spending.spent("acme") == 0.0
+    await spending.close()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "days": {"a": 5}}', "[" * 100_000])
+async def test_a_broken_file_prevents_no_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    spending, meter = opened(tmp_path, Clock())
+    meter.begin(body(1)).settle(0, 1)
+    await spending.close()
+    assert opened(tmp_path, Clock())[0].spent("acme") == 1.0
+
+
+async def test_without_costs_nothing_is_counted(tmp_path: Path) -> None:
+    spending, _ = opened(tmp_path, Clock())
+    assert spending.meter("acme", Remote(base_url="https://a"), "large") is None
