@@ -31,7 +31,7 @@ def count_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 class MessageWriter:
     """Writes a message. One block is open at a time: what was thought, what is said, or a call of a tool."""
 
-    __slots__ = ("_block", "_call", "_frame", "_has_begun", "_index", "_reason", "_tokens")
+    __slots__ = ("_block", "_call", "_frame", "_has_begun", "_index", "_reason", "_stop", "_tokens")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -40,7 +40,8 @@ class MessageWriter:
         self._block: str | None = None
         self._index = -1
         self._call = -1
-        self._reason = "end_turn"
+        self._reason: str | None = None
+        self._stop: str | None = None
         self._tokens = Tokens()
 
     def whole(self, answer: Piece) -> bytes:
@@ -51,8 +52,8 @@ class MessageWriter:
             content.append({"type": "text", "text": answer.text})
         for tool in answer.tools:
             content.append({**_use(tool, self._frame), "input": _input(tool.arguments)})
-        message = self._message(content, _reason(answer), answer.tokens or Tokens())
-        return _encode(message)
+        reason = _reason(answer.reason, answer.stop, has_calls=bool(answer.tools))
+        return _encode(self._message(content, reason, answer.tokens or Tokens(), answer.stop))
 
     def piece(self, piece: Piece) -> bytes:
         written = [] if self._has_begun else [self._begin()]
@@ -69,14 +70,14 @@ class MessageWriter:
             if tool.arguments:
                 written.append(self._delta(b"input_json_delta", b"partial_json", tool.arguments))
         if piece.reason is not None:
-            self._reason = _REASONS.get(piece.reason, "end_turn")
+            self._reason, self._stop = piece.reason, piece.stop
         if piece.tokens is not None:
             self._tokens = piece.tokens
         return b"".join(written)
 
     def end(self) -> bytes:
-        reason = "tool_use" if self._call >= 0 and self._reason == "end_turn" else self._reason
-        delta = {"stop_reason": reason, "stop_sequence": None}
+        reason = _reason(self._reason, self._stop, has_calls=self._call >= 0)
+        delta = {"stop_reason": reason, "stop_sequence": self._stop}
         return b"".join(
             (
                 b"" if self._has_begun else self._begin(),
@@ -90,7 +91,9 @@ class MessageWriter:
         self._has_begun = True
         return _event("message_start", {"message": self._message([], None, Tokens())})
 
-    def _message(self, content: list[dict[str, Any]], reason: str | None, tokens: Tokens) -> dict[str, Any]:
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, tokens: Tokens, stop: str | None = None
+    ) -> dict[str, Any]:
         return {
             "id": f"msg_{self._frame.id}",
             "type": "message",
@@ -98,7 +101,7 @@ class MessageWriter:
             "model": self._frame.model,
             "content": content,
             "stop_reason": reason,
-            "stop_sequence": None,
+            "stop_sequence": stop,
             "usage": _usage(tokens),
         }
 
@@ -156,9 +159,11 @@ def _input(arguments: str) -> Any:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-def _reason(answer: Piece) -> str:
-    reason = _REASONS.get(answer.reason or "stop", "end_turn")
-    return "tool_use" if answer.tools and reason == "end_turn" else reason
+def _reason(reason: str | None, stop: str | None, *, has_calls: bool) -> str:
+    told = _REASONS.get(reason or "stop", "end_turn")
+    if told != "end_turn":
+        return told
+    return "tool_use" if has_calls else "stop_sequence" if stop is not None else told
 
 
 def _usage(tokens: Tokens) -> dict[str, int]:

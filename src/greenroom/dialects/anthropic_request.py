@@ -78,6 +78,7 @@ class _ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 class _ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[_TextBlock | _ImageBlock | _Document] | None = None
+    is_error: bool | None = None
 
 
 _Block = _TextBlock | _ImageBlock | _Document | _ThinkingBlock | _RedactedBlock | _ToolUseBlock | _ToolResultBlock
@@ -218,11 +219,22 @@ def _parts(content: str | list[Any]) -> Iterator[Part]:
         if isinstance(block, _ToolUseBlock):
             yield ToolUse(block.id, block.name, json_text(block.input))
         elif isinstance(block, _ToolResultBlock):
-            yield ToolResult(block.tool_use_id, tuple(_shown(block.content)))
+            yield ToolResult(block.tool_use_id, tuple(_result(block)))
         elif isinstance(block, _ThinkingBlock):
             yield Thought(block.thinking)
         elif not isinstance(block, _RedactedBlock):
             yield _shown_part(block)
+
+
+def _result(block: _ToolResultBlock) -> Iterator[Text | Image]:
+    """Chat has no field for an error, so the text says it."""
+    shown = _shown(block.content)
+    if block.is_error:
+        first = next(shown, Text(""))
+        yield Text(f"Error: {first.text}" if isinstance(first, Text) else "Error:")
+        if isinstance(first, Image):
+            yield first
+    yield from shown
 
 
 def _shown(content: str | list[_TextBlock | _ImageBlock | _Document] | None) -> Iterator[Text | Image]:

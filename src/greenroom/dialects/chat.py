@@ -160,9 +160,13 @@ class _Said(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    """What stopped it is named by vLLM and by SGLang: a text, or the number of a token."""
+
     delta: _Said | None = None
     message: _Said | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
 
 
 class _Details(msgspec.Struct):
@@ -170,15 +174,15 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
 class _Timings(msgspec.Struct):
-    cache_n: int = 0
-    prompt_ms: float = 0.0
-    predicted_ms: float = 0.0
+    cache_n: int | None = None
+    prompt_ms: float | None = None
+    predicted_ms: float | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -257,11 +261,13 @@ def _piece(answer: _Answer) -> Piece:
         return Piece(tokens=tokens)
     choice = answer.choices[0]
     said = choice.delta or choice.message
+    stop = choice.stop_reason or choice.matched_stop
+    stop = stop if isinstance(stop, str) and choice.finish_reason == "stop" else None
     if said is None:
-        return Piece(reason=choice.finish_reason, tokens=tokens)
+        return Piece(reason=choice.finish_reason, tokens=tokens, stop=stop)
     tools = () if not said.tool_calls else tuple(map(_tool, range(len(said.tool_calls)), said.tool_calls))
     thought = said.reasoning_content or said.reasoning or ""
-    return Piece(said.content or "", thought, tools, choice.finish_reason, tokens)
+    return Piece(said.content or "", thought, tools, choice.finish_reason, tokens, stop=stop)
 
 
 def _tool(place: int, call: _Call) -> ToolPiece:
@@ -275,10 +281,11 @@ def _tokens(answer: _Answer) -> Tokens:
     usage, timings = answer.usage or _Usage(), answer.timings or _Timings()
     details = usage.prompt_tokens_details
     cached = timings.cache_n if details is None or details.cached_tokens is None else details.cached_tokens
+    prompt = usage.prompt_tokens or 0
     return Tokens(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        min(cached, usage.prompt_tokens),
-        timings.prompt_ms,
-        timings.predicted_ms,
+        prompt,
+        usage.completion_tokens or 0,
+        min(cached or 0, prompt),
+        timings.prompt_ms or 0.0,
+        timings.predicted_ms or 0.0,
     )

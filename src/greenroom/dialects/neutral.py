@@ -133,7 +133,8 @@ class ToolPiece(NamedTuple):
 class Piece(NamedTuple):
     """Some of an answer. A whole answer is one piece.
 
-    `reason` is why it ended: stop, length, tool_calls or content_filter. `error` is the engine's, in a stream.
+    `reason` is why it ended: stop, length, tool_calls or content_filter. `stop` is the stop sequence that ended it,
+    where the engine tells. `error` is the engine's, in a stream.
     """
 
     text: str = ""
@@ -142,6 +143,7 @@ class Piece(NamedTuple):
     reason: str | None = None
     tokens: Tokens | None = None
     error: str | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,13 +66,15 @@ class _Tool(msgspec.Struct):
 
 
 class _Options(msgspec.Struct):
-    num_predict: int | None = None
+    """Clients whose language has one kind of number may send 40.0 where 40 is meant."""
+
+    num_predict: int | float | None = None
     stop: list[str] | str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: int | float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
@@ -89,6 +91,8 @@ _whole: Final = msgspec.json.Decoder(int | None)
 
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+# Larger floats are not exact.
+_FLOAT_MAX: Final = 2**53
 # The first letters of base64 tell what a picture is.
 _PICTURES: Final = {"/9j/": "image/jpeg", "UklGR": "image/webp", "R0lGOD": "image/gif"}
 # Asks for nothing: the model is loaded, or leaves if it is to be kept for no time.
@@ -153,6 +157,8 @@ def embedding_fields(fields: Fields) -> Fields:
 
 def _conversation(fields: Fields, turns: tuple[Turn, ...], tools: tuple[Tool, ...]) -> Conversation:
     options = read(fields, "options", _options) or _Options()
+    for name in ("num_predict", "top_k", "seed"):
+        setattr(options, name, _whole_number(name, getattr(options, name)))
     numbers = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
     if options.repeat_penalty is not None:
         # The names of llama.cpp, and of vLLM and Transformers.
@@ -171,6 +177,14 @@ def _conversation(fields: Fields, turns: tuple[Turn, ...], tools: tuple[Tool, ..
         thinks=None if think is None else bool(think),
         effort=think if isinstance(think, str) and think else None,
     )
+
+
+def _whole_number(name: str, said: int | float | None) -> int | None:
+    if isinstance(said, float):
+        if not said.is_integer() or abs(said) > _FLOAT_MAX:
+            raise BadRequest(f"options: {name} is a whole number.", param="options")
+        return int(said)
+    return said
 
 
 def _format(fields: Fields) -> tuple[Raw | None, bool]:

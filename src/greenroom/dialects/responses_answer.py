@@ -25,6 +25,7 @@ _ECHOED: Final[dict[str, Any]] = {
     "top_p": None,
     "user": None,
 }
+_CUTS: Final[dict[str | None, str]] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _encode: Final = msgspec.json.Encoder().encode
 _NULL: Final = b"null"
 _DELTA: Final = (
@@ -42,7 +43,7 @@ def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 class ResponseAnswer:
     """One response. Of a stream, the last item is open until another kind of piece comes."""
 
-    __slots__ = ("_echo", "_frame", "_is_cut", "_item", "_number", "_output", "_said", "_tokens")
+    __slots__ = ("_cut", "_echo", "_frame", "_item", "_number", "_output", "_said", "_tokens")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -53,7 +54,8 @@ class ResponseAnswer:
         self._item: dict[str, Any] | None = None
         # What the open item says, in pieces: joined once, when it is done.
         self._said: list[str] = []
-        self._is_cut = False
+        # Why the answer is not whole, in OpenAI's words.
+        self._cut: str | None = None
         self._tokens = Tokens()
 
     def read(self, fields: Fields) -> Conversation:
@@ -69,7 +71,7 @@ class ResponseAnswer:
             self._output.append(self._message(answer.text))
         for tool in answer.tools:
             self._output.append(self._call(tool, tool.arguments))
-        self._is_cut, self._tokens = answer.reason == "length", answer.tokens or Tokens()
+        self._cut, self._tokens = _CUTS.get(answer.reason), answer.tokens or Tokens()
         return _encode(self._response())
 
     # --- a stream ---------------------------------------------------------------------------------------------------
@@ -82,13 +84,13 @@ class ResponseAnswer:
             written += self._grow("message", piece.text)
         for tool in piece.tools:
             written += self._called(tool)
-        self._is_cut = self._is_cut or piece.reason == "length"
+        self._cut = self._cut or _CUTS.get(piece.reason)
         self._tokens = piece.tokens or self._tokens
         return b"".join(written)
 
     def end(self) -> bytes:
         written = [*([] if self._number else self._begin()), *self._close()]
-        kind = "response.incomplete" if self._is_cut else "response.completed"
+        kind = "response.incomplete" if self._cut else "response.completed"
         return b"".join([*written, self._event(kind, {"response": self._response()})])
 
     def _begin(self) -> list[bytes]:
@@ -172,9 +174,9 @@ class ResponseAnswer:
             "id": f"resp_{self._frame.id}",
             "object": "response",
             "created_at": int(self._frame.created),
-            "status": "incomplete" if self._is_cut else "completed",
+            "status": "incomplete" if self._cut else "completed",
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "incomplete_details": {"reason": self._cut} if self._cut else None,
             "model": self._frame.model,
             "output": self._output,
             "previous_response_id": None,

@@ -1,0 +1,81 @@
+"""What engines tell of an answer beside its text, in each dialect; and streams that are out of order or cut off."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.neutral import Frame
+from greenroom.dialects.ollama_answer import chat_translation
+from greenroom.dialects.responses_answer import response_translation
+from greenroom.errors import BadRequest
+
+FRAME = Frame("m", "abc", 1_700_000_000.0)
+DIALECTS = [messages_translation, response_translation, chat_translation]
+
+
+def whole(translate: Any, choice: dict[str, Any], **more: Any) -> Any:
+    answer = {"choices": [{"message": {"content": "hi"}, **choice}], **more}
+    return json.loads(translate(FRAME, False).whole(200, json.dumps(answer).encode()))
+
+
+def event(delta: dict[str, Any], **choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": delta, **choice}]}).encode() + b"\n\n"
+
+
+def streamed(translate: Any, *events: bytes) -> list[Any]:
+    """The events of a stream, or its lines."""
+    translator = translate(FRAME, True).stream()
+    out: bytes = b"".join([*map(translator.feed, events), translator.flush()])
+    lines = out.decode().split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: ", "{"))]
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("engines_field", ["stop_reason", "matched_stop"])
+def test_a_stop_sequence_is_told(engines_field: str) -> None:
+    ended = {"finish_reason": "stop", engines_field: "END"}
+    message = whole(messages_translation, ended)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    events = streamed(messages_translation, event({"content": "hi"}), event({}, **ended), DONE)
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+
+
+@pytest.mark.parametrize("told", [None, 128_009, ["odd"]])
+def test_a_token_that_ends_an_answer_is_no_stop_sequence(told: Any) -> None:
+    message = whole(messages_translation, {"finish_reason": "stop", "stop_reason": told})
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [("length", "max_output_tokens"), ("content_filter", "content_filter"), ("stop", None)]
+)
+def test_a_response_that_was_cut_says_why(reason: str, told: str | None) -> None:
+    details, status = (None, "completed") if told is None else ({"reason": told}, "incomplete")
+    response = whole(response_translation, {"finish_reason": reason})
+    assert (response["status"], response["incomplete_details"]) == (status, details)
+    last = streamed(response_translation, event({"content": "hi"}), event({}, finish_reason=reason), DONE)[-1]
+    assert last["type"] == f"response.{status}"
+    assert (last["response"]["status"], last["response"]["incomplete_details"]) == (status, details)
+
+
+@pytest.mark.parametrize("translate", DIALECTS)
+def test_figures_that_an_engine_does_not_know_are_zero(translate: Any) -> None:
+    usage = {"prompt_tokens": None, "completion_tokens": None, "prompt_tokens_details": {"cached_tokens": None}}
+    timings = {"cache_n": None, "prompt_ms": None, "predicted_ms": None}
+    answer = json.dumps(whole(translate, {"finish_reason": "stop"}, usage=usage, timings=timings))
+    assert '"hi"' in answer
+
+
+def test_an_option_that_is_not_whole_is_refused() -> None:
+    for wrong in (40.5, 1e308, -1e300):
+        fields = {"model": msgspec.Raw(b'"m"'), "messages": msgspec.Raw(b'[{"role": "user", "content": "x"}]')}
+        fields["options"] = msgspec.Raw(json.dumps({"top_k": wrong}).encode())
+        with pytest.raises(BadRequest, match="top_k is a whole number"):
+            chat_translation(FRAME, False).request(fields)
