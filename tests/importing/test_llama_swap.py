@@ -40,6 +40,10 @@ def model(**keys: Any) -> dict[str, Any]:
     return {"models": {"m": {"cmd": CMD, **keys}}}
 
 
+def peer(**keys: Any) -> dict[str, Any]:
+    return {**model(), "peers": {"p": {"proxy": "https://x.example/", "models": ["q"], **keys}}}
+
+
 def routing(**router: Any) -> dict[str, Any]:
     return {**model(), "routing": router}
 
@@ -115,23 +119,17 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
         "models>m>priority",
         0,
     ),
+    "peers.p.proxy": (peer(), "remotes>p>base_url", "https://x.example/v1"),
+    "peers.p.models": (peer(), "models>p/q>use_model_name", "q"),
+    "peers.p.apiKey": (peer(apiKey="${env.K}"), "remotes>p>api_key_env", "K"),
+    "peers.p.filters.setParams": (peer(filters={"setParams": {"a": 1}}), "models>p/q>set_params", {"a": 1}),
+    "peers.p.filters.stripParams": (peer(filters={"stripParams": "a"}), "models>p/q>strip_params", ["a"]),
+    "peers.p.filters.setParamsByID.q.a": (peer(filters={"setParamsByID": {"q": {"a": 1}}}), "", "one of its names"),
+    "peers.p.timeouts.connect": (peer(timeouts={"connect": 3}), "remotes>p>connect_timeout_s", 3),
+    "peers.p.timeouts.responseHeader": (peer(timeouts={"responseHeader": 9}), "remotes>p>first_byte_timeout_s", 9),
     **{
-        f"peers.p.{key}": ({**model(), "peers": {"p": {key: "x"}}}, "", "other servers")
-        for key in ("proxy", "apiKey", "models")
-    },
-    "peers.p.filters.setParams.a": (
-        {**model(), "peers": {"p": {"filters": {"setParams": {"a": 1}}}}},
-        "",
-        "other servers",
-    ),
-    "peers.p.filters.stripParams": (
-        {**model(), "peers": {"p": {"filters": {"stripParams": "a"}}}},
-        "",
-        "other servers",
-    ),
-    **{
-        f"peers.p.timeouts.{key}": ({**model(), "peers": {"p": {"timeouts": {key: 1}}}}, "", "other servers")
-        for key in TIMES
+        f"peers.p.timeouts.{key}": (peer(timeouts={key: 1}), "", "no such time")
+        for key in ("keepalive", "tlsHandshake", "expectContinue", "idleConn")
     },
     "models.m.cmd": (model(), "models>m>cmd", CMD),
     "models.m.cmdStop": (model(cmdStop="kill ${PID}"), "models>m>cmd_stop", "kill ${PID}"),
@@ -351,6 +349,48 @@ def test_priorities_are_reversed(said: dict[str, int], wanted: dict[str, int], t
     tree["routing"] = {"scheduler": {"settings": {"fifo": {"priority": said}}}}
     models = served(tmp_path, imported(tmp_path, tree)).models
     assert {name: 1 if one.priority == "normal" else one.priority for name, one in models.items()} == wanted
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_peers_are_asked_by_whole_names_and_by_clear_ones(tmp_path: Path) -> None:
+    peers = {
+        "Big Box": {"proxy": "http://127.0.0.1:1", "models": ["m", "q", "both"], "apiKey": "sk-secret"},
+        "big-box": {"proxy": "http://lan:8080", "models": ["both", "load"]},
+    }
+    made = imported(tmp_path, {**model(), "peers": peers})
+    config = served(tmp_path, made)
+    assert {name: one.aliases for name, one in config.models.items() if one.engine == "remote"} == {
+        "Big Box/m": (),
+        "Big Box/q": ("q",),
+        "Big Box/both": (),
+        "big-box/both": (),
+    }
+    assert {name: one.base_url for name, one in config.remotes.items()} == {
+        "big-box": "http://127.0.0.1:1/v1",
+        "big-box-2": "http://lan:8080/v1",
+    }
+    assert "sk-secret" not in as_yaml(made.tree, [], made.notes)
+    assert config.remotes["big-box"].api_key_env == "PEER_BIG_BOX_KEY"
+    # An order of our management API.
+    assert any(note.line.startswith("peers.big-box.models: not mapped: load: ") for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"proxy": "http://lan:8080", "apiKey": "x"}, "without encryption"),
+        ({"proxy": "ftp://lan"}, "https://HOST"),
+        ({"proxy": "https://user:pw@lan"}, "https://HOST"),
+        ({"proxy": "https://[::1"}, "https://HOST"),
+        ({"proxy": None}, "https://HOST"),
+    ],
+)
+def test_a_peer_that_cannot_be_asked_is_named(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    made = imported(tmp_path, peer(**keys))
+    assert any("the whole peer: " in note.line and why in note.line for note in made.notes)
+    assert list(served(tmp_path, made).models) == ["m"] and "pw" not in as_yaml(made.tree, [], made.notes)
 
 
 # --- hostile files --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from greenroom.config.reader import Problem, Value, read, refusal
 from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
+from greenroom.importing.llama_swap_peers import PeerModels
 from greenroom.importing.result import Imported, Notes
 from greenroom.importing.source_keys import SourceKeys
 
@@ -26,7 +27,6 @@ TENANT: Final = "everyone"
 _LEVELS: Final = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 _NO_UI: Final = "there is no web interface"
 _NOT_KEPT: Final = "bodies of requests are never kept"
-_PEERS: Final = "models of other servers are not asked from here; give clients that server's address"
 NOT_MAPPED: Final = {
     "logTimeFormat": "the time in log lines has one format; log.format: json has the date too",
     "logToStdout": "the gateway logs to standard error; `greenroom logs MODEL` shows what an engine prints",
@@ -42,7 +42,6 @@ NOT_MAPPED: Final = {
     "upstream.ignorePaths": "every path below /upstream loads its model",
     "profiles": "names cannot be led elsewhere while the gateway runs; change the file and type: greenroom reload",
     "selectors": "a name stands for one model",
-    "peers": _PEERS,
     "routing.scheduler.use": "requests are ordered by priority and waiting time; see scheduler.policy",
 }
 
@@ -87,8 +86,13 @@ class _Import:
         if self.macros.kept and self.macros.defined:
             sections["macros"] = dict(self.macros.defined)
             self.notes.mapped += len(self.macros.defined)
+        taken = [name for id, model in models.items() for name in (id, *_aliases(model))]
+        peers = PeerModels(self._top.below("peers"), taken)
+        if peers.remotes:
+            sections["remotes"] = peers.remotes
         self._top.name_rest(NOT_MAPPED, UNKNOWN)
-        return Imported({**sections, "models": dict(models)}, tuple(self.notes.found), self.notes.mapped)
+        made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
+        return Imported(made, tuple(self.notes.found), self.notes.mapped)
 
     def _models(self) -> dict[str, dict[str, Value]]:
         shared = SharedDefaults(

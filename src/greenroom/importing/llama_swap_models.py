@@ -204,6 +204,17 @@ def _request(keys: SourceKeys) -> dict[str, Value]:
     if (sent_as := _plain(keys, "useModelName")) is not None:
         made["use_model_name"] = sent_as
     filters = keys.below("filters")
+    made |= params_of(filters)
+    filters.name_rest({"setParamsByID": "its ids are aliases here, and get the parameters of the model"}, UNKNOWN)
+    if limit := keys.number("concurrencyLimit"):
+        made["concurrency"] = int(limit)
+        keys.notes.differs((*keys.where, "concurrencyLimit"), "further requests wait instead of getting 429")
+    return made
+
+
+def params_of(filters: SourceKeys) -> dict[str, Value]:
+    """The fields of requests that are removed, and those that are set."""
+    made: dict[str, Value] = {}
     # The second is its older name.
     stripped = ",".join(said for key in ("stripParams", "strip_params") if (said := filters.text(key)))
     strip = list(dict.fromkeys(name for part in stripped.split(",") if (name := part.strip())))
@@ -218,10 +229,6 @@ def _request(keys: SourceKeys) -> dict[str, Value]:
     settled = _settled(params)
     if forced := {name: value for name, value in settled.items() if name not in PARAMS_NOT_OURS_TO_CHANGE}:
         made["set_params"] = forced
-    filters.name_rest({"setParamsByID": "its ids are aliases here, and get the parameters of the model"}, UNKNOWN)
-    if limit := keys.number("concurrencyLimit"):
-        made["concurrency"] = int(limit)
-        keys.notes.differs((*keys.where, "concurrencyLimit"), "further requests wait instead of getting 429")
     return made
 
 
