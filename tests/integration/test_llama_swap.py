@@ -21,6 +21,7 @@ import yaml
 from greenroom.app import App
 from greenroom.importing.llama_swap import import_file
 from tests.harness import FAKE_ENGINE, fake, gateway
+from tests.integration.facts import is_ready
 from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.waiting import PATIENCE_S, until
 
@@ -190,12 +191,15 @@ async def test_keys_unload_and_see_what_they_may(tmp_path_factory: pytest.TempPa
         {"name": "none", "key": "none"},
     ]
     models = {"m": fake("m"), "other": fake("other"), "shy": fake("shy", unlisted=True)}
-    async with gateway(tmp_path_factory.mktemp("keys"), models, server={"api_keys": keys}) as app:
+    # It runs elsewhere: no unload concerns it.
+    models["far"] = {"engine": "remote", "remote": "lan", "use_model_name": "x"}
+    remotes = {"lan": {"base_url": "http://127.0.0.1:9/v1"}}
+    async with gateway(tmp_path_factory.mktemp("keys"), models, server={"api_keys": keys}, remotes=remotes) as app:
 
         async def by(key: str, method: str, path: str, body: Any = None) -> Answer:
             return await http(app, method, path, body, headers={"Authorization": f"Bearer {key}"})
 
-        for model in models:
+        for model in ("m", "other", "shy"):
             assert (await by("all", "POST", CHAT, asking(model))).status == 200
         seen = {key: (await by(key, "GET", "/running")).json()["running"] for key in ("all", "some", "none")}
         assert {key: [one["model"] for one in told] for key, told in seen.items()} == {
@@ -208,3 +212,5 @@ async def test_keys_unload_and_see_what_they_may(tmp_path_factory: pytest.TempPa
         assert (await by("some", "POST", "/api/models/unload/other")).status == 404
         assert (await by("some", "GET", "/unload")).status == 200
         assert [one["model"] for one in (await by("all", "GET", "/running")).json()["running"]] == ["other", "shy"]
+        assert (await by("all", "GET", "/unload")).status == 200
+        assert (await by("all", "GET", "/running")).json() == {"running": []} and is_ready(app, "far")

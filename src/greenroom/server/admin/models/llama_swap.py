@@ -56,10 +56,11 @@ class LlamaSwapRoutes:
         app.get("/api/events", include_in_schema=False)(self.events)
 
     async def running(self, request: Request) -> Response:
-        """Models that are ready, come or leave. Their commands are for operators."""
+        """Models that are ready, come or leave, without those that run elsewhere. Commands are for operators."""
         is_admin, sees = asked_by_admin(request), caller_of(request).sees
         look = self._look()
-        listed = [entry for entry in self._entries if sees(entry.base_id) and (is_admin or not entry.config.unlisted)]
+        here = (entry for entry in self._entries if not entry.spec.is_remote and sees(entry.base_id))
+        listed = [entry for entry in here if is_admin or not entry.config.unlisted]
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
         return JSONResponse({"running": sorted(found, key=lambda one: str(one["model"]))})
 
@@ -117,12 +118,15 @@ class LlamaSwapRoutes:
         return [one for one in self._gateway.catalog if one.instance_of is None and one.spec.version_of is None]
 
     def _there(self, request: Request) -> list[Entry]:
-        """Models of the caller that hold memory, processes for single tenants included."""
+        """Models of the caller that are here, processes for single tenants included."""
         view, sees = self._gateway.loop.scheduler.view, caller_of(request).sees
         return [
             entry
             for entry in self._gateway.catalog
-            if entry.spec.version_of is None and sees(entry.base_id) and view.slots_of(entry.id)
+            if not entry.spec.is_remote
+            and entry.spec.version_of is None
+            and sees(entry.base_id)
+            and view.slots_of(entry.id)
         ]
 
     async def _unload(self, request: Request, entries: Sequence[Entry]) -> None:
