@@ -157,19 +157,19 @@ def embedding_fields(fields: Fields) -> Fields:
 
 def _conversation(fields: Fields, turns: tuple[Turn, ...], tools: tuple[Tool, ...]) -> Conversation:
     options = read(fields, "options", _options) or _Options()
-    for name in ("num_predict", "top_k", "seed"):
-        setattr(options, name, _whole_number(name, getattr(options, name)))
+    tokens_max = _whole_number("num_predict", options.num_predict)
+    options.top_k = _whole_number("top_k", options.top_k)
+    options.seed = _whole_number("seed", options.seed)
     numbers = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
     if options.repeat_penalty is not None:
         # The names of llama.cpp, and of vLLM and Transformers.
         numbers |= {"repeat_penalty": options.repeat_penalty, "repetition_penalty": options.repeat_penalty}
-    tokens_max = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
     schema, any_json = _format(fields)
     think: bool | str | None = read(fields, "think", _think)
     return Conversation(
         turns,
         tools,
-        tokens_max=tokens_max,
+        tokens_max=tokens_max if tokens_max is not None and tokens_max > 0 else None,
         stops=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         sampling=numbers,
         schema=schema,
