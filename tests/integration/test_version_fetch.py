@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,39 @@ async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hu
         assert files(tmp_path, "bravo")
 
 
+async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub: StandinHub, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    async with (
+        gateway(one, models(keep=1), **options(tmp_path)) as first,
+        gateway(two, models(keep=1), **options(tmp_path)) as second,
+    ):
+        await asyncio.gather(has_first_version(first), has_first_version(second))
+        await update(first, "org/bravo")
+        assert files(tmp_path, "alpha"), "the second one serves it"
+        await update(second, "org/bravo")
+        assert not files(tmp_path, "alpha"), "none needs it any more"
+        # Both fetch it, and the second one cannot serve it.
+        write_config(two, models(keep=1, warm_up_timeout_s=0.001), **options(tmp_path))
+        await second.reload()
+        order = {"model_repo_id": "org/charlie"}
+        done, failed = await asyncio.gather(
+            *(http(app, "POST", "/update-model?wait=true", order) for app in (first, second))
+        )
+        assert (done.status, failed.error["code"]) == (200, "warm_up_failed")
+        assert files(tmp_path, "charlie") and files(tmp_path, "bravo")
+        for app, said_by in ((first, "charlie"), (second, "bravo")):
+            assert (await http(app, "POST", "/api/v1/models/m/unload", {})).status == 200
+            assert said(await ask(app))[2] == said_by
+
+
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)
         await update(app, "org/bravo")
     # From here on both are files that somebody else has put there, one before the start and one after it.
     (tmp_path / "state" / "versions.json").unlink()
+    shutil.rmtree(tmp_path / "models" / ".greenroom")
     aside = (tmp_path / "models" / "models--org--bravo").rename(tmp_path / "aside")
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
         await has_first_version(app)

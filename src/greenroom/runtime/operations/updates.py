@@ -95,9 +95,12 @@ class Updates:
         self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
         self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._using: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Fetch the first version of models that have none and name a repository. Also after a reload."""
+        if self._using is None:
+            self._using = asyncio.get_running_loop().create_task(self._use_only_known(), name="use weights")
         for name, model in self._services.config().models.items():
             repo_id = None if model.versions is None else model.versions.repo_id
             if repo_id is None or self.of(name).current is not None:
@@ -253,11 +256,13 @@ class Updates:
         """What still runs is forgotten: the next start calls it failed, and serves what was promised."""
         updates = [running.task for running in self._running.values() if running.task is not None]
         tasks = [*updates, *(task for _, task in self._firsts.values())]
+        tasks += [] if self._using is None else [self._using]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # After the updates: one that is cancelled may have begun a move just now.
         await self._changes.close()
+        await self._services.weights.use_only(())
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -343,14 +348,21 @@ class Updates:
         if any(other != model for other in self._running):
             return
         in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
-        for name in self._services.config().models:
-            known = self.of(name)
-            in_use += [one.path for one in (known.current, *known.kept, known.prepared) if one is not None]
+        in_use += [one.path for one in self._known()]
         unused = fetched.difference(in_use)
         fetched.clear()
         try:
             if unused:
                 await self._services.weights.remove_unused(unused, in_use)
+            await self._use_only_known()
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
             _log.bug("weights were not deleted", error, model=model)
+
+    def _known(self) -> list[Version]:
+        """All versions of all models."""
+        models = map(self.of, self._services.config().models)
+        return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
+
+    async def _use_only_known(self) -> None:
+        await self._services.weights.use_only(self._known())

@@ -6,17 +6,20 @@ the library's.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
+from greenroom.library.fetched_marks import FetchedMarks
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
 from greenroom.library.roots import is_below
+from greenroom.library.versions import Version
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
@@ -48,6 +51,7 @@ class Weights:
     def __init__(self, library: Library, downloads: Downloads) -> None:
         self._library = library
         self._downloads = downloads
+        self._marks = FetchedMarks(lambda: library.roots)
 
     async def found(self, model: Model, order: WeightsOrder, fetched: set[str]) -> FoundWeights:
         """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails.
@@ -58,7 +62,8 @@ class Weights:
         path = await run_detached(lambda: self._library.roots.locate(name), "look for weights")
         if path is not None:
             await self._library.refresh()
-            return FoundWeights(path, name, self._commit_at(path, model), is_fetched=path in fetched)
+            commit = self._commit_at(path, model)
+            return FoundWeights(path, name, commit, await self._used(path, is_fetched=path in fetched))
         if name.startswith(("/", "./", "../", "~")):
             raise PathNotFound(
                 f"There is nothing at {shown(name)} below the folders of models (library.roots).", param="model_repo_id"
@@ -94,8 +99,30 @@ class Weights:
         there = [record for record in records if is_below(record.path, place) or record.folder == place]
         if not self._is_wanted_by_others(row):
             fetched.update(record.path for record in there if record.path not in known)
+        # At once: what was fetched for a model that cannot run it is deleted, unless another gateway uses it.
+        for path in fetched:
+            await self._used(path, is_fetched=True)
         record = _choose(there, wanted.quantization, model, order)
-        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched=record.path in fetched)
+        is_fetched = await self._used(record.path, is_fetched=record.path in fetched)
+        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched)
+
+    async def _used(self, path: str, *, is_fetched: bool) -> bool:
+        """Let no other gateway delete this. True if an update fetched it, here or elsewhere. Raises FetchFailed."""
+        try:
+            return await run_detached(lambda: self._marks.use(path, is_fetched=is_fetched), "use weights")
+        except BlockingIOError:
+            raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
+
+    async def use_only(self, versions: Collection[Version]) -> None:
+        """Let other gateways delete what these do not need."""
+
+        def use() -> None:
+            for version in versions:
+                with contextlib.suppress(BlockingIOError):
+                    self._marks.use(version.path, is_fetched=version.is_fetched)
+            self._marks.use_only({version.path for version in versions})
+
+        await run_detached(use, "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """Whether somebody else ordered the same meanwhile."""
@@ -105,9 +132,15 @@ class Weights:
         )
 
     async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> None:
-        """Delete what lies at these paths, unless it is in use by any name."""
+        """Delete what lies at these paths, unless it is in use by any name, or by another gateway."""
         for path in await run_detached(lambda: _unused(paths, in_use), "compare versions"):
-            await self._remove(path)
+            lock = await run_detached(lambda: self._marks.take(path), "look who uses weights")  # noqa: B023
+            if lock is None:
+                continue
+            try:
+                await self._remove(path)
+            finally:
+                await run_detached(lambda: self._marks.let_go(path, lock), "let go of weights")  # noqa: B023
 
     async def _remove(self, path: str) -> None:
         """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
