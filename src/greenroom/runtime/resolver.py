@@ -28,6 +28,7 @@ from greenroom.library.roots import is_below
 from greenroom.runtime.adhoc_model import BACKENDS, NO_OPTIONS, ModelOptions, model_of
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.remote.names import RemoteNames
 from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger
 
@@ -49,6 +50,9 @@ class Asker(Protocol):
     @property
     def tenant(self) -> str | None: ...
 
+    @property
+    def may_ask_remote(self) -> bool: ...
+
     def sees(self, model: str) -> bool:
         """False if this model must look as if it did not exist; by its id, for ad-hoc models that of the library."""
         ...
@@ -57,6 +61,7 @@ class Asker(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Operator:
     tenant: str | None = None
+    may_ask_remote: bool = True
 
     def sees(self, model: str) -> bool:
         return True
@@ -110,6 +115,7 @@ class Resolver:
         self._under_way: dict[tuple[str, ModelOptions, Asker], asyncio.Task[Entry]] = {}
         self._uses = 0
         self.instances = TenantModels(catalog, view, post, clock, forgotten)
+        self.remote_names = RemoteNames(catalog, lambda: config().remotes, view, post, clock, forgotten)
         # True if requests may name models that are not configured, and say how to run them.
         self.takes_options = bool(library.roots)
 
@@ -139,6 +145,10 @@ class Resolver:
             if self.takes_options and entry.config.path is not None:
                 self._library.used_at(entry.config.path)
             return entry
+        if (remote := self.remote_names.find(name, asker)) is not None:
+            if options is not NO_OPTIONS:
+                _expect_no_order(remote, options)
+            return remote
         if entry is None:
             self._expect_version(name, asker)
         if not self.takes_options:
@@ -348,6 +358,7 @@ class Resolver:
     def reloaded(self) -> None:
         """Forget models that a changed configuration has taken over, or whose roots are gone."""
         self.instances.reloaded()
+        self.remote_names.reloaded()
         roots = self._library.real_roots()
         self.takes_options = bool(self._library.roots)
         for model, known in list(self._adhoc.items()):

@@ -40,6 +40,7 @@ class Permission(Enum):
     DOWNLOAD = "download"
     DELETE = "delete"
     RELOAD = "reload"
+    REMOTE = "remote"
     # What no other word is for.
     MANAGE = "manage"
 
@@ -70,6 +71,11 @@ class Caller:
         if permission is Permission.ASK or self.admin:
             return True
         return permission in self.verbs or (permission is Permission.LEASE and self.leases)
+
+    @property
+    def may_ask_remote(self) -> bool:
+        """True if it may ask providers for models that no configuration names."""
+        return self.admin or Permission.REMOTE in self.verbs
 
     def sees(self, model: str) -> bool:
         """False if this model must look as if it did not exist."""

@@ -36,6 +36,8 @@ class Verb(StrEnum):
     """Delete models from disk."""
     RELOAD = "reload"
     """Have the configuration read again."""
+    REMOTE = "remote"
+    """Ask providers in `remotes` for models by name, such as claude:sonnet, which costs money."""
 
 
 # These concern every model, which a key with `models` must not even know of.

@@ -1,0 +1,135 @@
+"""Names of remote models that no configuration has: claude:sonnet is the model `sonnet` of the provider `claude`.
+
+Owns which of them are remembered, as models of their own, so that each has its limits, its usage and its place in the
+scheduler. They take no memory, so they cost nothing but their names; those that were not used for longest leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from greenroom.config.kinds import id_problem
+from greenroom.config.schema import Model, Remote
+from greenroom.core.events import ConfigChanged
+from greenroom.core.model import ModelId
+from greenroom.core.view import SchedulerView
+from greenroom.errors import BadRequest, NotAllowed, TooManyModels
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("models")
+
+# Callers make names up; a provider has some dozens.
+NAMES_MAX: Final = 256
+RETRY_AFTER_S: Final = 5.0
+
+
+class RemoteAsker(Protocol):
+    @property
+    def may_ask_remote(self) -> bool:
+        """True if it may ask a provider for models that no configuration names, which costs money."""
+
+    def sees(self, model: str) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Named:
+    remote: Remote
+    used: int = 0
+
+
+class RemoteNames:
+    def __init__(
+        self,
+        catalog: Catalog,
+        remotes: Callable[[], Mapping[str, Remote]],
+        view: Callable[[], SchedulerView],
+        post: Callable[[ConfigChanged], None],
+        clock: Callable[[], float],
+        forgotten: Callable[[], None],
+        names_max: int = NAMES_MAX,
+    ) -> None:
+        """`remotes` are the providers as they are configured now."""
+        self._catalog = catalog
+        self._remotes = remotes
+        self._view = view
+        self._post = post
+        self._clock = clock
+        self._forgotten = forgotten
+        self._max = names_max
+        self._known: dict[ModelId, _Named] = {}
+        self._uses = 0
+
+    def find(self, name: str, asker: RemoteAsker) -> Entry | None:
+        """The model of this name; None if its prefix is no provider's, or the asker does not see it.
+
+        Raises NotAllowed, BadRequest for what cannot be a name, and TooManyModels.
+        """
+        prefix, colon, rest = name.partition(":")
+        remote = self._remotes().get(prefix) if colon else None
+        if remote is None or not asker.sees(name):
+            return None
+        if not asker.may_ask_remote:
+            raise NotAllowed(
+                f"This key may not ask {prefix} for models by name: its `verbs` do not have `remote`.", param="model"
+            )
+        if not rest:
+            raise BadRequest(f"{prefix}: is followed by the name of a model.", param="model")
+        if (why := id_problem(name)) is not None:
+            raise BadRequest(f"There is no such model: {why}.", param="model")
+        model_id = ModelId(name)
+        known, entry = self._known.get(model_id), self._catalog.find(name)
+        if known is None or entry is None:
+            known, entry = self._added(model_id, prefix, rest, remote)
+        self._uses += 1
+        known.used = self._uses
+        return entry
+
+    def reloaded(self) -> None:
+        """Forget models of providers that were removed or changed, and those that a configuration has taken over."""
+        remotes = self._remotes()
+        for model, known in list(self._known.items()):
+            entry = self._catalog.find(model)
+            if entry is None or not entry.is_adhoc:
+                del self._known[model]
+            elif remotes.get(model.partition(":")[0]) != known.remote:
+                self._forget(model)
+
+    def _added(self, model_id: ModelId, prefix: str, rest: str, remote: Remote) -> tuple[_Named, Entry]:
+        self._expect_room()
+        model = Model(
+            engine="remote",
+            remote=prefix,
+            use_model_name=remote.name_of(rest),
+            concurrency=remote.concurrency,
+            unlisted=True,
+            # Translations of other dialects add them; OpenAI refuses fields that it does not know.
+            strip_params=("chat_template_kwargs", "top_k"),
+        )
+        entry = self._catalog.adhoc_entry(model_id, model, model_id)
+        self._known[model_id] = known = _Named(remote)
+        self._catalog.add(entry)
+        self._post(ConfigChanged(self._clock(), models=(entry.spec,)))
+        _log.info("remote model named", model=model_id, name_there=model.use_model_name)
+        return known, entry
+
+    def _expect_room(self) -> None:
+        while len(self._known) >= self._max:
+            idle = [(known.used, model) for model, known in self._known.items() if not self._is_busy(model)]
+            if not idle:
+                raise TooManyModels(
+                    f"{self._max:,} remote models may be asked for by name at once.", retry_after_s=RETRY_AFTER_S
+                )
+            self._forget(min(idle)[1])
+
+    def _is_busy(self, model: ModelId) -> bool:
+        view = self._view()
+        return view.is_waited_for(model) or any(slot.in_flight or slot.move for slot in view.slots_of(model))
+
+    def _forget(self, model: ModelId) -> None:
+        del self._known[model]
+        self._catalog.remove(model)
+        self._post(ConfigChanged(self._clock(), removed=(model,)))
+        self._forgotten()
