@@ -1,0 +1,112 @@
+"""Whole files of llama-swap as people write them: each imports with all of its models, and what is lost is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.importing.test_llama_swap import imported, served
+
+# One GPU, models that take turns, and a small one that stays.
+TURNS = """
+healthCheckTimeout: 300
+logLevel: info
+startPort: 10001
+macros:
+  "server-latest": /opt/llama.cpp/llama-server --host 127.0.0.1 --port ${PORT} -ngl 999 -fa on
+  "models": /srv/models
+models:
+  "qwen-32b":
+    name: Qwen
+    cmd: |
+      ${server-latest}
+      # the draft makes it quicker
+      --model ${models}/qwen-32b.gguf --model-draft ${models}/qwen-0.5b.gguf \\
+      --ctx-size 32768
+    aliases: [coder, "gpt-4o-mini"]
+    ttl: 600
+    env: ["CUDA_VISIBLE_DEVICES=0"]
+    filters: {stripParams: "temperature, top_p", setParams: {chat_template_kwargs: {enable_thinking: false}}}
+  "embed": {cmd: "${server-latest} --embedding -m ${models}/embed.gguf", unlisted: true, ttl: 0}
+groups:
+  forever: {persistent: true, swap: false, exclusive: false, members: [embed]}
+hooks: {on_startup: {preload: [embed]}}
+"""
+# Containers, with fixed ports and a command that stops them.
+CONTAINERS = """
+models:
+  vllm:
+    proxy: "http://127.0.0.1:9503"
+    checkEndpoint: /health
+    useModelName: Org/Model-AWQ
+    cmd: >
+      docker run --init --rm --name vllm-a --gpus all -v /srv/models:/models -p 9503:8000
+      vllm/vllm-openai:latest --model /models/Org/Model-AWQ --gpu-memory-utilization 0.9
+    cmdStop: docker stop vllm-a
+    concurrencyLimit: 32
+  whisper:
+    cmd: podman run --rm -p ${PORT}:8080 whisper
+    checkEndpoint: none
+    capabilities: {in: [audio], out: [text]}
+"""
+# Sets that fit together, and another machine.
+SETS = """
+globalTTL: 900
+apiKeys: ["${env.SWAP_KEY}"]
+models:
+  big: {cmd: "srv --port ${PORT} --big"}
+  org/small: {cmd: "srv --port ${PORT}"}
+  eye: {cmd: "srv --port ${PORT} --eye", macros: {n: 2}, metadata: {gpus: "${n}"}}
+routing:
+  router:
+    use: matrix
+    settings:
+      matrix:
+        vars: {s: org/small}
+        evict_costs: {big: 30}
+        sets: {day: s & eye, night: big | +day}
+  scheduler: {use: fifo, settings: {fifo: {priority: {eye: 10, big: -5}}}}
+peers:
+  tower: {proxy: "https://tower.example:8443", apiKey: "${env.TOWER_KEY}", models: [llama-405b]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "named"),
+    [
+        (TURNS, {"qwen-32b", "embed"}, []),
+        (
+            CONTAINERS,
+            {"vllm", "whisper"},
+            ["models.vllm.concurrencyLimit", "models.vllm.proxy", "models.whisper.capabilities"],
+        ),
+        (
+            SETS,
+            {"big", "org/small", "eye", "tower/llama-405b"},
+            ["apiKeys", "routing.scheduler.settings.fifo.priority", "routing.scheduler.use"],
+        ),
+    ],
+    ids=["turns", "containers", "sets"],
+)
+def test_a_whole_file_is_served_with_the_same_ids(text: str, ids: set[str], named: list[str], tmp_path: Path) -> None:
+    made = imported(tmp_path, text)
+    config = served(tmp_path, made, {"SWAP_KEY": "k", "TOWER_KEY": "t"})
+    assert set(config.models) == ids
+    assert sorted(note.line.partition(": ")[0] for note in made.notes) == named
+
+
+def test_what_they_say_is_what_is_served(tmp_path: Path) -> None:
+    turns = served(tmp_path, imported(tmp_path, TURNS)).models
+    assert (
+        isinstance(turns["qwen-32b"].cmd, str) and "--model-draft /srv/models/qwen-0.5b.gguf" in turns["qwen-32b"].cmd
+    )
+    assert turns["embed"].preload and turns["embed"].ttl_s == 0 and turns["qwen-32b"].load_timeout_s == 300
+    vllm = served(tmp_path, imported(tmp_path, CONTAINERS)).models["vllm"]
+    assert isinstance(vllm.cmd, str) and "-p ${PORT}:8000" in vllm.cmd and vllm.cmd_stop == "docker stop vllm-a"
+    assert vllm.listener == "any" and vllm.concurrency == 32
+    sets = served(tmp_path, imported(tmp_path, SETS), {"SWAP_KEY": "k", "TOWER_KEY": "t"})
+    assert [sets.models[name].priority for name in ("eye", "org/small", "big")] == [0, "normal", 2]
+    assert sets.remotes["tower"].api_key_env == "TOWER_KEY" and sets.models["tower/llama-405b"].aliases == (
+        "llama-405b",
+    )
