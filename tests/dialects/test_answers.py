@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.neutral import Frame
@@ -79,3 +80,45 @@ def test_an_option_that_is_not_whole_is_refused() -> None:
         fields["options"] = msgspec.Raw(json.dumps({"top_k": wrong}).encode())
         with pytest.raises(BadRequest, match="top_k is a whole number"):
             chat_translation(FRAME, False).request(fields)
+
+
+def is_error(told: Any) -> bool:
+    return told.get("type") == "error" or "error" in told
+
+
+@pytest.mark.parametrize("translate", DIALECTS)
+def test_a_stream_that_ends_early_ends_with_an_error(translate: Any) -> None:
+    told = streamed(translate, event({"content": "half an ans"}))
+    assert "half an ans" in json.dumps(told)
+    assert [is_error(one) for one in told] == [False] * (len(told) - 1) + [True]
+    assert "before its answer was whole" in json.dumps(told[-1])
+    translator = translate(FRAME, True).stream()
+    translator.feed(event({"content": "half an ans"}))
+    assert translator.failure is None and translator.flush() and translator.failure is not None
+    assert translator.flush() == b""
+
+
+@pytest.mark.parametrize("translate", DIALECTS)
+@pytest.mark.parametrize("last", [DONE, event({}, finish_reason="stop"), b"data: [DONE]"])
+def test_a_reason_or_the_last_word_ends_a_stream(translate: Any, last: bytes) -> None:
+    told = streamed(translate, event({"content": "hi"}), last)
+    assert not any(is_error(one) and one.get("error") for one in told) and "hi" in json.dumps(told)
+
+
+@pytest.mark.parametrize("translate", DIALECTS)
+def test_a_last_event_without_its_line_break_is_read(translate: Any) -> None:
+    told = streamed(translate, event({"content": "one"}), event({"content": "two"}, finish_reason="length")[:-2])
+    assert "two" in json.dumps(told) and not any(is_error(one) and one.get("error") for one in told)
+    assert "max" in json.dumps(told[-2:]) or told[-1].get("done_reason") == "length"
+    told = streamed(translate, event({"content": "one"}), b'data: {"error": {"message": "no memory"}}')
+    assert is_error(told[-1]) and "no memory" in json.dumps(told[-1])
+
+
+def test_an_error_of_a_response_has_the_published_fields() -> None:
+    failed = b'data: {"error": {"message": "no memory"}}\n\n'
+    told = streamed(response_translation, event({"content": "one"}), failed)
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    last = told[-1]
+    assert ResponseErrorEvent.model_validate(last).message == "no memory"
+    assert (last["type"], last["code"], last["param"]) == ("error", "engine_error", None)
+    assert last["error"]["message"] == "no memory"

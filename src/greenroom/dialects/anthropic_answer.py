@@ -31,6 +31,8 @@ def count_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 class MessageWriter:
     """Writes a message. One block is open at a time: what was thought, what is said, or a call of a tool."""
 
+    # Events have no numbers.
+    number: Final = 0
     __slots__ = ("_block", "_call", "_frame", "_has_begun", "_index", "_reason", "_stop", "_tokens")
 
     def __init__(self, frame: Frame) -> None:

@@ -224,24 +224,43 @@ def error_message(body: bytes) -> str:
 
 
 class ChatEvents:
-    """Reads the events of a stream, however they are split. A line is an event: chat has no longer ones."""
+    """Reads the events of a stream, however they are split. A line is an event: chat has no longer ones.
 
-    __slots__ = ("_held",)
+    `is_whole` is True once the engine gave a reason for the end, or its last word.
+    """
+
+    __slots__ = ("_held", "is_whole")
 
     def __init__(self) -> None:
         self._held = b""
+        self.is_whole = False
 
     def feed(self, data: bytes) -> list[Piece]:
         """What came since. The piece with an error is the last one that counts."""
         lines = (self._held + data).split(b"\n")
         self._held = lines.pop()
-        pieces = []
-        for line in lines:
-            if line.startswith(b"data:") and (said := line[5:].strip()) and said != _DONE:
-                pieces.append(_event(said))
+        pieces = self._pieces(lines)
         if len(self._held) > LINE_BYTES_MAX:
             self._held = b""
             pieces.append(Piece(error="The engine sent an event that is too long."))
+        return pieces
+
+    def end(self) -> list[Piece]:
+        """What a last line says that has no line break."""
+        held, self._held = self._held, b""
+        return self._pieces([held])
+
+    def _pieces(self, lines: list[bytes]) -> list[Piece]:
+        pieces = []
+        for line in lines:
+            if not line.startswith(b"data:") or not (said := line[5:].strip()):
+                continue
+            if said == _DONE:
+                self.is_whole = True
+                continue
+            piece = _event(said)
+            self.is_whole = self.is_whole or piece.reason is not None
+            pieces.append(piece)
         return pieces
 
 

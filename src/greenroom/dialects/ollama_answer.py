@@ -54,6 +54,8 @@ def _translation(
 class OllamaAnswer:
     """`loads` is set for a request that says nothing: its answer says only that the model is there, or leaves."""
 
+    # Lines have no numbers.
+    number: Final = 0
     __slots__ = ("_calls", "_created", "_is_chat", "_model", "_reason", "_tokens", "loads")
 
     def __init__(self, frame: Frame, *, is_chat: bool) -> None:

@@ -43,13 +43,13 @@ def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 class ResponseAnswer:
     """One response. Of a stream, the last item is open until another kind of piece comes."""
 
-    __slots__ = ("_cut", "_echo", "_frame", "_item", "_number", "_output", "_said", "_tokens")
+    __slots__ = ("_cut", "_echo", "_frame", "_item", "_output", "_said", "_tokens", "number")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._echo: dict[str, Any] = {}
         # Events so far, items that are done, and the one that is open.
-        self._number = 0
+        self.number = 0
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
         # What the open item says, in pieces: joined once, when it is done.
@@ -77,7 +77,7 @@ class ResponseAnswer:
     # --- a stream ---------------------------------------------------------------------------------------------------
 
     def piece(self, piece: Piece) -> bytes:
-        written = [] if self._number else self._begin()
+        written = [] if self.number else self._begin()
         if piece.thought:
             written += self._grow("reasoning", piece.thought)
         if piece.text:
@@ -89,7 +89,7 @@ class ResponseAnswer:
         return b"".join(written)
 
     def end(self) -> bytes:
-        written = [*([] if self._number else self._begin()), *self._close()]
+        written = [*([] if self.number else self._begin()), *self._close()]
         kind = "response.incomplete" if self._cut else "response.completed"
         return b"".join([*written, self._event(kind, {"response": self._response()})])
 
@@ -109,7 +109,7 @@ class ResponseAnswer:
         assert self._item is not None
         self._said.append(text)
         name, more = (b"reasoning_text", b"") if kind == "reasoning" else (b"output_text", b',"logprobs":[]')
-        number, self._number = self._number, self._number + 1
+        number, self.number = self.number, self.number + 1
         # Written for every token, so it is put together by hand.
         at = (name, name, number, self._item["id"].encode(), len(self._output), _encode(text), more)
         written.append(_DELTA % at)
@@ -164,7 +164,7 @@ class ResponseAnswer:
         return self._event(kind, {"item_id": self._item["id"], "output_index": len(self._output), **more})
 
     def _event(self, kind: str, more: dict[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
+        number, self.number = self.number, self.number + 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, "sequence_number": number, **more}))
 
     # --- shapes -----------------------------------------------------------------------------------------------------

@@ -42,14 +42,21 @@ def error_shape(dialect: Dialect, status: int, error: Mapping[str, Any], request
     return {"error": dict(error)}
 
 
-def error_event_of(dialect: Dialect, body: bytes) -> bytes:
-    """The body of an error as the last event of a stream."""
+def error_event_of(dialect: Dialect, body: bytes, number: int = 0) -> bytes:
+    """The body of an error as the last event of a stream, whose number it is in a dialect that numbers events."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: %b\n\n" % body
     if dialect is Dialect.OLLAMA:
         return body + b"\n"
     if dialect is Dialect.RESPONSES:
-        return b'event: error\ndata: {"type":"error",%b\n\n' % body[1:]
+        error = msgspec.json.decode(body)["error"]
+        flat = {
+            "code": error.get("code") or error.get("type"),
+            "message": error["message"],
+            "param": error.get("param"),
+        }
+        event = {"type": "error", **flat, "sequence_number": number, "error": error}
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
     return b"data: %b\n\n" % body
 
 

@@ -15,10 +15,14 @@ from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
+_CUT_OFF: Final = "The engine ended its stream before its answer was whole."
 
 
 class StreamWriter(Protocol):
-    """Writes the stream that answers one request in a dialect."""
+    """Writes the stream that answers one request in a dialect. `number` is that of its next event, where it has any."""
+
+    @property
+    def number(self) -> int: ...
 
     def piece(self, piece: Piece) -> bytes:
         """Whole events for this piece of a stream, perhaps none."""
@@ -32,7 +36,7 @@ class StreamWriter(Protocol):
 class StreamTranslator:
     """Turns the events of an engine into those of a dialect. All that it returns are whole events.
 
-    `failure` is what the engine said if it ended its stream with an error.
+    `failure` is what the engine said if it ended its stream with an error, or that it ended too early.
     """
 
     __slots__ = ("_dialect", "_events", "_is_over", "_writer", "failure")
@@ -47,19 +51,30 @@ class StreamTranslator:
     def feed(self, data: bytes) -> bytes:
         if self._is_over:
             return b""
+        return self._write(self._events.feed(data))
+
+    def flush(self) -> bytes:
+        """The end of the answer, unless it ended in an error. An answer without its end is one."""
+        if self._is_over:
+            return b""
+        written = self._write(self._events.end())
+        self._is_over = True
+        if self.failure is not None:
+            return written
+        return written + (self._writer.end() if self._events.is_whole else self._fail(_CUT_OFF))
+
+    def _write(self, pieces: list[Piece]) -> bytes:
         written = []
-        for piece in self._events.feed(data):
+        for piece in pieces:
             if piece.error is not None:
-                self._is_over, self.failure = True, piece.error
-                written.append(error_event_of(self._dialect, engine_error(self._dialect, 502, piece.error)))
+                written.append(self._fail(piece.error))
                 break
             written.append(self._writer.piece(piece))
         return b"".join(written)
 
-    def flush(self) -> bytes:
-        """The end of the answer, unless it ended in an error."""
-        is_over, self._is_over = self._is_over, True
-        return b"" if is_over else self._writer.end()
+    def _fail(self, why: str) -> bytes:
+        self._is_over, self.failure = True, why
+        return error_event_of(self._dialect, engine_error(self._dialect, 502, why), self._writer.number)
 
 
 @dataclass(frozen=True, slots=True)
