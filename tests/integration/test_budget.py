@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ HEADER = "X-Request-Timeout-S"
 ENDLESS = 1_000_000
 
 
+async def cut(ask: Callable[[float], Awaitable[Answer]], is_late_enough: Callable[[Answer], object]) -> Answer:
+    """The answer within the first of ever longer budgets that lasted until this was so: the machine may be busy."""
+    for budget_s in (0.6, 2.4, 9.6, 38.4):
+        answer = await ask(budget_s)
+        if is_late_enough(answer):
+            break
+    return answer
+
+
 @pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", ""])
 async def test_budget_that_is_no_time_is_refused_by_name(tmp_path: Path, said: str) -> None:
     async with gateway(tmp_path, {"a": fake("a")}) as app:
@@ -28,18 +38,25 @@ async def test_budget_that_is_no_time_is_refused_by_name(tmp_path: Path, said: s
 
 
 @pytest.mark.parametrize(
-    ("header", "body"), [("0.5", None), (None, 0.5), ("0.5", 60), ("60", 0.5)], ids=["header", "body", "both", "both"]
+    "more",
+    [
+        lambda budget_s: {"headers": {HEADER: str(budget_s)}},
+        lambda budget_s: {"x_budget_s": budget_s},
+        lambda budget_s: {"headers": {HEADER: str(budget_s)}, "x_budget_s": 60},
+        lambda budget_s: {"headers": {HEADER: "60"}, "x_budget_s": budget_s},
+    ],
+    ids=["header", "body", "both", "both"],
 )
 async def test_answer_is_cut_when_the_smaller_budget_is_over(
-    tmp_path: Path, header: str | None, body: float | None
+    tmp_path: Path, more: Callable[[float], dict[str, Any]]
 ) -> None:
     journal = Journal(tmp_path)
     models = {"a": fake("a", "--token-s", "0.05", *journal.switches)}
-    headers = {} if header is None else {HEADER: header}
-    more = {} if body is None else {"x_budget_s": body}
     async with gateway(tmp_path, models) as app:
         await chat(app, "a", tokens=0)
-        answer = await chat(app, "a", headers=headers, tokens=ENDLESS, **more)
+        answer = await cut(
+            lambda budget_s: chat(app, "a", tokens=ENDLESS, **more(budget_s)), lambda _: journal.count("request") > 1
+        )
         assert (answer.status, answer.error["code"], answer.error["type"]) == (504, "budget_passed", "timeout_error")
         await until(lambda: journal.count("cancelled"), "the engine was told to stop")
         await at_rest(app)
@@ -51,15 +68,21 @@ async def test_answer_is_cut_when_the_smaller_budget_is_over(
 async def test_stream_is_cut_with_an_error_event(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a", "--token-s", "0.05")}) as app:
         await chat(app, "a", tokens=0)
-        answer = await chat(app, "a", stream=True, tokens=ENDLESS, x_budget_s=0.6)
+        answer = await cut(
+            lambda budget_s: chat(app, "a", stream=True, tokens=ENDLESS, x_budget_s=budget_s),
+            lambda answer: len(answer.data) > 1,
+        )
     assert_cut(answer)
     assert len(answer.data) > 1, "what was answered in time was sent"
 
 
 async def test_stream_that_only_heard_heartbeats_is_cut_with_an_error_event(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"a": fake("a", "--token-s", "30")}, server=QUICK) as app:
+    async with gateway(tmp_path, {"a": fake("a", "--token-s", "300")}, server=QUICK) as app:
         await chat(app, "a", tokens=0)
-        answer = await chat(app, "a", stream=True, x_budget_s=1.0)
+        answer = await cut(
+            lambda budget_s: chat(app, "a", stream=True, x_budget_s=budget_s),
+            lambda answer: answer.events[0].startswith(":"),
+        )
     assert answer.events[0].startswith(":")
     assert_cut(answer)
 

@@ -46,9 +46,10 @@ def is_limited(answer: Answer) -> bool:
 
 async def test_refused_before_the_body_is_sent_and_others_go_on(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:
+        began = time.time()
         answers = [await chat(app, "m", headers=by("lab")) for _ in range(2)]
         assert [rates(answer)[:2] for answer in answers] == [[2, 1], [2, 0]]
-        assert 0 < rates(answers[1])[2] - time.time() <= 60
+        assert began < rates(answers[1])[2] <= time.time() + 60
         async with await Raw.open(app) as raw:
             head = request_bytes("POST", CHAT, b"", {"Content-Length": "1000000", **by("lab")})
             raw.send(head)
@@ -237,7 +238,7 @@ def websocket(model: str, path: str = "ws") -> bytes:
 
 
 async def test_connections_that_leave_http_hold_a_place_until_they_end(tmp_path: Path) -> None:
-    limited = fake("m", aliases=["usual"], limits={"concurrent_max": 1})
+    limited, minute = fake("m", aliases=["usual"], limits={"concurrent_max": 1}), time.time() // 60
     async with gateway(tmp_path, {"m": limited}, tenants={"default": {"requests_per_minute": 6}}) as app:
         async with await Raw.open(app) as raw:
             raw.send(websocket("usual"))
@@ -252,8 +253,11 @@ async def test_connections_that_leave_http_hold_a_place_until_they_end(tmp_path:
                 assert is_limited(await second.answer())
         await at_rest(app)
         passed = await http(app, "GET", "/upstream/m/echo/x")
-        assert (passed.status, rates(passed)[:2]) == (200, [6, 1])
-        assert (await http(app, "GET", "/upstream/m/echo/x")).status == 200
+        # In another minute, some of the first may count no more.
+        assert passed.status == 200 and (rates(passed)[:2] == [6, 1] or time.time() // 60 != minute)
+        while rates(passed)[1]:
+            passed = await http(app, "GET", "/upstream/m/echo/x")
+            assert passed.status == 200
         async with await Raw.open(app) as raw:
             raw.send(websocket("m"))
             assert is_limited(await raw.answer()), "those of its tenant are used up"

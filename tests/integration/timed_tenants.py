@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,8 +12,8 @@ from tests.integration.raw import Answer, http
 
 KEYS: list[dict[str, Any]] = [{"name": name, "key": f"{name}-key"} for name in ("lab", "shop")]
 KEYS += [{"name": "ops", "key": "ops-key", "admin": True}]
-ROUNDS = 5
-# A prompt that is reused takes a small part of the time; the machine may be busy in the wrong moment.
+ROUNDS, ROUNDS_MAX = 5, 60
+# A prompt that is reused takes a small part of the time.
 FASTER = 2.0
 
 
@@ -35,18 +34,22 @@ def prompt_of(number: int, words: int) -> str:
 
 
 async def assert_time_tells_nothing(app: App, words: int) -> None:
-    """Of one token, the time is that to the first: of a tenant's first request, of its second, of another tenant's."""
+    """Of one token, the time is that to the first: of a tenant's first request, of its second, of another tenant's.
+
+    The least of many times is compared, which a busy machine does not change: it only takes more rounds to be seen."""
     await ask(app, "lab", "warm")
     await ask(app, "shop", "warm")
     took: dict[str, list[float]] = {"first": [], "own": [], "other": []}
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, ROUNDS_MAX + 1):
         prompt = prompt_of(number, words)
         for what, who in (("first", "lab"), ("own", "lab"), ("other", "shop")):
             began = time.perf_counter()
             tokens = int((await ask(app, who, prompt)).headers["x-cache-tokens-reused"])
             took[what].append(time.perf_counter() - began)
             assert tokens > words if what == "own" else tokens < 20, (what, tokens)
-    first, own, other = (statistics.median(times) for times in took.values())
+        first, own, other = (min(times) for times in took.values())
+        if number >= ROUNDS and min(first, other) > FASTER * own:
+            break
     assert first > FASTER * own, f"this prompt is too short to tell: {took}"
     assert other > FASTER * own, f"the second tenant's answer comes as if it were known: {took}"
 
