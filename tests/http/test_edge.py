@@ -678,13 +678,17 @@ async def test_client_that_accepts_nothing_is_cut(serve: Serve, connect: Connect
 
 async def test_client_that_reads_a_little_is_not_cut(serve: Serve, connect: Connect) -> None:
     server = await serve(write_timeout_s=0.5)
-    server.handle = lambda exchange: exchange.respond(200, [], b"x" * 20_000_000)
+    await server.pass_time(0)
+    server.handle = lambda exchange: exchange.respond(200, [], b"x" * 60_000_000)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=4096)
     writer.write(get())
-    # Enough in each interval for the kernel to open its window again.
+    await reader.readuntil(b"\r\n\r\n")
     for _ in range(10):
-        assert await reader.readexactly(1_000_000)
-        await asyncio.sleep(0.15)
+        waiting = server.buffered()
+        # The kernel opens its window again when enough was read.
+        while server.buffered() >= waiting:
+            assert await reader.readexactly(10_000)
+        await server.pass_time(0.4)
     assert server.edge.stats.write_timeouts == 0
     writer.transport.abort()
 
@@ -700,26 +704,32 @@ async def test_idle_connection_is_closed_without_a_word(serve: Serve, connect: C
 
 async def test_deadline_of_a_later_request_starts_with_its_first_byte(serve: Serve, connect: Connect) -> None:
     server = await serve(keepalive_s=30, header_timeout_s=0.4)
+    await server.pass_time(0)
     client = await connect(server)
     await client.send(get())
     await client.response()
-    await asyncio.sleep(0.6)
+    await server.pass_time(20)
     await client.send(get()[:10])
-    await asyncio.sleep(0.1)
+    await server.pass_time(0.3)
     await client.send(get()[10:])
     assert (await client.response()).status == 200
     await client.send(b"GET")
-    assert (await client.response()).status == 408
+    late = asyncio.create_task(client.response())
+    while not late.done():
+        await server.pass_time(0.1)
+    assert late.result().status == 408
 
 
 async def test_answering_has_no_deadline(serve: Serve, connect: Connect) -> None:
     server = await serve(header_timeout_s=0.1, body_timeout_s=0.1, keepalive_s=0.1, write_timeout_s=0.1)
+    await server.pass_time(0)
     held: list[Exchange] = []
     server.handle = held.append
     client = await connect(server)
     await client.send(post(b"abc"))
     await until(lambda: len(held) == 1)
-    await asyncio.sleep(0.5)
+    for _ in range(3):
+        await server.pass_time(10)
     echo(held[0])
     assert (await client.response()).body == b"POST / abc"
 

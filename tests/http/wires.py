@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,10 @@ class Server:
     """An edge on loopback whose handler can be replaced, and which remembers what it saw."""
 
     def __init__(self, limits: EdgeLimits) -> None:
-        self.edge = Edge(admit=self._admit, handle=self._handle, refuse=self._refuse, limits=limits)
+        self.clock: Callable[[], float] = time.monotonic
+        self.edge = Edge(
+            admit=self._admit, handle=self._handle, refuse=self._refuse, limits=limits, clock=lambda: self.clock()
+        )
         self.seen: list[Seen] = []
         self.admitted: list[Head] = []
         self.body_max = BODY_MAX
@@ -59,6 +63,12 @@ class Server:
     @property
     def port(self) -> int:
         return int(self.edge.addresses[0].rpartition(":")[2])
+
+    async def pass_time(self, seconds: float) -> None:
+        """Put the edge's clock, which stands still from now on, forward; return when every deadline was looked at."""
+        now = self.edge.state.now + seconds
+        self.clock = lambda: now
+        await until(lambda: self.edge.state.now == now, "a sweep")
 
     async def stop(self) -> None:
         await self.edge.close()
