@@ -4,9 +4,10 @@
 
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
-"fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off; with "once " before it only the next time),
-`mib` what it takes of its GPUs, `tokens`, `token_s` and `talkative` how it answers. With CUDA_FAKE_GPUS it takes memory
-of GPUs that this file describes. The journal, `journal` in the model's folder, gets one JSON line for each operation.
+"fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off, or "deaf", until the file says so no more; with
+"once " before it only the next time), `mib` what it takes of its GPUs, `tokens`, `token_s` and `talkative` how it
+answers. With CUDA_FAKE_GPUS it takes memory of GPUs that this file describes. The journal, `journal` in the model's
+folder, gets one JSON line for each operation.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def read_conduct(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return conduct
+
+
+async def until_told(folder: Path, op: str) -> None:
+    while read_conduct(folder).get("at", {}).get(op) == "deaf":  # noqa: ASYNC110 Another process changes it.
+        await asyncio.sleep(0.02)
 
 
 class Worker:
@@ -145,8 +151,9 @@ class Worker:
                 raise Failure(kind, f"{op} fails as told.")
             case ["slow", seconds]:
                 await asyncio.sleep(float(seconds))
-            case ["deaf", seconds]:
-                beside = asyncio.create_task(asyncio.sleep(float(seconds)))
+            case ["deaf", *seconds]:
+                pause = asyncio.sleep(float(seconds[0])) if seconds else until_told(folder, op)
+                beside = asyncio.create_task(pause)
                 try:
                     await asyncio.shield(beside)
                 finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -177,7 +178,7 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(
-        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(look_every_s=0.1, answer_s=1.0), **QUIET
+        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(look_every_s=0.1, answer_s=3.0), **QUIET
     ) as app:
         await chat(app, "alpha")
         pid = worker_of(app, "alpha")
@@ -281,9 +282,8 @@ async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_else
 async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: Path, how: str) -> None:
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
     models = {name: folder.model() for name, folder in folders.items()}
-    async with gateway(
-        tmp_path, models, budget_mib=150, timeouts=worker_timeouts(sleep_s=0.3, close_s=0.3), **QUIET
-    ) as app:
+    limits = worker_timeouts(sleep_s=0.3, close_s=0.3) if how == "hang" else worker_timeouts()
+    async with gateway(tmp_path, models, budget_mib=150, timeouts=limits, **QUIET) as app:
         await chat(app, "alpha")
         folders["alpha"].behave(at={"sleep": f"once {how}"})
         assert (await chat(app, "beta")).text.startswith("beta")
@@ -299,8 +299,14 @@ async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(tmp_path: Pat
     ) as app:
         with pytest.raises(LoadFailed, match="did not wake within"):
             await move(app, MoveKind.LOAD, "alpha")
-        await move(app, MoveKind.LOAD, "alpha")
-        assert tier(app, "alpha") is Tier.READY
+
+        async def wakes() -> bool:
+            # The limit is short for a good wake, too, where the machine is busy.
+            with contextlib.suppress(LoadFailed):
+                await move(app, MoveKind.LOAD, "alpha")
+            return tier(app, "alpha") is Tier.READY
+
+        await until(wakes, "it is loaded anew")
 
 
 @pytest.mark.parametrize("phase", ["open", "wake"])
@@ -318,7 +324,7 @@ async def test_a_load_that_is_called_off_leaves_nothing(tmp_path: Path, phase: s
 async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
     tmp_path: Path,
 ) -> None:
-    folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 3"}), Folder(tmp_path, "other")
+    folder, other = Folder(tmp_path, "alpha", at={"open": "deaf"}), Folder(tmp_path, "other")
     async with gateway(
         tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(close_s=0.2), **QUIET
     ) as app:
@@ -330,9 +336,9 @@ async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_it
         assert (await waiting).status == 503
         assert (await chat(app, "other")).status == 200
         assert not leaving.done() and len(arenas()) == 2, "it holds its memory as long as the worker does"
+        folder.behave()
         await leaving
         assert worker_of(app, "other") == pid and len(arenas()) == 1
-        folder.behave()
         assert (await chat(app, "alpha")).status == 200
         assert worker_of(app, "alpha") == pid
 
@@ -347,11 +353,14 @@ async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its
         await chat(app, "other")
         pid = worker_of(app, "other")
         await move(app, MoveKind.PREPARE, "alpha")
-        folder.behave(at={"wake": "slow 2"})
+        folder.behave(at={"wake": "deaf"})
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: "wake" in folder.events(), "it wakes")
-        await move(app, MoveKind.SLEEP, "alpha")
+        leaving = asyncio.create_task(move(app, MoveKind.SLEEP, "alpha"))
         assert (await waiting).status == 503
+        assert (await chat(app, "other")).status == 200 and not leaving.done()
+        folder.behave()
+        await leaving
         assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open", "wake", "sleep"])
         assert worker_of(app, "other") == worker_of(app, "alpha") == pid
 
@@ -417,7 +426,12 @@ async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_fi
         assert tier(app, "alpha") is Tier.ASLEEP and not app.slots.live
         assert not any(slot.is_ready for slot in app.hosted_slots.there.values())
         folder.behave()
-        assert (await chat(app, "alpha")).status == 200
+
+        async def is_served() -> bool:
+            # The deadline is short for a good wake, too, where the machine is busy.
+            return (await chat(app, "alpha")).status == 200
+
+        await until(is_served)
 
 
 async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worker(tmp_path: Path) -> None:
