@@ -99,7 +99,7 @@ async def test_slow_body_is_refused_at_its_deadline(tmp_path: Path, length: int 
 async def test_body_within_the_lowest_rate_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
     body = padded(40 * KIB)
     async with (
-        gateway(tmp_path, {"alpha": fake("alpha")}, server={"body_timeout_s": 0.5, "body_rate_min_kib_s": 8}) as app,
+        gateway(tmp_path, {"alpha": fake("alpha")}, server={"body_timeout_s": 0.5, "body_rate_min_kib_s": 1}) as app,
         await Raw.open(app) as raw,
     ):
         raw.send(head(len(body)) + body[: 30 * KIB])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.library.desired import DesiredState, write_state
+from greenroom.library.desired import DesiredState, read_state, write_state
 from greenroom.runtime.operations import state_follower
 from greenroom.runtime.operations.state_follower import FileWatch
 from greenroom.trainer import Outcome, Trainer
@@ -38,7 +38,30 @@ async def is_ready(app: App) -> bool:
     return probe.status == 200
 
 
-async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path) -> None:
+class Looks:
+    """Counts how often followers begin to read the file, which they do all the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr(state_follower, "read_state", self._read)
+
+    def _read(self, path: str) -> DesiredState | None:
+        self.begun += 1
+        return read_state(path)
+
+    async def over(self) -> None:
+        """What the file says now was read, and what follows from it is done: a look begins when the last has ended."""
+        before = self.begun
+        await until(lambda: self.begun >= before + 2, "two looks")
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(monkeypatch)
+
+
+async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path, looks: Looks) -> None:
     path = tmp_path / "sync_state.json"
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
         weights(tmp_path, "bravo"), weights(tmp_path, "charlie")
@@ -52,7 +75,7 @@ async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path) ->
             json.dumps({**json.loads(whole), "model_version": 4, "model_repo_id": "alpha.gguf"}).encode(),
         ):
             path.write_bytes(content)
-            await asyncio.sleep(0.3)
+            await looks.over()
             now = await version(app)
             assert (now["model_version"], now["updating"]) == (5, False)
         # Its own number may be beyond that of the state, which is taken all the same.
@@ -62,7 +85,7 @@ async def test_replicas_take_newer_states_and_ignore_all_else(tmp_path: Path) ->
         assert (await version(app))["model_repo_id"] == "charlie.gguf"
 
 
-async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_path: Path) -> None:
+async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_path: Path, looks: Looks) -> None:
     weights(tmp_path, "bravo")
     write_state(str(tmp_path / "sync_state.json"), DesiredState(11, "bravo.gguf"))
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
@@ -70,7 +93,7 @@ async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_pa
         await until(lambda: is_ready(app), "it is ready")
         assert (await version(app))["model_version"] == 11
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
-        await asyncio.sleep(0.3)
+        await looks.over()
         now = await version(app)
         assert (now["model_version"], now["updating"], now["error"]) == (11, False, None)
 

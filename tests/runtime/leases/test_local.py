@@ -402,7 +402,7 @@ async def test_a_restart_keeps_leases_whose_holders_live(tmp_path: Path, other: 
     mine = holder_of(os.getpid())
     async with rig(tmp_path, gpus=2) as before:
         wide = await before.leasing.acquire(ask("wide", 5_000, gpus=2, holder=mine))
-        far = await before.leasing.acquire(ask("far", 100, ttl_s=0.5))
+        far = await before.leasing.acquire(ask("far", 100, ttl_s=2.0))
         await before.leasing.acquire(ask("dead", 200, holder=holder_of(other.pid)))
         await before.leasing.acquire(ask("over", 300))
         await before.leasing.release("over")
