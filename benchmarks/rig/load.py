@@ -21,8 +21,14 @@ _PROMPT = "Tell me a story about a green room. " * 22
 
 
 def request_bytes(path: str, model: str, *, stream: bool) -> bytes:
-    """A chat request of about 1 KB, as the usual clients send it."""
-    value = {"model": model, "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 64, "stream": stream}
+    """A chat request of about 1 KB, as the usual clients of this path send it."""
+    value: dict[str, object] = {"model": model, "stream": stream}
+    if path == "/v1/responses":
+        value |= {"input": _PROMPT, "max_output_tokens": 64}
+    elif path == "/api/chat":
+        value |= {"messages": [{"role": "user", "content": _PROMPT}], "options": {"num_predict": 64}}
+    else:
+        value |= {"messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 64}
     body = json.dumps(value).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
@@ -104,7 +110,8 @@ class Listener(asyncio.Protocol):
             self._over.set()
 
     def data_received(self, data: bytes) -> None:
-        events = data.count(b"data: {")
+        # Lines of Ollama have no `data:`.
+        events = data.count(b"data: {") or data.count(b'"done":false')
         if events:
             if not self.events:
                 self.first_s = time.perf_counter() - self._since
