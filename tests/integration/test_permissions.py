@@ -79,6 +79,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/logs/stream"): admins(),
     ("GET", "/logs/stream/{model_id:path}"): admins(),
     ("GET", "/api/events"): admins(),
+    ("GET", "/"): everyone(),
     ("GET", "/api/tags"): everyone(),
     ("GET", "/api/ps"): everyone(),
     ("GET", "/api/version"): everyone(),

@@ -144,6 +144,7 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/logs/stream"): Permission.READ,
     ("GET", "/logs/stream/{model_id:path}"): Permission.READ,
     ("GET", "/api/events"): Permission.READ,
+    ("GET", "/"): Permission.ASK,
     ("GET", "/api/tags"): Permission.ASK,
     ("GET", "/api/ps"): Permission.ASK,
     ("GET", "/api/version"): Permission.ASK,

@@ -1,4 +1,4 @@
-"""Ollama's API as far as it does not ask a model: `/api/tags`, `show`, `ps`, `version`, `pull` and `delete`.
+"""Ollama's API as far as it does not ask a model: `/`, `/api/tags`, `show`, `ps`, `version`, `pull` and `delete`.
 
 Owns the shapes of these answers, which are Ollama's; what they tell is the gateway's own. A body is read whatever its
 Content-Type says, as Ollama does. Pulls are downloads of the hub like all others: they go on if the caller leaves.
@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from greenroom.config.schema import Ability
 from greenroom.core.model import Tier
@@ -64,12 +64,17 @@ class OllamaRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Not in the OpenAPI document: its shapes are Ollama's."""
+        app.get("/", include_in_schema=False)(self.root)
         app.get("/api/tags", include_in_schema=False)(self.tags)
         app.get("/api/ps", include_in_schema=False)(self.ps)
         app.get("/api/version", include_in_schema=False)(self.version)
         app.post("/api/show", include_in_schema=False)(self.show)
         app.post("/api/pull", include_in_schema=False)(self.pull)
         app.delete("/api/delete", include_in_schema=False)(self.delete)
+
+    async def root(self) -> Response:
+        """Programs look here whether anything answers, mostly by HEAD: Ollama's own before every command."""
+        return PlainTextResponse("Greenroom is running\n")
 
     async def version(self) -> Response:
         return JSONResponse({"version": API_VERSION})
