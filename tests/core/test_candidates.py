@@ -32,6 +32,8 @@ def test_a_candidate_that_is_ready_serves_at_once() -> None:
 def test_the_second_candidate_serves_when_the_first_is_full_or_when_it_becomes_free_first() -> None:
     world = World([model("a", 3_000), model("b", 3_000)])
     ready(world, "a", "b")
+    world.arrive("usual", "a", takes_s=4.0)
+    world.run()
     world.arrive("on a", "a")
     world.arrive("r1", "a", "b")
     assert world.fate("r1") is Fate.GRANTED and served_by(world, "r1") == "b"

@@ -78,6 +78,14 @@ OTHERS = (
     OtherLease(LeaseId("x-2"), "render", {DeviceId("gpu0"): 1_000, DeviceId("gpu1"): 6_000}, 2, True),
 )
 rules = st.sampled_from(RULES)
+CHOICES = (
+    ev.Choice(prefer_first_s=5.0),
+    ev.Choice(pin_primary=True),
+    ev.Choice(2.0, last_resort=(ModelId("remote"),)),
+    ev.Choice(pin_primary=True, last_resort=(ModelId("remote"), ModelId("small"))),
+)
+choices = st.sampled_from((None, None, *CHOICES))
+ladders = st.lists(names, min_size=1, max_size=3, unique=True)
 
 
 def version(name: ModelId) -> ModelId:
@@ -108,7 +116,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     @rule(
-        candidates=st.lists(names, min_size=1, max_size=2, unique=True),
+        candidates=ladders,
+        choice=choices,
         priority=priorities,
         tenant=st.sampled_from(["t", "u"]),
         within_s=patience,
@@ -119,6 +128,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def a_request_arrives(
         self,
         candidates: list[ModelId],
+        choice: ev.Choice | None,
         priority: int,
         tenant: str,
         within_s: float | None,
@@ -136,6 +146,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
             patient=patient,
             budget_s=budget_s,
             keep_alive_s=keep_alive_s,
+            choice=choice,
         )
 
     @rule(name=names, times=st.integers(2, 6))
@@ -153,13 +164,17 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def an_answer_ends(self, data: st.DataObject, lost: bool) -> None:
         self.world.finish(data.draw(st.sampled_from(self._calls(Fate.GRANTED))).id, lost=lost)
 
-    @rule(candidates=st.lists(names, min_size=1, max_size=2, unique=True), priority=priorities)
-    def an_explanation_changes_nothing_and_comes_true(self, candidates: list[ModelId], priority: int) -> None:
+    @rule(candidates=ladders, choice=choices, priority=priorities)
+    def an_explanation_changes_nothing_and_comes_true(
+        self, candidates: list[ModelId], choice: ev.Choice | None, priority: int
+    ) -> None:
         world, name = self.world, self._next("r")
         before, said = picture(world.scheduler.state), len(world.calls)
-        plan = world.scheduler.explanation(world.asking(name, *candidates, priority=priority)).plan
+        asking = world.asking(name, *candidates, priority=priority, choice=choice)
+        plan, (options, chosen) = world.scheduler.explanation(asking).plan, world.scheduler.weigh(asking)
         assert picture(world.scheduler.state) == before and len(world.calls) == said
-        call = world.arrive(name, *candidates, priority=priority)
+        assert isinstance(plan, Refuse) or plan == options[chosen].plan or len(candidates) == 1
+        call = world.arrive(name, *candidates, priority=priority, choice=choice)
         if isinstance(plan, Serve):
             assert (call.fate, call.slot) == (Fate.GRANTED, plan.slot)
         elif isinstance(plan, Refuse):

@@ -246,6 +246,7 @@ class World(Recorder):
         patient: bool = True,
         budget_s: float | None = None,
         keep_alive_s: float | None = None,
+        choice: ev.Choice | None = None,
     ) -> Call:
         """A request comes. It takes that long once granted; None: until `finish`."""
         wanted = tuple(ModelId(candidate) for candidate in candidates)
@@ -254,7 +255,7 @@ class World(Recorder):
         self.calls_by_id[name] = call
         give_up_at = None if within_s is None else self.now + within_s
         answer_by = None if budget_s is None else self.now + budget_s
-        self.post(self.arrival(call, give_up_at, patient, answer_by, keep_alive_s))
+        self.post(self.arrival(call, give_up_at, patient, answer_by, keep_alive_s, choice))
         return call
 
     def arrival(
@@ -264,14 +265,24 @@ class World(Recorder):
         patient: bool = True,
         answer_by: float | None = None,
         keep_alive_s: float | None = None,
+        choice: ev.Choice | None = None,
     ) -> ev.RequestArrived:
         request, who = RequestId(call.id), (call.candidates, call.priority, call.tenant)
-        return ev.RequestArrived(self.now, request, *who, give_up_at, patient, answer_by, keep_alive_s)
+        return ev.RequestArrived(self.now, request, *who, give_up_at, patient, answer_by, keep_alive_s, choice)
 
-    def asking(self, name: str, *candidates: str, priority: int = 1, tenant: str = NO_TENANT) -> ev.RequestArrived:
+    def asking(
+        self,
+        name: str,
+        *candidates: str,
+        priority: int = 1,
+        tenant: str = NO_TENANT,
+        budget_s: float | None = None,
+        choice: ev.Choice | None = None,
+    ) -> ev.RequestArrived:
         """A request that might come now, for questions about it."""
         wanted = tuple(ModelId(candidate) for candidate in candidates)
-        return self.arrival(Call(name, 0, wanted, priority, TenantId(tenant), None))
+        answer_by = None if budget_s is None else self.now + budget_s
+        return self.arrival(Call(name, 0, wanted, priority, TenantId(tenant), None), answer_by=answer_by, choice=choice)
 
     def finish(self, name: str, *, lost: bool = False) -> None:
         """A granted request ends."""

@@ -5,7 +5,8 @@ Owns how waiters join, leave, are granted and are refused. `slots.py` writes the
 
 from __future__ import annotations
 
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.ladder import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
@@ -71,10 +72,10 @@ class Actions:
         waitlist.add(waiter, model)
         self._state.price_queue(model)
 
-    def put_back(self, waiter: Waiter) -> None:
-        """Put a granted request back in its place. A request may go back once."""
+    def put_back(self, waiter: Waiter, model: ModelId) -> None:
+        """Queue a granted request again, for this model."""
         self._state.waitlist.mark_returned(waiter)
-        self._keep_waiting(waiter, waiter.model)
+        self._keep_waiting(waiter, model)
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """Remove this waiter from its queue, if it waits."""
@@ -129,8 +130,8 @@ class Actions:
         """Reject the waiters of this model. A waiter with another known candidate moves to that queue instead."""
         state = self._state
         for waiter in state.waitlist.of(model):
+            other = waiter.next_of(state.models, but=model)
             state.waitlist.strike(waiter, model)
-            other = next((name for name in waiter.candidates if name in state.models), None)
             if other is not None:
                 self._keep_waiting(waiter, other)
             else:

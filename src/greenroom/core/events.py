@@ -112,13 +112,27 @@ class VersionPromoted:
     spec: ModelSpec
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a request chooses among its candidates, which are in order of preference.
+
+    A later one is taken if it is warm and serves sooner by more than `prefer_first_s`, never with `pin_primary`. Those
+    of `last_resort` are taken only if no other can serve at all, or none by `answer_by`.
+    """
+
+    prefer_first_s: float = 0.0
+    pin_primary: bool = False
+    last_resort: tuple[ModelId, ...] = ()
+
+
 # Two are created for every request, so they are not frozen, which alone would cost a microsecond. Never modified.
 @dataclass(slots=True)
 class RequestArrived:
     """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate.
 
     `answer_by` is the caller's budget: the whole answer must end by then. `keep_alive_s` is how long its slot stays
-    when idle afterwards: 0 leaves when idle, -1 sets no idle timer, None leaves it unchanged.
+    when idle afterwards: 0 leaves when idle, -1 sets no idle timer, None leaves it unchanged. `choice` is for several
+    candidates.
     """
 
     now: float
@@ -130,6 +144,7 @@ class RequestArrived:
     patient: bool = True
     answer_by: float | None = None
     keep_alive_s: float | None = None
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)

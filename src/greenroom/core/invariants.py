@@ -6,7 +6,8 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 from __future__ import annotations
 
 from greenroom.core.decide import green_room
-from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide
+from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
+from greenroom.core.decide.ladder import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
@@ -126,8 +127,10 @@ def _no_wake_up_was_lost(state: State, now: float) -> None:
     for head in [head for queue in state.waitlist.queues.values() for head in queue.heads()]:
         if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
             continue
-        plan = decide(state, head, now, places, residents)
-        # A waiter with other candidates may move to one of them when its own model is refused.
+        # Estimates change all the time: a waiter chooses another candidate only when one gets room or its own fails.
+        plan = decide_for(state, head, head.model, now, places, residents)
+        if isinstance(plan, Refuse):
+            plan = decide(state, head, now, places, residents)
         is_bad_news = isinstance(plan, Refuse) or (isinstance(plan, Swap) and plan.model != head.model)
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)
         later = bad_news_later or (isinstance(plan, Swap) and looked_at)

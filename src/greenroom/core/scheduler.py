@@ -14,8 +14,10 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide.arrival import called_off, eta_s, plan_for, too_late, waiter_for
+from greenroom.core.decide.arrival import called_off, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
+from greenroom.core.decide.estimate import eta_s
+from greenroom.core.decide.ladder import Option, choose, model_of, weigh
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
@@ -106,6 +108,12 @@ class Scheduler:
         """The same in full: what it would wait behind, what it would evict and why, and how long it may take."""
         return explanation(self.state, arrival, waiter_for(arrival, _LAST), Places())
 
+    def weigh(self, arrival: ev.RequestArrived) -> tuple[list[Option], int]:
+        """Its candidates as they are now, and the position of the one that it would get. Changes nothing."""
+        waiter = waiter_for(arrival, _LAST)
+        options = weigh(self.state, waiter, arrival.now, Places())
+        return options, choose(options, waiter)
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def _on_request_arrived(self, event: ev.RequestArrived) -> Dirty:
@@ -115,9 +123,13 @@ class Scheduler:
             return Dirty.NOTHING
         waiter = waiter_for(event, state.next_number())
         state.accounts.join(event.tenant)
-        if record := state.models.get(waiter.model):
+        has_choice = len(event.candidates) > 1
+        if not has_choice and (record := state.models.get(waiter.model)):
             record.warm_up(now, state.limits.recency_s)
         plan = plan_for(state, event, waiter, self._places)
+        if has_choice and (model := model_of(state, plan)) is not None:
+            # The candidate that it gets is the one that was asked for.
+            state.models[model].warm_up(now, state.limits.recency_s)
         self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Swap):
             # The load belongs to the model: it proceeds even if this request cannot wait for it.
@@ -176,14 +188,20 @@ class Scheduler:
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
     def _take_back(self, grant: Grant, now: float) -> None:
-        """Put a request that was lost before its first byte back in its place, once; else refuse it."""
-        waiter = grant.waiter
-        if self.state.shutting_down:
+        """Put a request that was lost before its first byte back in its place, once; else refuse it.
+
+        One with other candidates turns to the next of them instead, and gets each once.
+        """
+        state, waiter, model = self.state, grant.waiter, self.state.slots[grant.slot].model
+        other = waiter.next_of(state.models, but=model)
+        if state.shutting_down:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
-        elif waiter.came_back or grant.is_cut or waiter.model not in self.state.models:
+        elif grant.is_cut or (other is None and (waiter.came_back or model not in state.models)):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
-            self._act.put_back(waiter)
+            if other is not None:
+                state.waitlist.strike(waiter, model)
+            self._act.put_back(waiter, other or model)
 
     def _end_grant(self, request: RequestId, grant: Grant, now: float) -> Dirty | Slot:
         """A served request has ended. If its slot stays, only the slot's own model has gained room."""
@@ -324,10 +342,20 @@ class Scheduler:
             return
         self._act.start_planned(now)
         self._fill(now)
-        for waiter in list(state.waitlist.with_choice.values()):
-            if any(state.has_room(model) for model in waiter.candidates):
-                self._act.settle(waiter, now)
+        self._choose(now)
         self._rounds.bring(now)
+
+    def _choose(self, now: float) -> None:
+        """Decide again on requests with several candidates, where one of these has room.
+
+        Not for candidates of last resort, which may have room at any time: `decide` turns to them when others fail.
+        """
+        state = self.state
+        waiting = state.waitlist.choosing()
+        rooms = {model for model in {name for waiter in waiting for name in waiter.preferred} if state.has_room(model)}
+        for waiter in waiting if rooms else ():
+            if any(name in rooms and state.has_room(name) for name in waiter.preferred):
+                self._act.settle(waiter, now)
 
     def _fill(self, now: float) -> None:
         """Fill ready models that have room, or that operators wait for."""

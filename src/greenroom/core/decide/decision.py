@@ -1,6 +1,7 @@
-"""One decision tree: what should happen to this waiter now. Pure; used by arrivals, rounds and `explain` alike.
+"""One decision tree: what should happen to this waiter now, for one model. Pure.
 
-The answer is a Plan, which `apply.py` carries out. Nothing here changes anything.
+The answer is a Plan, which `apply.py` carries out. Nothing here changes anything. `ladder.py` chooses among the models
+of a waiter that has several.
 """
 
 from __future__ import annotations
@@ -98,31 +99,10 @@ Plan = Serve | Join | Wait | Swap | Refuse
 _PAUSES = {Outcome.NO_LEASE: WaitReason.NO_LEASE, Outcome.STORE_DOWN: WaitReason.STORE_DOWN}
 
 
-def decide(state: State, waiter: Waiter, now: float, places: Places, residents: Residents | None = None) -> Plan:
-    """The plan for this waiter: for its own model, or for another candidate that can serve at once.
-
-    Other candidates are also used when its own model can only be refused. `residents` may be passed if nothing has
-    changed since they were made.
-    """
-    own = _decide_for(state, waiter, waiter.model, now, places, residents)
-    if isinstance(own, Serve) or len(waiter.candidates) == 1:
-        return own
-    others = [
-        _decide_for(state, waiter, model, now, places, residents)
-        for model in waiter.candidates
-        if model != waiter.model
-    ]
-    for plan in others:
-        if isinstance(plan, Serve):
-            return plan
-    if isinstance(own, Refuse):
-        return next((plan for plan in others if not isinstance(plan, Refuse)), own)
-    return own
-
-
-def _decide_for(
-    state: State, waiter: Waiter, model: ModelId, now: float, places: Places, residents: Residents | None
+def decide_for(
+    state: State, waiter: Waiter, model: ModelId, now: float, places: Places, residents: Residents | None = None
 ) -> Plan:
+    """The plan for this waiter if it gets this model. `residents` may be passed if nothing changed since."""
     if state.shutting_down:
         return Refuse(RejectCode.SHUTTING_DOWN)
     is_lease = waiter.kind is WaiterKind.LEASE
@@ -355,7 +335,7 @@ def _stays(state: State, urgency: Urgency, queue: Queue, resident: Resident, soo
 def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:
     """Models beside which the coresidency rules exclude the model that this waiter waits for; none if they do not."""
     has_rules = state.limits.company is not None or bool(state.claimants[waiter.model].spec.exclusive)
-    plan = decide(state, waiter, now, places) if has_rules else None
+    plan = decide_for(state, waiter, waiter.model, now, places) if has_rules else None
     return plan.beside if isinstance(plan, Wait) else ()
 
 

@@ -1,7 +1,7 @@
 """Rounds: which waiting models may come now, asked in order of rank.
 
 Owns that order, the timer for the next round, and the devices kept for models that have waited too long.
-`decide/decision.py` decides on each, and `apply.py` carries the plan out.
+`decide/` decides on each, and `apply.py` carries the plan out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from math import inf
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
-from greenroom.core.decide.decision import Plan, Swap, Wait, decide
+from greenroom.core.decide.decision import Plan, Swap, Wait
+from greenroom.core.decide.ladder import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import because

@@ -5,11 +5,12 @@ Owns the facts about one waiter, and the accounts of tenants. `waitlist.py` know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
+from greenroom.core.events import Choice
 from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId, learn
 
 
@@ -50,6 +51,7 @@ class Waiter:
     answer_by: float | None = None
     wants: MoveKind = MoveKind.LOAD
     keep_alive_s: float | None = None
+    choice: Choice | None = None
     # Age counts from here: from its arrival, or later if its tenant asks faster than it may (`Queue.remove`).
     aged_from: float = 0.0
     # Its tenant asks for clearly more than its share, so that age alone does not order its requests.
@@ -58,6 +60,18 @@ class Waiter:
 
     def __post_init__(self) -> None:
         self.aged_from = self.arrived
+
+    @property
+    def preferred(self) -> tuple[ModelId, ...]:
+        """Its candidates without those of last resort; all if there are no others."""
+        if self.choice is None or not self.choice.last_resort:
+            return self.candidates
+        return tuple(name for name in self.candidates if name not in self.choice.last_resort) or self.candidates
+
+    def next_of(self, known: Container[ModelId], but: ModelId) -> ModelId | None:
+        """The candidate to turn to when `but` has failed: the first that is known, those of last resort at the end."""
+        others = (name for name in (*self.preferred, *self.candidates) if name != but and name in known)
+        return next(others, None)
 
 
 @dataclass(frozen=True, slots=True)

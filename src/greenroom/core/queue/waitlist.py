@@ -327,6 +327,10 @@ class Waitlist:
         for waiter in waiters.values():
             self.add(waiter)
 
+    def choosing(self) -> list[Waiter]:
+        """The waiters with several candidates, the most urgent first."""
+        return sorted(self.with_choice.values(), key=_place) if self.with_choice else []
+
     def mark_returned(self, waiter: Waiter) -> None:
         """Mark a waiter that was granted a slot and comes back."""
         waiter.came_back = True

@@ -1,0 +1,212 @@
+"""The ladder: which candidate a request gets, by position, warmth, load, failures, pin, budget and last resort."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from greenroom.core.decide.decision import Refuse
+from greenroom.core.effects import RejectCode
+from greenroom.core.events import Choice, Learned
+from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
+
+from .test_candidates import served_by
+from .world import Engine, Fate, World, gpu, host, model
+
+LOAD_S = {"a": 20.0, "b": 10.0, "c": 10.0}
+WAKE_S, ANSWER_S = 1.0, 4.0
+STATES = ("cold", "asleep", "ready", "full", "coming", "failing", "too_large")
+REMOTE = Choice(prefer_first_s=5.0, last_resort=(ModelId("r"),))
+
+
+def world_with(states: dict[str, str]) -> World:
+    """Each model in its state; `r` takes no memory and is ready. How long loads and answers take is known."""
+    specs = [
+        model(name, 90_000 if state == "too_large" else 2_000, asleep=Need(0, 2_000)) for name, state in states.items()
+    ]
+    world = World([*specs, model("r", 0, concurrency=9)], devices=(gpu(0, 24_000), host(24_000)))
+    failing = [name for name, state in states.items() if state == "failing"]
+    world.engines |= {name: Engine(load_s=0.1 if name in failing else LOAD_S[name], wake_s=WAKE_S) for name in states}
+    world.outcome_of = lambda move: Outcome.FAILED if move.model in failing else Outcome.DONE
+    times = {ModelId(name): Learned({MoveKind.LOAD: LOAD_S[name], MoveKind.WAKE: WAKE_S}, ANSWER_S) for name in states}
+    world.config(learned=times)
+    for name in [*(name for name, state in states.items() if state in ("asleep", "ready", "full")), "r"]:
+        world.arrive(f"first {name}", name, takes_s=ANSWER_S)
+        world.run(30.0)
+    for name, state in states.items():
+        if state == "asleep":
+            world.ask(f"sleep {name}", MoveKind.SLEEP, name)
+            world.run(2.0)
+            assert world.tier(name) is Tier.ASLEEP
+        elif state == "full":
+            world.arrive(f"on {name}", name)
+    for name in failing:
+        world.arrive(f"on {name}", name)
+    world.run(0.2)
+    for name in [name for name, state in states.items() if state == "coming"]:
+        world.arrive(f"on {name}", name)
+    return world
+
+
+def chosen(world: World, *ladder: str, choice: Choice, budget_s: float | None = None) -> str:
+    """The model that a request gets or waits for; empty if it is refused. What is explained is what happens."""
+    options, place = world.scheduler.weigh(world.asking("r?", *ladder, budget_s=budget_s, choice=choice))
+    told = "" if isinstance(options[place].plan, Refuse) else str(options[place].model)
+    call = world.arrive("r!", *ladder, budget_s=budget_s, choice=choice)
+    if call.fate is Fate.REJECTED:
+        return ""
+    got = served_by(world, "r!") if call.fate is Fate.GRANTED else world.scheduler.state.waitlist["r!"].model
+    assert got == told
+    return str(got)
+
+
+FIRST_S = Choice(prefer_first_s=5.0)
+PINNED = Choice(prefer_first_s=5.0, pin_primary=True)
+
+# State of a, state of b, choice, and which of the two is got.
+TABLE = [
+    ("ready", "ready", FIRST_S, "a"),
+    ("ready", "cold", FIRST_S, "a"),
+    ("cold", "cold", FIRST_S, "a"),
+    ("cold", "ready", FIRST_S, "b"),
+    ("cold", "asleep", FIRST_S, "b"),
+    ("cold", "full", FIRST_S, "b"),
+    ("cold", "coming", FIRST_S, "b"),
+    ("cold", "failing", FIRST_S, "a"),
+    ("asleep", "ready", FIRST_S, "a"),
+    ("asleep", "asleep", FIRST_S, "a"),
+    ("full", "ready", FIRST_S, "a"),
+    ("full", "ready", Choice(prefer_first_s=3.0), "b"),
+    ("full", "cold", Choice(), "a"),
+    ("full", "full", Choice(), "a"),
+    ("coming", "ready", FIRST_S, "b"),
+    ("coming", "ready", Choice(prefer_first_s=30.0), "a"),
+    ("coming", "asleep", FIRST_S, "b"),
+    ("cold", "ready", Choice(prefer_first_s=30.0), "a"),
+    ("failing", "ready", FIRST_S, "b"),
+    ("failing", "full", FIRST_S, "b"),
+    ("failing", "cold", FIRST_S, "b"),
+    ("failing", "cold", PINNED, "b"),
+    ("failing", "failing", FIRST_S, ""),
+    ("too_large", "cold", PINNED, "b"),
+    ("too_large", "failing", FIRST_S, ""),
+    ("cold", "ready", PINNED, "a"),
+    ("asleep", "ready", PINNED, "a"),
+    ("full", "ready", PINNED, "a"),
+    ("coming", "ready", PINNED, "a"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "choice", "expected"), TABLE)
+def test_position_against_warmth(a: str, b: str, choice: Choice, expected: str) -> None:
+    assert chosen(world_with({"a": a, "b": b}), "a", "b", choice=choice) == expected
+
+
+# With r of last resort, and a budget.
+RESORT = [
+    ("cold", "cold", None, REMOTE, "a"),
+    ("full", "cold", None, REMOTE, "a"),
+    ("failing", "cold", None, REMOTE, "b"),
+    ("failing", "full", None, REMOTE, "b"),
+    ("failing", "too_large", None, REMOTE, "r"),
+    ("cold", "cold", 60.0, REMOTE, "a"),
+    ("cold", "cold", 16.0, REMOTE, "b"),
+    ("cold", "cold", 8.0, REMOTE, "r"),
+    ("full", "cold", 8.5, REMOTE, "a"),
+    ("full", "cold", 5.0, REMOTE, "r"),
+    ("cold", "ready", 5.0, REMOTE, "b"),
+    ("failing", "full", 5.0, REMOTE, "r"),
+    ("failing", "full", None, REMOTE, "b"),
+    ("failing", "failing", 60.0, REMOTE, "r"),
+    ("cold", "cold", 60.0, Choice(5.0, pin_primary=True, last_resort=(ModelId("r"),)), "a"),
+    ("failing", "failing", None, Choice(5.0, pin_primary=True, last_resort=(ModelId("r"),)), "r"),
+    ("failing", "cold", None, Choice(5.0, pin_primary=True, last_resort=(ModelId("r"),)), "b"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "budget_s", "choice", "expected"), RESORT)
+def test_the_last_resort_is_for_what_no_other_can_do(
+    a: str, b: str, budget_s: float | None, choice: Choice, expected: str
+) -> None:
+    # The remote one stands between the others: its position does not matter.
+    assert chosen(world_with({"a": a, "b": b}), "a", "r", "b", choice=choice, budget_s=budget_s) == expected
+
+
+def test_a_pinned_primary_that_comes_too_late_is_not_replaced() -> None:
+    world = world_with({"a": "cold", "b": "ready"})
+    assert (
+        chosen(world, "a", "b", "r", choice=Choice(pin_primary=True, last_resort=(ModelId("r"),)), budget_s=5.0) == ""
+    )
+    assert world.code("r!") is RejectCode.EXPIRED
+
+
+@pytest.mark.parametrize("a", STATES)
+def test_no_cold_or_busy_model_sends_a_request_to_the_last_resort(a: str) -> None:
+    for b, pinned in product(STATES, (False, True)):
+        choice = Choice(1.0, pin_primary=pinned, last_resort=(ModelId("r"),))
+        got = chosen(world_with({"a": a, "b": b}), "a", "b", "r", choice=choice)
+        hopeless = {"failing", "too_large"}
+        assert (got == "r") == (a in hopeless and b in hopeless), (a, b, got)
+        if pinned and a not in hopeless:
+            assert got == "a", (a, b)
+
+
+def test_a_first_candidate_of_which_no_times_are_known_gives_way_to_one_that_is_ready() -> None:
+    world = World([model("a", 3_000), model("b", 3_000)])
+    world.arrive("warm", "b", takes_s=1.0)
+    world.run(10.0)
+    assert chosen(world, "a", "b", choice=Choice(prefer_first_s=100.0)) == "b"
+
+
+def test_a_busy_candidate_whose_answers_are_not_known_gives_way_to_one_that_is_ready() -> None:
+    world = World([model("a", 3_000), model("b", 3_000)])
+    world.arrive("on a", "a")
+    world.arrive("warm", "b", takes_s=1.0)
+    world.run(10.0)
+    assert chosen(world, "a", "b", choice=Choice(prefer_first_s=100.0)) == "b"
+
+
+def test_each_candidate_that_is_lost_before_its_first_byte_is_tried_once() -> None:
+    world = world_with({"a": "ready", "b": "ready", "c": "ready"})
+    world.arrive("x", "a", "r", "b", "c", choice=REMOTE)
+    got = []
+    while world.fate("x") is Fate.GRANTED:
+        got.append(served_by(world, "x"))
+        world.finish("x", lost=True)
+    assert got == ["a", "b", "c", "r"] and world.code("x") is RejectCode.LOST
+
+
+def test_one_lost_candidate_leaves_the_others_their_rules() -> None:
+    """After the first is lost, the next one is loaded although the one of last resort is ready."""
+    world = world_with({"a": "ready", "b": "cold"})
+    world.arrive("x", "a", "r", "b", choice=REMOTE, takes_s=None)
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.WAITING
+    world.run(30.0)
+    assert served_by(world, "x") == "b"
+
+
+def test_a_load_that_fails_while_a_request_waits_turns_it_to_the_next_local_model_first() -> None:
+    world = world_with({"a": "cold", "b": "cold"})
+    world.outcome_of = lambda move: Outcome.FAILED if move.model == "a" else Outcome.DONE
+    world.arrive("x", "a", "r", "b", choice=REMOTE, takes_s=1.0)
+    world.run(60.0)
+    assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "b"
+
+
+def test_requests_with_a_choice_get_a_free_place_in_order_of_priority() -> None:
+    world = world_with({"a": "full", "b": "full"})
+    world.arrive("low", "a", "b", choice=Choice(), priority=2)
+    world.arrive("high", "a", "b", choice=Choice(), priority=0)
+    world.finish("on b")
+    assert world.fate("high") is Fate.GRANTED and world.fate("low") is Fate.WAITING
+    assert served_by(world, "high") == "b"
+
+
+def test_what_is_asked_for_counts_for_the_model_that_was_chosen() -> None:
+    world = world_with({"a": "cold", "b": "ready"})
+    models = world.scheduler.state.models
+    before = models[ModelId("a")].heat
+    assert chosen(world, "a", "b", choice=FIRST_S) == "b"
+    assert models[ModelId("a")].heat == before and models[ModelId("b")].heat_at == world.now
