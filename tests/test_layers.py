@@ -23,6 +23,8 @@ MAY_IMPORT = {
     "leases": {"config", "core"},
     "http": {"config", "core"},
     "tenancy": {"config", "core"},
+    # What a name means that callers ask for.
+    "routing": {"config", "core"},
     "telemetry": {"config", "core"},
     "engines": {"process", "config", "core"},
     # Files of other programs; thin commands in `cli` write what it makes.
@@ -41,6 +43,7 @@ MAY_IMPORT = {
         "process",
         "leases",
         "http",
+        "routing",
         "tenancy",
         "telemetry",
         "config",
@@ -55,6 +58,7 @@ MAY_IMPORT = {
         "process",
         "leases",
         "http",
+        "routing",
         "tenancy",
         "telemetry",
         "config",
@@ -69,6 +73,7 @@ MAY_IMPORT = {
         "process",
         "leases",
         "http",
+        "routing",
         "tenancy",
         "telemetry",
         "config",

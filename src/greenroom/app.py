@@ -24,6 +24,7 @@ from greenroom.library.roots import Roots
 from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
+from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft, Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
@@ -45,6 +46,7 @@ from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.snapshot import BUILD
 from greenroom.server.inference.prefix_cache import CacheSalts
+from greenroom.server.inference.rungs import model_facts
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.tenancy.governance.gate import Rules
@@ -151,6 +153,7 @@ class App:
             forgotten=self._forget_removed,
         )
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
+        self.tasks = Tasks(model_facts(self.catalog))
         self.versions = VersionStore(self.state_dir.path, replace_file)
         self.catalog.version_of = lambda name: self.versions.of(name).current
 

@@ -193,6 +193,12 @@ class NoAbility(Unsupported):
     status = 400
 
 
+class NoCandidate(NoAbility):
+    """None of the models of a task can serve this request."""
+
+    code = "no_candidate"
+
+
 class ModelInUse(ClientFault):
     """The model is to be deleted, and is loaded, asleep or configured. `force` deletes it all the same."""
 

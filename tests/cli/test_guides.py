@@ -26,6 +26,7 @@ GUIDES = (
     "docs/jobs.md",
     "docs/library.md",
     "docs/remote.md",
+    "docs/routing.md",
     "docs/switching.md",
     "docs/profiles.md",
     "docs/transformers.md",

@@ -78,6 +78,7 @@ OTHER_VALUES: dict[str, Any] = {
     "strip_params": ("a",),
     "set_params": {"a": 1},
     "routes": ("/tokenize",),
+    "strict_json": True,
     "limits": {"requests_per_minute": 5},
     "gpu_memory_utilization": 0.5,
     "prefix_caching": False,

@@ -105,7 +105,9 @@ def test_one_line_samples_load(loads: Loads) -> None:
             sections["errors_max"] = "clients"
             sections |= dict.fromkeys(("key_path", "audit_path", "signers", "signer_groups"), "governance")
             known = "signers: {alice: null, bob: null}, " if key == "signer_groups" else ""
-            assert loads(f"{sections.get(key, 'server')}: {{{known}{key}: {sample}}}" if indent else f"{key}: {sample}")
+            models = "\nmodels: {chat: {path: c.gguf}, writer: {path: w.gguf}}" if key == "tasks" else ""
+            inside = f"{sections.get(key, 'server')}: {{{known}{key}: {sample}}}"
+            assert loads(inside if indent else f"{key}: {sample}{models}")
 
 
 @pytest.mark.parametrize(

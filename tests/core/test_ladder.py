@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from greenroom.core.decide.decision import Refuse
+from greenroom.core.decide.estimate import TRY_AGAIN_S
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, Learned
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
@@ -210,3 +211,16 @@ def test_what_is_asked_for_counts_for_the_model_that_was_chosen() -> None:
     before = models[ModelId("a")].heat
     assert chosen(world, "a", "b", choice=FIRST_S) == "b"
     assert models[ModelId("a")].heat == before and models[ModelId("b")].heat_at == world.now
+
+
+def test_a_first_candidate_that_was_too_slow_is_tried_again_after_a_while() -> None:
+    world = world_with({"a": "ready", "b": "ready"})
+    world.arrive("slow", "a", takes_s=200.0)
+    world.run()
+    world.arrive("quick", "b", takes_s=ANSWER_S)
+    world.run(ANSWER_S)
+    asking = world.asking("r?", "a", "b", budget_s=20.0, choice=FIRST_S)
+    assert world.scheduler.weigh(asking)[1] == 1
+    world.run(TRY_AGAIN_S)
+    asking = world.asking("r?", "a", "b", budget_s=20.0, choice=FIRST_S)
+    assert world.scheduler.weigh(asking)[1] == 0

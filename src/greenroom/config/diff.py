@@ -131,6 +131,7 @@ LABEL_KEYS = frozenset(
         "use_model_name",
         "strip_params",
         "set_params",
+        "strict_json",
         "routes",
         "limits",
         "priority",
@@ -226,6 +227,7 @@ AT_ONCE_KEYS = frozenset(
         "clients.window_s",
         "clients.cooldown_s",
         "clients.cooldown_max_s",
+        "tasks",
     }
 )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -21,13 +22,15 @@ from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
 from greenroom.config.limits import limits_of, plugin_problems
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
-from greenroom.config.reader import Lines, Problem, Value, Where, read, refusal, shown
+from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Remote, Section
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.errors import ConfigError
 
 ENVIRONMENT_NAME = "GREENROOM_CONFIG"
 DEFAULT_NAME = "greenroom.yaml"
+TASKS_NAME = "tasks.yaml"
+_ONLY_TASKS = f"unknown key: {TASKS_NAME} has `tasks` and nothing else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +53,48 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, *, to
         return _of_environment(environ)
     # Messages show the path as typed; the working directory may change later, so the result has the absolute path.
     file = Path(os.path.expanduser(path))
-    source = read(file)
-    tree, not_expanded = macros.expand(source.tree, environ)
     absolute, said = Path(os.path.abspath(file)), environment.said(environ)
+    source, refused = _with_tasks(read(file), str(file))
+    tree, not_expanded = macros.expand(source.tree, environ)
     tree = said.over(_with_engines_of_folders(tree, absolute.parent))
     wrong = [*source.problems, *not_expanded, *said.problems]
     checked = _validated(tree, _with_variables(source.lines, said), [*not_expanded, *said.problems])
     if not isinstance(checked, Config):
-        raise refusal(str(file), [*wrong, *checked], source.lines, said.named)
+        raise refused([*wrong, *checked], source.lines, said.named)
     if wrong:
-        raise refusal(str(file), wrong, source.lines, said.named)
+        raise refused(wrong, source.lines, said.named)
     config = environment.with_folders(resolved(_with_defaults(checked), absolute.parent), environ)
     plugins = plugin_problems(limits_of(config)) if to_serve else ()
     if wrong := [*clashing_recordings(config.server, absolute), *roots_that_are_files(config), *plugins]:
-        raise refusal(str(file), wrong, source.lines)
+        raise refused(wrong, source.lines)
     return LoadedConfig(config, absolute, tuple(problems_of_config(config)), frozenset(source.lines))
+
+
+_Refusal = Callable[..., ConfigError]
+
+
+def _with_tasks(source: SourceFile, file: str) -> tuple[SourceFile, _Refusal]:
+    """The same with the tasks of a tasks.yaml beside it; and the error for its problems, each in its own file."""
+    beside = Path(file).parent / TASKS_NAME
+    if not beside.exists():
+        return source, partial(refusal, file)
+    other = read(beside)
+    problems = [*other.problems, *(Problem((key,), _ONLY_TASKS) for key in other.tree if key != "tasks")]
+    if "tasks" in source.tree:
+        problems.append(Problem(("tasks",), f"are in {file}, too; keep them in one file"))
+    if problems:
+        raise refusal(str(beside), problems, other.lines)
+    lines = {**source.lines, **other.lines, (): source.lines.get((), 1)}
+    joined = replace(source, tree={**source.tree, **other.tree}, lines=lines)
+
+    def refused(found: Iterable[Problem], lines: Lines, *named: Any) -> ConfigError:
+        found = list(found)
+        of_tasks = [problem for problem in found if problem.where[:1] == ("tasks",)]
+        others = [problem for problem in found if problem.where[:1] != ("tasks",)]
+        told = [refusal(name, some, lines, *named) for name, some in ((file, others), (str(beside), of_tasks)) if some]
+        return ConfigError("\n".join(one.message for one in told))
+
+    return joined, refused
 
 
 def _of_environment(environ: Mapping[str, str]) -> LoadedConfig:

@@ -32,7 +32,7 @@ from greenroom.config.kinds import (
     Section,
 )
 from greenroom.config.reader import Problem, break_on
-from greenroom.config.sections import coresidency
+from greenroom.config.sections import coresidency, tasks
 from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import ApiKey, equal_api_keys
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
@@ -40,6 +40,7 @@ from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.remotes import Remote, RemoteName
 from greenroom.config.sections.scheduler import Company, Group, Matrix, Scheduler
 from greenroom.config.sections.server import Heartbeat, Server
+from greenroom.config.sections.tasks import Require, Task, Tasks
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
 from greenroom.config.sections.versions import ModelVersions, Versions
 
@@ -74,11 +75,13 @@ __all__ = [
     "Quorum",
     "RateLimits",
     "Remote",
+    "Require",
     "Runner",
     "Scheduler",
     "Section",
     "Server",
     "StayWarm",
+    "Task",
     "TenantLimits",
     "Vllm",
 ]
@@ -303,6 +306,9 @@ class Config(Section):
     can be asked for by path or hub id without an entry in models (see library)."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
+    tasks: Tasks = {}
+    """Names for purposes, which callers ask for like models, each with the models that can serve it; also read from
+    tasks.yaml beside this file."""
     models: dict[ModelId, Model] = {}
     """Models by id."""
 
@@ -328,6 +334,8 @@ def _problems(config: Config) -> Iterator[Problem]:
         if model.remote is not None and model.remote not in config.remotes:
             known = ", ".join(config.remotes) or "none"
             yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
+    for problem in tasks.of_models(config.tasks, config.models):
+        yield Problem(("tasks", *problem.where), problem.message)
 
 
 def _company_problems(config: Config) -> Iterator[Problem]:

@@ -72,10 +72,12 @@ class Actions:
         waitlist.add(waiter, model)
         self._state.price_queue(model)
 
-    def put_back(self, waiter: Waiter, model: ModelId) -> None:
-        """Queue a granted request again, for this model."""
+    def put_back(self, waiter: Waiter, model: ModelId, other: ModelId | None) -> None:
+        """Queue a request again that was lost at this model: for another one, or else for the same."""
         self._state.waitlist.mark_returned(waiter)
-        self._keep_waiting(waiter, model)
+        if other is not None:
+            self._state.waitlist.strike(waiter, model)
+        self._keep_waiting(waiter, other or model)
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """Remove this waiter from its queue, if it waits."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from greenroom.core.decide import green_room
 from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
-from greenroom.core.decide.ladder import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
@@ -129,10 +128,7 @@ def _no_wake_up_was_lost(state: State, now: float) -> None:
             continue
         # Estimates change all the time: a waiter chooses another candidate only when one gets room or its own fails.
         plan = decide_for(state, head, head.model, now, places, residents)
-        if isinstance(plan, Refuse):
-            plan = decide(state, head, now, places, residents)
-        is_bad_news = isinstance(plan, Refuse) or (isinstance(plan, Swap) and plan.model != head.model)
-        bad_news_later = is_bad_news and (state.moves or state.ledger.promises)
+        bad_news_later = isinstance(plan, Refuse) and (state.moves or state.ledger.promises)
         later = bad_news_later or (isinstance(plan, Swap) and looked_at)
         assert later or isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
 

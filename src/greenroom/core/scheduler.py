@@ -199,9 +199,7 @@ class Scheduler:
         elif grant.is_cut or (other is None and (waiter.came_back or model not in state.models)):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
-            if other is not None:
-                state.waitlist.strike(waiter, model)
-            self._act.put_back(waiter, other or model)
+            self._act.put_back(waiter, model, other)
 
     def _end_grant(self, request: RequestId, grant: Grant, now: float) -> Dirty | Slot:
         """A served request has ended. If its slot stays, only the slot's own model has gained room."""

@@ -197,6 +197,8 @@ class Describing(ABC):
     speaks: frozenset[str] = frozenset()
     # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
     fetches_media: bool = False
+    # Its answers keep to a `response_format` of JSON, whatever the model says.
+    keeps_json: bool = False
     # Where it tells figures of its cache; None if it does not.
     metrics_path: str | None = None
     # Where it tells how far a request is: GET <progress_path>?request=ID → {"progress": 0..1}, by X-Request-Id.

@@ -172,14 +172,48 @@ class Charge:
         for meter in meters:
             meter.in_flight += 1
 
+    def serve_by(self, model: Meter | None) -> None:
+        """Count a request that has begun for this model, too, instead of for the one before. Raises RateLimited."""
+        if model is self.model:
+            return
+        now = self._wall()
+        if (before := self.model) is not None:
+            self._leave(before, now)
+        if model is None:
+            return
+        if model.in_flight >= model.concurrent_max:
+            raise model.no_place(now)
+        self.set_model(model)
+        try:
+            self._reserve_at(model, now)
+            self._count_for(model, now)
+        except RateLimited:
+            self._leave(model, now)
+            raise
+        self._begun = (*self._begun, model)
+        model.in_flight += 1
+
+    def _leave(self, model: Meter, now: float) -> None:
+        """Give back its place and its tokens at this model. It stays counted as a request."""
+        self.set_model(None)
+        if model in self._begun:
+            self._begun = tuple(meter for meter in self._begun if meter is not model)
+            model.in_flight -= 1
+        for budget, amount, minute in [one for one in self._reserved if one[0] is model.tokens]:
+            budget.give_back(amount, minute, now)
+            self._reserved.remove((budget, amount, minute))
+
     def _reserve(self, now: float) -> None:
         for meter in self.meters:
-            budget = meter.tokens
-            if budget is not None:
-                amount = budget.reserve(self.tokens_asked, now)
-                if amount < 0:
-                    raise meter.no_tokens(budget, self.tokens_asked, now)
-                self._reserved.append((budget, amount, budget.minute))
+            self._reserve_at(meter, now)
+
+    def _reserve_at(self, meter: Meter, now: float) -> None:
+        budget = meter.tokens
+        if budget is not None:
+            amount = budget.reserve(self.tokens_asked, now)
+            if amount < 0:
+                raise meter.no_tokens(budget, self.tokens_asked, now)
+            self._reserved.append((budget, amount, budget.minute))
 
     def end(self, tokens_used: int | None) -> None:
         """Free its place, and count the tokens that were really used. Only the first call after `begin` counts.
@@ -283,6 +317,15 @@ class Limiter:
             admitted = Charge(meters, self._wall)
         admitted.set_model(meter)
         return admitted
+
+    def charge_of_any(
+        self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
+    ) -> tuple[Charge | None, list[Meter | None]]:
+        """The charge of a request that one of these models will serve (`Charge.serve_by`), and the meter of each."""
+        meters = [self._meters.get((MODEL, model)) for model in models]
+        if admitted is None and (any(meters) or self._of(caller, said_tenant)):
+            admitted = Charge(self._of(caller, said_tenant), self._wall)
+        return admitted, meters
 
     def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Meter, ...]:
         if caller.tenant is None:

@@ -20,6 +20,7 @@ from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
 from greenroom.library.fetcher import fetched_files
 from greenroom.library.orders import OrderRules
+from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.model_files import Prefetch
 from greenroom.runtime.operations.downloads import Downloads, DownloadServices
@@ -76,6 +77,7 @@ class FrontParts:
     shared_limits: SharedLimits | None
     tenants: Tenants
     requestors: Requestors
+    tasks: Tasks
     # None if none is kept.
     usage: UsageStore | None
     keys: KeyRing
@@ -87,6 +89,8 @@ class FrontParts:
         self.tenants.are_named = server.multi_tenant
         self.requestors.configure(config.clients)
         self.reader.profiles = Profiles(config.profiles) if config.profiles else None
+        self.tasks.configure(config)
+        self.reader.tasks = self.tasks if self.tasks else None
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
         self.keys.use(server, look)
         self.use_keys(config)
@@ -187,6 +191,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         *_limits(common, gateway),
         tenants,
         requestors,
+        gateway.tasks,
         usage,
         KeyRing(run_detached, lambda: _use_changed_keys(front, gateway)),
     )

@@ -41,6 +41,7 @@ from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
+from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.readings import Reading
@@ -58,6 +59,7 @@ from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.asgi import Application
 from greenroom.server.inference.prefix_cache import CacheSalts
+from greenroom.server.inference.rungs import model_facts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
@@ -250,6 +252,7 @@ class FakeGateway:
             lambda event: None,
             self.clock,
         )
+        self.tasks = Tasks(model_facts(self.catalog))
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         keep = KeepLimits(keep_s=600, count_max=100, bytes_max=1_000_000)

@@ -195,6 +195,9 @@ class Model(Section):
     """Top-level request fields removed before the engine sees them."""
     set_params: dict[str, JsonValue] = {}
     """Top-level request fields set to these values whatever the caller sent."""
+    strict_json: bool | None = None
+    """Whether it keeps to a response_format of JSON, for tasks that need that; as its engine does when not given:
+    llamacpp, transformers, vllm and sglang do."""
     routes: tuple[RoutePattern, ...] = ()
     """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
     Keys with admin may use all."""

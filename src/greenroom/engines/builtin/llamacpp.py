@@ -49,6 +49,7 @@ class LlamaCppEngine(ProcessEngine):
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
     metrics_path = "/slots"
+    keeps_json = True
     speaks = frozenset({*LLAMACPP_PATHS, "/v1/messages/count_tokens"})
     fetches_media = True
 

@@ -43,6 +43,7 @@ TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer
 
 class TransformersEngine(TorchEngine):
     name = "transformers"
+    keeps_json = True
 
     def facts(self, model: Model) -> EngineFacts:
         return EngineFacts(_abilities(model), can_sleep=True, keeps_prefixes=not embeds(model))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
 from greenroom.core.events import RequestArrived
-from greenroom.core.explain import Explanation
+from greenroom.core.explain import Explanation, Option
 from greenroom.core.model import ModelId, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError
@@ -19,6 +19,7 @@ from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.library.library import Library
+from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -45,6 +46,10 @@ class Scheduling(Protocol):
 
     def explanation(self, arrival: RequestArrived) -> Explanation:
         """What would happen if this request came now, and why. Nothing changes."""
+        ...
+
+    def weigh(self, arrival: RequestArrived) -> tuple[list[Option], int]:
+        """Its candidates as they are now, and the position of the one that it would get. Nothing changes."""
         ...
 
 
@@ -182,6 +187,9 @@ class Gateway(Protocol):
 
     @property
     def resolver(self) -> Resolver: ...
+
+    @property
+    def tasks(self) -> Tasks: ...
 
     @property
     def slots(self) -> LiveSlots: ...

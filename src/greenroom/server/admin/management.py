@@ -229,7 +229,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     NativeRoutes(gateway, loads, look).add_to(app)
     library = LibraryRoutes(gateway, look)
     library.add_to(app)
-    Listing(gateway.catalog, gateway.resolver, look).add_to(app)
+    Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
     OllamaRoutes(gateway, library, look).add_to(app)
     LlamaSwapRoutes(gateway, streams, look).add_to(app)
     CapabilityRoutes(gateway, look).add_to(app)

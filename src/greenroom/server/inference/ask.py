@@ -5,12 +5,12 @@ Owns the settings that requests go by. `ask_reader.py` reads requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from greenroom.config.schema import Config, Heartbeat
-from greenroom.core.events import RequestArrived
+from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
 from greenroom.dialects.translation import Translation
@@ -22,7 +22,7 @@ from greenroom.server.inference.body import peek
 from greenroom.server.inference.prefix_cache import CacheScope
 from greenroom.server.inference.routes import UPSTREAM, Route
 from greenroom.tenancy.keys import Caller, Permission
-from greenroom.tenancy.limits import Charge
+from greenroom.tenancy.limits import Charge, Meter
 from greenroom.tenancy.profiles import RequestProfile
 
 _OFF: Final = Heartbeat.OFF
@@ -66,12 +66,13 @@ def arrival(
     settings: Settings,
     now: float,
     request: RequestId,
-    model: ModelId,
+    models: tuple[ModelId, ...],
     priority: int,
     tenant: TenantId,
     patient: bool,
     budget_s: float | None,
     keep_alive_s: float | None = None,
+    choice: Choice | None = None,
 ) -> RequestArrived:
     """The event for the scheduler. A `patient` caller gets heartbeats and can wait long; others soon give up."""
     wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
@@ -79,7 +80,24 @@ def arrival(
     if budget_s is not None:
         wait_s = min(wait_s, budget_s)
         answer_by = now + budget_s
-    return RequestArrived(now, request, (model,), priority, tenant, now + wait_s, patient, answer_by, keep_alive_s)
+    give_up_at = now + wait_s
+    return RequestArrived(now, request, models, priority, tenant, give_up_at, patient, answer_by, keep_alive_s, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """The models that may serve a request for a task, in order, by their ids: how each is asked, and what limits it."""
+
+    asks: Mapping[ModelId, Ask]
+    meters: Mapping[ModelId, Meter | None]
+    choice: Choice
+
+
+# What depends on the model that is asked.
+_OF_MODEL: Final = (
+    *("entry", "target", "peeked", "puts", "drops", "rewritten", "scope", "cache_headers", "is_not_cached"),
+    *("spreads", "drop_usage", "remade", "translation"),
+)
 
 
 class Ask:
@@ -108,6 +126,7 @@ class Ask:
         "remade",
         "rewritten",
         "route",
+        "rungs",
         "scope",
         "spreads",
         "stream",
@@ -176,6 +195,23 @@ class Ask:
         self.remade: RemadeAnswer | None = None
         # Set if the engine is asked in another dialect than the caller speaks.
         self.translation: Translation | None = None
+        # Set if it asks for a task. Until one of its models is granted, it reads as a request to the first.
+        self.rungs: Rungs | None = None
+
+    def bind(self, model: ModelId) -> None:
+        """Ask this one of its models from now on."""
+        assert self.rungs is not None
+        other = self.rungs.asks[model]
+        if other is not self and other.entry is not self.entry:
+            for name in _OF_MODEL:
+                setattr(self, name, getattr(other, name))
+
+    def drop_peeked(self) -> None:
+        """Keep no copy of the body while it waits."""
+        self.peeked = None
+        if self.rungs is not None:
+            for other in self.rungs.asks.values():
+                other.peeked = None
 
     @property
     def to_operator(self) -> bool:

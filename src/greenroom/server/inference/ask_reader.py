@@ -19,6 +19,7 @@ from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, P
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.library.versions import Version
+from greenroom.routing.tasks import TaskRoute, Tasks
 from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
@@ -36,6 +37,7 @@ from greenroom.server.inference.our_headers import (
     heartbeat_of,
     said_priority,
     said_tenant,
+    smaller,
     wants_facts,
 )
 from greenroom.server.inference.prefix_cache import CacheSalts, cache_scope
@@ -47,6 +49,7 @@ from greenroom.server.inference.routes import (
     is_open,
     split_model,
 )
+from greenroom.server.inference.rungs import RungReader
 from greenroom.server.inference.translating import check_native, translate_ask
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.limits import Charge, Limiter
@@ -73,6 +76,8 @@ class AskReader:
         # None while nothing is limited, and while there are no profiles.
         self.limiter: Limiter | None = None
         self.profiles: Profiles | None = None
+        # None while there are none.
+        self.tasks: Tasks | None = None
         # The model under version control that a call means which names this one, or none.
         self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
         self.default_model: Callable[[], str | None] = lambda: None
@@ -89,31 +94,55 @@ class AskReader:
         peeked = peek.peek(exchange.body.read(), meant)
         if peeked.client_id is not None:
             head.client = peeked.client_id
+        if self.tasks is not None and (task := self.tasks.find(peeked.model)) is not None:
+
+            def read_for(name: str) -> Ask:
+                # Each is read for itself: engines speak different dialects.
+                return self._read_json(exchange, route, caller, settings, peek.copied(peeked), name, task)
+
+            sees, wants_json = self.narrowed(head, caller).sees, peek.wants_json(peeked.fields)
+            ladder = self.tasks.ladder(task, sees, route.ability, wants_json=wants_json)
+            return self._of_task(exchange, caller, RungReader(ladder, read_for))
+        return self._read_json(exchange, route, caller, settings, peeked, peeked.model)
+
+    def _read_json(
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        settings: Settings,
+        peeked: peek.Peeked,
+        name: str,
+        task: TaskRoute | None = None,
+    ) -> Ask:
         options = model_options.of_json(peeked.fields) if self._resolver.takes_options else NO_OPTIONS
         ask = self._ask(
             exchange,
             route,
             caller,
             settings,
-            peeked.model,
+            name,
             peeked.priority,
             options=options,
             target=route.sent_to,
             stream=peeked.stream if route.translate is None else route.is_stream(peeked.stream, peeked.fields),
+            task=task,
         )
         if peeked.budget_s is not None:
-            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+            ask.budget_s = smaller(ask.budget_s, peeked.budget_s)
         if peeked.keep_alive_s is not None:
             ask.keep_alive_s = kept_alive_s(ask, peeked.keep_alive_s, settings)
         ask.peeked = peeked
         if route.translate is not None:
-            translate_ask(ask, peeked, route.translate)
+            translate_ask(ask, peeked, route.translate, ask.asked_as if task is None else ask.entry.public_id)
         elif route.is_native:
             check_native(ask, peeked, exchange.body, settings.body_max)
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
         check_media(peeked.fields, ask.entry.config.media_hosts)
         ask.puts, ask.drops = self._rewrites_of(ask.entry)
+        if task is not None:
+            ask.puts = {"model": msgspec.json.encode(ask.entry.public_id), **ask.puts, **task.puts}
         if ask.profile is not None:
             set_by_profile(ask, ask.profile, peeked.fields)
         if ask.entry.facts.prompt_slots:
@@ -169,23 +198,57 @@ class AskReader:
         """A form with a file. Large forms are read in turns, so that other requests are served meanwhile."""
         _expect_post(exchange.head)
         form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
-        options = model_options.of_form(form.fields) if self._resolver.takes_options else NO_OPTIONS
         exchange.head.client = form.client_id
+        narrowed = self.narrowed(exchange.head, caller)
+        if self.tasks is not None and (task := self.tasks.find(form.model)) is not None:
+
+            def read_for(name: str) -> Ask:
+                return self._read_form(exchange, route, caller, settings, form, name, NO_OPTIONS, task)
+
+            ladder = self.tasks.ladder(task, narrowed.sees, route.ability)
+            return self._of_task(exchange, caller, RungReader(ladder, read_for))
+        options = model_options.of_form(form.fields) if self._resolver.takes_options else NO_OPTIONS
         # So that it is found without a look at the disk.
-        await self._resolver.named(form.model, options, self.narrowed(exchange.head, caller))
+        await self._resolver.named(form.model, options, narrowed)
+        return self._read_form(exchange, route, caller, settings, form, form.model, options)
+
+    def _read_form(
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        settings: Settings,
+        form: multipart.MultipartForm,
+        name: str,
+        options: ModelOptions,
+        task: TaskRoute | None = None,
+    ) -> Ask:
         ask = self._ask(
-            exchange, route, caller, settings, form.model, form.priority, options=options, stream=form.stream
+            exchange, route, caller, settings, name, form.priority, options=options, stream=form.stream, task=task
         )
-        ask.budget_s = _smaller(ask.budget_s, form.budget_s)
-        ask.keep_alive_s = kept_alive_s(ask, form.keep_alive_s, settings)
+        ask.budget_s = smaller(ask.budget_s, form.budget_s)
+        if task is None or form.keep_alive_s is not None:
+            ask.keep_alive_s = kept_alive_s(ask, form.keep_alive_s, settings)
         config = ask.entry.config
-        form.expect(name for name in route.form if name not in config.set_params)
-        puts = {name: _as_text(value) for name, value in config.set_params.items()}
+        given = config.set_params if task is None else {**config.set_params, **task.section.set_params}
+        form.expect(field for field in route.form if field not in given)
+        puts = {field: _as_text(value) for field, value in given.items()}
         drops = frozenset(config.strip_params) | (_EMPTY if options is NO_OPTIONS else model_options.FIELDS)
         if route.makes_pictures and self._as_urls(ask, exchange.head, form.fields.get(RESPONSE_FORMAT)):
             puts[RESPONSE_FORMAT] = AS_BASE64
-        name = _name_in_engine(ask.entry)
-        ask.rewritten = lambda: form.rewrite(name, drop=drops, put=puts)
+        told = _name_in_engine(ask.entry) or (None if task is None else ask.entry.public_id)
+        ask.rewritten = lambda: form.rewrite(told, drop=drops, put=puts)
+        return ask
+
+    def _of_task(self, exchange: Exchange, caller: Caller, rungs: RungReader) -> Ask:
+        """A request for a task, which reads as one to the first of its models until one is granted."""
+        head, charge, meters = exchange.head, None, None
+        if self.limiter is not None:
+            assert head.charge is None or isinstance(head.charge, Charge)
+            models = [self._catalog.limited_as(one.entry) for one in rungs.asks.values()]
+            charge, meters = self.limiter.charge_of_any(head.charge, caller, said_tenant(head), models)
+        ask = rungs.ask(charge, meters)
+        head.asked = ask.entry.id
         return ask
 
     def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
@@ -270,6 +333,7 @@ class AskReader:
         options: ModelOptions = NO_OPTIONS,
         target: bytes | None = None,
         stream: bool = False,
+        task: TaskRoute | None = None,
     ) -> Ask:
         head = exchange.head
         profile = self._profile_of(head, caller)
@@ -285,10 +349,15 @@ class AskReader:
         ask = Ask(
             route,
             self._resolver.instances.of(entry, tenant) if isolation == "process" else entry,
-            name,
+            name if task is None else task.name,
             head.target if target is None else target,
             stream,
-            self._priority(said_priority(priority, said), entry, caller, profile),
+            _priority(
+                said_priority(priority, said),
+                entry.spec.priority if task is None else task.priority_or(entry.spec.priority),
+                caller,
+                profile,
+            ),
             tenant,
             head.client or client_of(said.get(CLIENT_HEADER, b"")),
             heartbeat_of(said, settings.heartbeat),
@@ -300,7 +369,9 @@ class AskReader:
         if profile is not None:
             ask.profile = profile
             ask.keep_alive_s = kept_alive_s(ask, None, settings)
-        if self.limiter is not None:
+        if task is not None and task.section.keep_alive_s is not None:
+            ask.keep_alive_s = kept_alive_s(ask, task.section.keep_alive_s, settings)
+        if self.limiter is not None and task is None:
             admitted = head.charge
             assert admitted is None or isinstance(admitted, Charge)
             model = self._catalog.limited_as(entry)
@@ -310,12 +381,6 @@ class AskReader:
         if (facts := said.get(b"x-facts")) is not None:
             ask.wants_facts = wants_facts(facts)
         return ask
-
-    def _priority(self, said: int | None, entry: Entry, caller: Caller, profile: RequestProfile | None) -> int:
-        """As the request says, else by profile or model; never better than profile and key allow."""
-        if profile is not None:
-            said = profile.priority(said, entry.spec.priority)
-        return cap(entry.spec.priority if said is None else said, caller.priority_max)
 
     def tenant_of(self, head: Head, caller: Caller) -> TenantId:
         """The tenant that a refused request is counted for; none if it names one that cannot be."""
@@ -380,8 +445,8 @@ def _check_ability(entry: Entry, ability: Ability) -> None:
         raise NoAbility(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
 
 
-def _smaller(one: float | None, other: float | None) -> float | None:
-    """The smaller of two budgets, either of which may be missing."""
-    if one is None or other is None:
-        return one if other is None else other
-    return min(one, other)
+def _priority(said: int | None, default: int, caller: Caller, profile: RequestProfile | None) -> int:
+    """As the request says, else by profile, model or task; never better than profile and key allow."""
+    if profile is not None:
+        said = profile.priority(said, default)
+    return cap(default if said is None else said, caller.priority_max)

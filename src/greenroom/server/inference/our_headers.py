@@ -77,3 +77,10 @@ def budget_s_of(said: dict[bytes, bytes]) -> float | None:
     """How long the whole answer may take, by the request's header."""
     raw = said.get(b"x-request-timeout-s")
     return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
+
+
+def smaller(one: float | None, other: float | None) -> float | None:
+    """The smaller of two budgets, either of which may be missing."""
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)

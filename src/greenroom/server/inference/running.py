@@ -24,11 +24,15 @@ from greenroom.errors import (
     GatewayBug,
     GreenroomError,
     ModelLoading,
+    RateLimited,
+    RemoteBudgetSpent,
 )
 from greenroom.http.body import Payload
+from greenroom.http.engine_connection import Sink
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
+from greenroom.http.relays.failing_over import FailingOver
 from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.relays.renamed import Renamed
 from greenroom.http.relays.translated import Translated
@@ -42,9 +46,10 @@ from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
 from greenroom.server.inference.answer_facts import NOT_CACHED, AnswerFacts
 from greenroom.server.inference.ask import Ask, Settings, arrival
+from greenroom.server.inference.billing import settle
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.routes import UPSTREAM, is_open
-from greenroom.server.inference.version_headers import version_headers
+from greenroom.server.inference.version_headers import model_header, version_headers
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -82,6 +87,8 @@ class Running:
     __slots__ = (
         "_beat_at",
         "_bytes_seen",
+        "_failed",
+        "_failure",
         "_hung",
         "_is_over",
         "_moved_at",
@@ -117,6 +124,9 @@ class Running:
         self._beat_at = self._moved_at = 0.0
         self._bytes_seen = -1
         self._hung = self._is_over = False
+        # How many models of its task have failed, and why the last one did.
+        self._failed = 0
+        self._failure: GreenroomError | None = None
         # Its place among the prompts of its engine, where that has such places.
         self._pin: Pin | None = None
         self._task: asyncio.Task[None] | None = None
@@ -142,20 +152,23 @@ class Running:
 
     def _arrival(self, now: float) -> RequestArrived:
         ask = self.ask
-        request, model = RequestId(self.request_id), ask.entry.id
+        rungs = ask.rungs
         return arrival(
             self._settings,
             now,
-            request,
-            model,
+            RequestId(self.request_id),
+            (ask.entry.id,) if rungs is None else tuple(rungs.asks),
             ask.priority,
             ask.tenant,
             ask.is_patient,
             ask.budget_s,
             ask.keep_alive_s,
+            None if rungs is None else rungs.choice,
         )
 
     def _send_now(self, slot: LiveSlot) -> bool:
+        if self.ask.rungs is not None and not self._bind(slot):
+            return False
         if slot.pool.idle_count == 0 or self.ask.job is not None or self.ask.remade is not None:
             return False
         if slot.remote is not None:
@@ -164,7 +177,7 @@ class Running:
             return False
         payload = self.ask.payload(None if self._pin is None else self._pin.fields)
         relay = self._new_relay(self._relayed)
-        if not slot.pool.send_now(self._engine_head(len(payload)), payload, relay):
+        if not slot.pool.send_now(self._engine_head(len(payload)), payload, self._sink(relay)):
             self.relay = None
             return False
         return True
@@ -179,7 +192,7 @@ class Running:
     def _go_on(self) -> None:
         """Let a task wait for the slot or the connection. The request ends with the task."""
         # A waiting request holds only its body, which may be on disk.
-        self.ask.peeked = None
+        self.ask.drop_peeked()
         self._task = task = self._shared.spawn(self)
         # By callback: a task that is cancelled before its first step never enters its body.
         task.add_done_callback(self._stopped_waiting)
@@ -210,9 +223,7 @@ class Running:
     async def _serve(self) -> None:
         relay = self.relay
         while relay is None or await self._must_try_again(relay):
-            await self.ticket.wait(None)
-            slot = self.ticket.slot
-            assert slot is not None
+            slot = await self._granted()
             if self.ask.job is not None:
                 await self.ask.job.starts(slot)
             if slot.prompts is not None and not self._pinned(slot.prompts):
@@ -222,14 +233,68 @@ class Running:
             if self.exchange.gone:
                 return
             payload = self.ask.payload(None if self._pin is None else self._pin.fields)
-            head = self._engine_head(len(payload)) if slot.remote is None else self._remote_head(slot, payload)
+            try:
+                head = self._engine_head(len(payload)) if slot.remote is None else self._remote_head(slot, payload)
+            except RemoteBudgetSpent as spent:
+                if not self._has_others:
+                    raise
+                self._turn_away(spent)
+                relay = None
+                continue
             relay = self._new_relay(None)
             # A request that was cut meanwhile is stopped already.
             if relay.wanted:
-                await slot.pool.send(head, payload, relay)
+                await slot.pool.send(head, payload, self._sink(relay))
             await relay.wait()
         if isinstance(relay, Collected) and not self.exchange.gone:
             await self._answer_anew(relay)
+
+    async def _granted(self) -> LiveSlot:
+        """Wait for a slot. Of the models of a task, those at their limits are passed over."""
+        while True:
+            try:
+                await self.ticket.wait(None)
+            except EngineLost:
+                if self.ask.rungs is None or self._failure is None:
+                    raise
+                # No other model of its task is left: the last one's own failure says more.
+                raise self._failure from None
+            slot = self.ticket.slot
+            assert slot is not None
+            if self.ask.rungs is None or self._bind(slot):
+                return slot
+            self._turn_away(self._failure)
+
+    def _bind(self, slot: LiveSlot) -> bool:
+        """Ask the model of a task that was granted. False if its own limits do not allow that now."""
+        ask, model = self.ask, slot.entry.id
+        rungs = ask.rungs
+        assert rungs is not None
+        if ask.charge is not None:
+            try:
+                ask.charge.serve_by(rungs.meters[model])
+            except RateLimited as error:
+                self._failure = error
+                return False
+        ask.bind(model)
+        self.record.model = ask.entry.public_id
+        return True
+
+    def _sink(self, relay: Relay) -> Sink:
+        """The relay; behind one that holds failures back if another model of its task is left."""
+        return FailingOver(relay, self._name) if self._has_others and self._may_run_again() else relay
+
+    @property
+    def _has_others(self) -> bool:
+        """True if a model of its task is left beside the one that it was granted."""
+        rungs = self.ask.rungs
+        return rungs is not None and self._failed + 1 < len(rungs.asks)
+
+    def _turn_away(self, why: GreenroomError | None) -> None:
+        """This model does not serve it: it waits for the next one of its task, or again."""
+        self._failed, self._failure = self._failed + 1, why
+        self.record.state = "waiting"
+        self._shared.tickets.lost(self.ticket)
 
     async def _answer_anew(self, relay: Collected) -> None:
         assert self.ask.remade is not None
@@ -250,15 +315,18 @@ class Running:
         if relay.outcome is RelayOutcome.BAD_HEAD:
             raise self._bad_head(relay)
         if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte or not self._may_run_again():
-            raise relay.error or EngineLost(f"The engine of {self.ask.entry.public_id} was lost.")
+            raise relay.error or EngineLost(f"The engine of {self._name} was lost.")
         if exchange.gone:
             return False
         exchange.on_gone = self._leave
         assert ticket.slot is not None
         self._unpin()
-        await ticket.slot.settle()
-        self.record.state = "waiting"
-        self._shared.tickets.lost(ticket)
+        if self.bill is not None:
+            settle(self.bill, self.record, relay)
+            self.bill = None
+        if not relay.status:
+            await ticket.slot.settle()
+        self._turn_away(relay.error)
         return True
 
     def _pinned(self, prompts: PromptSlots) -> bool:
@@ -356,11 +424,17 @@ class Running:
             headers.append((_WAIT, b"%d" % self._wait_ms()))
         if self.ask.stream:
             headers.append(_NO_BUFFERING)
+        if self.ask.rungs is not None:
+            headers.append(model_header(self._name))
         slot = ticket.slot
         if slot is not None and (version := slot.entry.version) is not None:
             self.record.model_version, self.record.model_repo_id = version.number, version.repo_id
             headers += version_headers(version, to_operator=self.ask.to_operator)
         return headers
+
+    @property
+    def _name(self) -> str:
+        return self.ask.entry.public_id
 
     def _version(self) -> Version | None:
         """The version that answers, or that would answer now."""

@@ -21,9 +21,12 @@ from greenroom.server.inference.body.media import check_body
 from greenroom.server.inference.body.peek import Peeked
 
 
-def translate_ask(ask: Ask, peeked: Peeked, translate: Translate) -> None:
-    """Have the engine asked in a dialect that it speaks. Raises BadRequest for what cannot be said in it."""
-    translation = translate(Frame(ask.asked_as, secrets.token_hex(12), time.time()), ask.stream)
+def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> None:
+    """Have the engine asked in a dialect that it speaks; `name` is the model in its answer.
+
+    Raises BadRequest for what cannot be said in it.
+    """
+    translation = translate(Frame(name, secrets.token_hex(12), time.time()), ask.stream)
     # Read in any case: an engine may break where a mistake should be named.
     fields = translation.request(peeked.fields)
     abilities = ask.entry.facts.abilities

@@ -35,6 +35,16 @@ REFUSED: Final = {
     "store_down": "the lease store does not answer",
 }
 
+# Why a model of a task is the one, or is not.
+VERDICTS: Final = {
+    "chosen": "it is the one",
+    "refused": "it cannot serve now",
+    "last_resort": "it is remote, and used only if no other can serve in time",
+    "late": "its answer would not be there within the budget",
+    "not_sooner": "it comes after the one that was chosen",
+    "slower": "a later one serves sooner by more than prefer_first_s",
+}
+
 Explained = Mapping[str, Any]
 
 
@@ -50,8 +60,8 @@ def _seconds(said: str) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="its id or an alias")
-    parser.add_argument("--priority", help="high, normal, low or a number (default: the model's own)")
+    parser.add_argument("model", help="its id, an alias, or a task")
+    parser.add_argument("--priority", help="high, normal, low or a number (default: that of the model or task)")
     parser.add_argument("--tenant", help="the tenant it would be for")
     parser.add_argument("--stream", action="store_true", help="as a stream, whose caller can wait longer")
     parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS", help="how long the whole answer may take")
@@ -91,7 +101,21 @@ def words(explained: Explained) -> list[str]:
     """The answer in sentences: what would happen, which models would leave, how long it would take."""
     first = _SENTENCES[explained["action"]](explained)
     leaving = [f"  {one['model']} would {_leave(one)}: {one['why']}" for one in explained["evict"]]
-    return [first, *leaving, *_place(explained)]
+    return [first, *leaving, *_place(explained), *map(_candidate, explained.get("candidates", ()))]
+
+
+def _candidate(one: Mapping[str, Any]) -> str:
+    """A model of the task, and why it is the one, or is not."""
+    why, eta_s = one.get("why"), one.get("eta_s")
+    said = VERDICTS.get(one["verdict"], str(one["verdict"]).replace("_", " "))
+    if one["verdict"] == "refused":
+        said = REFUSED.get(str(why), said)
+    elif one["verdict"] == "left_out":
+        said = f"passed over: {why}"
+    when = (
+        "" if eta_s is None else f" (could begin in about {screen.seconds(eta_s)})" if eta_s else " (could begin now)"
+    )
+    return f"  candidate {one['model']}: {said}{when}"
 
 
 def _leave(one: Mapping[str, Any]) -> str:

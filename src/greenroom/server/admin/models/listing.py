@@ -16,6 +16,7 @@ from greenroom.core.model import Tier
 from greenroom.dialects.anthropic_answer import model_card, model_list
 from greenroom.errors import ModelNotFound
 from greenroom.library.records import LibraryRecord
+from greenroom.routing.tasks import TaskRoute, Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -28,9 +29,10 @@ ModelPath = Annotated[str, Path(description="A model's id or alias. Slashes may 
 
 
 class Listing:
-    def __init__(self, catalog: Catalog, resolver: Resolver, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, catalog: Catalog, resolver: Resolver, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
         self._catalog = catalog
         self._resolver = resolver
+        self._tasks = tasks
         self._look = look
 
     def add_to(self, app: FastAPI) -> None:
@@ -39,7 +41,7 @@ class Listing:
         app.get(MODELS + "/{model_id:path}", response_model=ModelCard)(self.show_model)
 
     async def list_models(self, request: Request) -> ModelList | Response:
-        """Every model that is not `unlisted`, with its state; then those on disk that can be asked for as well.
+        """Every model and task that is not `unlisted`, with its state; then models on disk that can be asked for, too.
 
         Requests with the header anthropic-version are answered in Anthropic's shape.
         """
@@ -53,6 +55,8 @@ class Listing:
         look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
         listed = (entry for entry in self._catalog if not entry.config.unlisted and sees(entry.base_id))
         cards = [look.card(entry, to_operator=is_admin) for entry in listed]
+        tasks = [task for task in self._tasks.seen_by(sees) if not task.section.unlisted]
+        cards += [self._task_card(look, task, sees, to_operator=is_admin) for task in tasks]
         return ModelList(data=[*cards, *(card_of(one) for one in self._resolver.unasked if sees(one.id))])
 
     async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard | Response:
@@ -62,7 +66,27 @@ class Listing:
             return card
         return JSONResponse(model_card(card.id, card.name, card.created))
 
+    def _task_card(
+        self, look: Snapshot, task: TaskRoute, sees: Callable[[str], bool], *, to_operator: bool
+    ) -> ModelCard:
+        """A task as its first loaded candidate, or else its first, with the names of those that the caller may use."""
+        entries = [entry for name in task.section.candidates if (entry := self._catalog.find(name)) is not None]
+        cards = [look.card(entry, to_operator=to_operator) for entry in entries if sees(entry.base_id)]
+        like = next((card for card in cards if card.status.value is StatusWord.LOADED), cards[0])
+        return like.model_copy(
+            update={
+                "id": task.name,
+                "name": None,
+                "description": task.section.description,
+                "aliases": [],
+                "meta": {"candidates": [card.id for card in cards]},
+            }
+        )
+
     def _card(self, request: Request, model_id: str) -> ModelCard:
+        sees = caller_of(request).sees
+        if (task := self._tasks.find(model_id)) is not None and self._tasks.is_seen(task, sees):
+            return self._task_card(self._look(), task, sees, to_operator=asked_by_admin(request))
         try:
             entry = addressed(self._catalog, request, MODELS, model_id)
         except ModelNotFound:

@@ -80,10 +80,12 @@ class OllamaRoutes:
         return JSONResponse({"version": API_VERSION})
 
     async def tags(self, request: Request) -> Response:
-        """Every model that is listed, then those on disk that can be asked for as well."""
+        """Every model and task that is listed, then those on disk that can be asked for as well."""
         sees = caller_of(request).sees
         listed = [entry for entry in self._gateway.catalog if not entry.config.unlisted and sees(entry.base_id)]
         models = [self._card(entry.id, entry.config.path, entry.engine.name) for entry in listed]
+        tasks = [task for task in self._gateway.tasks.seen_by(sees) if not task.section.unlisted]
+        models += [self._card(task.name, None, "task") for task in tasks]
         others = [one for one in self._gateway.resolver.unasked if sees(one.id)]
         return JSONResponse({"models": [*models, *(self._card(one.id, one.path, one.kind.value) for one in others)]})
 

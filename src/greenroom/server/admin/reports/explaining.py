@@ -5,6 +5,7 @@ Owns how the plan is shown. The question has the same waiting time and budget as
 
 from __future__ import annotations
 
+from math import isinf
 from typing import Annotated, Literal, assert_never
 
 from fastapi import FastAPI
@@ -12,13 +13,15 @@ from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Heartbeat
-from greenroom.core.events import RequestArrived
-from greenroom.core.explain import Explanation, Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.model import RequestId, TenantId
-from greenroom.runtime.catalogue import Entry
+from greenroom.core.events import Choice, RequestArrived
+from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.routing.tasks import Ladder
+from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival
+from greenroom.server.inference.our_headers import smaller
 from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
@@ -28,9 +31,9 @@ class ExplainAsk(Order):
     """A request as it might come, without its prompt."""
 
     model: Annotated[str, Field(max_length=ID_CHARS_MAX)]
-    """Its id or an alias."""
+    """Its id, an alias, or a task."""
     priority: Priority | None = None
-    """high, normal, low or a number; the model's own when not given."""
+    """high, normal, low or a number; that of the model or task when not given."""
     tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
     stream: bool = False
     """Whether the answer would be a stream; its caller can wait longer."""
@@ -46,6 +49,24 @@ class Evicted(View):
     why: str
 
 
+Verdict = Literal["chosen", "refused", "left_out", "last_resort", "late", "not_sooner", "slower"]
+
+
+class CandidateView(View):
+    """One model of a task."""
+
+    model: str
+    verdict: Verdict
+    """refused: it cannot serve now. left_out: it cannot serve such a request. last_resort: it is remote, and used only
+    if no other can serve in time. late: not within the budget. not_sooner: it comes later in the list and does not
+    serve sooner by more than prefer_first_s, or pin_primary is set. slower: a later one serves sooner by more than
+    that."""
+    why: str | None = None
+    """Why it cannot serve."""
+    eta_s: float | None = None
+    """Seconds until its answer would begin, if that is known."""
+
+
 class Explained(View):
     """What would happen to a request. Asking changes nothing."""
 
@@ -53,6 +74,10 @@ class Explained(View):
     """serve: at once. join: its model is being loaded already. swap: its model would be loaded now. wait: nothing can
     be done now. refuse: it would be answered with an error."""
     model: str
+    task: str | None = None
+    """The task that was asked for, if it was one."""
+    candidates: list[CandidateView] = []
+    """The models of the task, the best first, and which of them it would get."""
     slot: str | None = None
     """The slot that would serve it, if there is one already."""
     move: str | None = None
@@ -94,31 +119,68 @@ class Explaining:
 
     async def explain(self, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
+        task = self._gateway.tasks.find(ask.model)
+        if task is not None:
+            return self._explain_task(ask, self._gateway.tasks.ladder(task, OPERATOR.sees))
         entry = await self._gateway.resolver.named(ask.model)
+        event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
+        return _told(event, self._gateway.loop.scheduler.explanation(event), entry.id)
+
+    def _explain_task(self, ask: ExplainAsk, ladder: Ladder) -> Explained:
+        models, section = tuple(one.id for one in ladder.models), ladder.task.section
+        choice = ladder.choice({model: model for model in models})
+        first = self._gateway.catalog.find(models[0])
+        priority = ladder.task.priority_or(1 if first is None else first.spec.priority)
+        event = self._arrival(ask, models, priority, smaller(ask.x_budget_s, section.budget_s), choice)
+        scheduler = self._gateway.loop.scheduler
+        options, place = scheduler.weigh(event)
+        told = _told(event, scheduler.explanation(event), options[place].model)
+        seen = [_candidate(one, position, place) for position, one in enumerate(options)]
+        left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
+        return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
+
+    def _arrival(
+        self,
+        ask: ExplainAsk,
+        models: tuple[ModelId, ...],
+        priority: int,
+        budget_s: float | None,
+        choice: Choice | None = None,
+    ) -> RequestArrived:
         settings = Settings.of(self._gateway.config)
-        event = arrival(
+        return arrival(
             settings,
             self._gateway.clock(),
             _NOBODY,
-            entry.id,
-            _priority(ask, entry),
+            models,
+            priority if ask.priority is None else parse_priority(ask.priority, param="priority"),
             TenantId(ask.tenant),
             ask.stream and settings.heartbeat is not Heartbeat.OFF,
-            ask.x_budget_s,
+            budget_s,
+            choice=choice,
         )
-        return _told(event, self._gateway.loop.scheduler.explanation(event))
 
 
-def _priority(ask: ExplainAsk, entry: Entry) -> int:
-    return entry.spec.priority if ask.priority is None else parse_priority(ask.priority, param="priority")
+def _candidate(option: Option, position: int, chosen: int) -> CandidateView:
+    eta_s = None if isinf(option.begins_s) else round(option.begins_s, 3)
+    if isinstance(option.plan, Refuse):
+        return CandidateView(model=option.model, verdict="refused", why=option.plan.code.value)
+    verdict: Verdict = "not_sooner" if position > chosen else "slower"
+    if position == chosen:
+        verdict = "chosen"
+    elif option.is_last_resort:
+        verdict = "last_resort"
+    elif option.is_late:
+        verdict = "late"
+    return CandidateView(model=option.model, verdict=verdict, eta_s=eta_s)
 
 
-def _told(event: RequestArrived, said: Explanation) -> Explained:
+def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained:
     plan, waits = said.plan, not isinstance(said.plan, Serve | Refuse)
     evict = [Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
     told = Explained(
         action=_action(plan),
-        model=event.candidates[0],
+        model=model,
         behind=[str(name) for name in said.behind],
         evict=evict,
         calls_off=[str(name) for name in said.calls_off],

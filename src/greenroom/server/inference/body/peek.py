@@ -39,6 +39,9 @@ BUDGET_S: Final = "x_budget_s"
 TOKENS_MAX: Final = ("max_completion_tokens", "max_tokens", "n_predict")
 TOKENS_ASKED_MAX: Final = 1_000_000_000
 
+# What an answer must look like, in the words of OpenAI's two routes and of Anthropic's.
+_FORMATS: Final = ("response_format", "text", "output_config")
+
 # The two names of the field. The second one wins where both are sent.
 KEEP_ALIVE: Final = "keep_alive"
 KEEP_ALIVE_S: Final = "x_keep_alive_s"
@@ -69,6 +72,19 @@ class Peeked:
         self.client_id: str | None = None
         self.budget_s: float | None = None
         self.keep_alive_s: float | None = None
+
+
+def copied(peeked: Peeked) -> Peeked:
+    """The same, whose fields can be replaced."""
+    copy = Peeked(peeked.fields)
+    copy.model, copy.stream, copy.priority, copy.client_id = (
+        peeked.model,
+        peeked.stream,
+        peeked.priority,
+        peeked.client_id,
+    )
+    copy.budget_s, copy.keep_alive_s = peeked.budget_s, peeked.keep_alive_s
+    return copy
 
 
 _fields: Final = msgspec.json.Decoder(Fields)
@@ -155,6 +171,14 @@ def tokens_asked(fields: Fields) -> int:
             most = max(most, _count(raw))
     answers = fields.get("n")
     return most if answers is None else most * max(1, _count(answers))
+
+
+def wants_json(fields: Fields) -> bool:
+    """True if the answer must be JSON, by the field with which any of the dialects says so."""
+    if (said := fields.get("format")) is not None and bytes(said) not in (_NULL, b'""'):
+        return True
+    texts = (bytes(fields[name]) for name in _FORMATS if name in fields)
+    return any(text.startswith(b"{") and b'"json' in text for text in texts)
 
 
 def _count(raw: Raw) -> int:

@@ -1,0 +1,76 @@
+"""Holds an engine's answer back if it is a failure, for requests that another model can still serve.
+
+Owns which answers are failures. Nothing of such an answer reaches the client: the relay ends as if the engine were
+lost before its first byte. All other answers go to the relay as they come.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from greenroom.errors import EngineLost
+from greenroom.http.engine_connection import Connection
+from greenroom.http.headers import Headers
+from greenroom.http.relays.relay import Relay
+
+TOO_MANY_REQUESTS: Final = 429
+
+
+def is_failure(status: int) -> bool:
+    """True if another model might do better: the engine broke, or has no room. Other errors are the caller's."""
+    return status >= 500 or status == TOO_MANY_REQUESTS
+
+
+class FailingOver:
+    """A Sink before a relay. Use for one answer."""
+
+    __slots__ = ("_name", "_relay")
+
+    def __init__(self, relay: Relay, name: str) -> None:
+        """`name` is the model, for the error."""
+        self._relay = relay
+        self._name = name
+
+    @property
+    def upstream(self) -> Connection | None:
+        return self._relay.upstream
+
+    @upstream.setter
+    def upstream(self, connection: Connection | None) -> None:
+        self._relay.upstream = connection
+
+    @property
+    def wanted(self) -> bool:
+        return self._relay.wanted
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        if is_failure(status):
+            self._fail(status)
+        else:
+            self._relay.answer(status, headers, body)
+
+    def head(self, status: int, headers: Headers) -> None:
+        if is_failure(status):
+            # The rest of it is not wanted.
+            upstream = self._relay.upstream
+            self._fail(status)
+            if upstream is not None:
+                upstream.abort()
+        else:
+            self._relay.head(status, headers)
+
+    def body(self, data: bytes) -> None:
+        self._relay.body(data)
+
+    def complete(self) -> None:
+        self._relay.complete()
+
+    def upgraded(self, headers: Headers, rest: bytes) -> None:
+        self._relay.upgraded(headers, rest)
+
+    def lost(self, error: EngineLost, before_first_byte: bool) -> None:
+        self._relay.lost(error, before_first_byte)
+
+    def _fail(self, status: int) -> None:
+        self._relay.status = status
+        self._relay.lost(EngineLost(f"{self._name} answered {status}."), before_first_byte=True)

@@ -1,0 +1,169 @@
+"""From the name of a task to the models that may serve a request: the one place where tasks are resolved.
+
+Requests, explanations and listings ask here. Which of the candidates a request gets, the scheduler decides
+(`core/decide/ladder.py`); here is only said which there are, in which order, and by which rule it chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from greenroom.config.schema import PRIORITY_NAMES, Ability, Config, Require, Task
+from greenroom.core.events import Choice
+from greenroom.core.model import ModelId
+from greenroom.errors import ModelNotFound, NoCandidate
+
+_NOTHING: Final = Require()
+_NO_JSON: Final = "it does not promise strict JSON"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a candidate. None where it is not known."""
+
+    id: ModelId
+    abilities: frozenset[Ability] | None = None
+    ctx_size: int | None = None
+    keeps_json: bool = False
+    is_remote: bool = False
+
+
+# The facts of the model of this id or alias; None if it cannot be asked for, as before its first version.
+FactsOf = Callable[[str], ModelFacts | None]
+# Whether the caller may use the model of this id.
+Sees = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A candidate that cannot serve a request, and why not."""
+
+    model: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The models that may serve a request for a task, the best first; and those that may not.
+
+    `last_resort` are remote ones that stand after another candidate in the configuration.
+    """
+
+    task: TaskRoute
+    models: tuple[ModelFacts, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    last_resort: frozenset[ModelId] = frozenset()
+
+    def choice(self, served_as: Mapping[ModelId, ModelId]) -> Choice:
+        """How the scheduler chooses among these of its models, each under the id that the scheduler knows."""
+        section = self.task.section
+        remote = tuple(known for model, known in served_as.items() if model in self.last_resort)
+        return Choice(section.prefer_first_s, section.pin_primary, remote)
+
+
+class TaskRoute:
+    """A configured task, with what is encoded once."""
+
+    __slots__ = ("name", "puts", "section")
+
+    def __init__(self, name: str, section: Task) -> None:
+        self.name = name
+        self.section = section
+        self.puts: Final = {field: msgspec.json.encode(value) for field, value in section.set_params.items()}
+
+    def priority_or(self, other: int) -> int:
+        """The priority of its requests; `other` where it says none."""
+        said = self.section.priority
+        return other if said is None else PRIORITY_NAMES[said] if isinstance(said, str) else said
+
+
+class Tasks:
+    """All tasks. `facts_of` tells about models; `allows_remote` whether requests may fall to remote ones."""
+
+    def __init__(self, facts_of: FactsOf, allows_remote: Callable[[], bool] = lambda: True) -> None:
+        self._facts_of = facts_of
+        self._routes: Mapping[str, TaskRoute] = {}
+        self.allows_remote = allows_remote
+
+    def configure(self, config: Config) -> None:
+        self._routes = {name: TaskRoute(name, task) for name, task in config.tasks.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._routes)
+
+    def find(self, name: str) -> TaskRoute | None:
+        return self._routes.get(name)
+
+    def seen_by(self, sees: Sees) -> Iterator[TaskRoute]:
+        """The tasks of which the caller may use at least one model."""
+        return (task for task in self._routes.values() if self.is_seen(task, sees))
+
+    def is_seen(self, task: TaskRoute, sees: Sees) -> bool:
+        return any(sees(one.id) for one in self._facts(task))
+
+    def ladder(
+        self, task: TaskRoute, sees: Sees, ability: Ability | None = None, *, wants_json: bool = False
+    ) -> Ladder:
+        """The models that may serve this caller's request. Models that the caller may not use are not mentioned.
+
+        Raises ModelNotFound if it may use none of them, and NoCandidate if none of those can do it.
+        """
+        found: list[ModelFacts] = []
+        left_out: list[LeftOut] = []
+        fallbacks: set[ModelId] = set()
+        is_seen = False
+        for place, name in enumerate(task.section.candidates):
+            facts = self._facts_of(name)
+            if facts is not None and not sees(facts.id):
+                continue
+            is_seen = is_seen or facts is not None
+            why = (
+                "it has no version yet"
+                if facts is None
+                else self._lack(facts, task.section, ability, place, wants_json)
+            )
+            if facts is None or why is not None:
+                left_out.append(LeftOut(name, why or ""))
+                continue
+            found.append(facts)
+            if place:
+                fallbacks.add(facts.id)
+        if not is_seen:
+            raise ModelNotFound.named(task.name)
+        if wants_json and any(one.keeps_json for one in found):
+            left_out += [LeftOut(one.id, _NO_JSON) for one in found if not one.keeps_json]
+            found = [one for one in found if one.keeps_json]
+        if not found:
+            reasons = "; ".join(f"{one.model}: {one.why}" for one in left_out)
+            raise NoCandidate(f"No model of the task {task.name} can serve this request. {reasons}.", param="model")
+        last_resort = frozenset(one.id for one in found if one.is_remote and one.id in fallbacks)
+        return Ladder(task, tuple(found), tuple(left_out), last_resort)
+
+    def _lack(self, facts: ModelFacts, task: Task, ability: Ability | None, place: int, wants_json: bool) -> str | None:
+        """Why this model cannot serve; None if it can. The first candidate is asked for even if it promises no JSON."""
+        if place and facts.is_remote and not self.allows_remote():
+            return "it is remote, and remote models are no fallback now"
+        if place and wants_json and not facts.keeps_json:
+            return _NO_JSON
+        return _lack(facts, task, ability)
+
+    def _facts(self, task: TaskRoute) -> Iterator[ModelFacts]:
+        return (facts for name in task.section.candidates if (facts := self._facts_of(name)) is not None)
+
+
+def _lack(facts: ModelFacts, task: Task, ability: Ability | None) -> str | None:
+    """What the model lacks for this request or this task; None if nothing."""
+    require = task.require or _NOTHING
+    wanted = (*require.abilities, *(() if ability is None else (ability,)))
+    if facts.abilities is not None and (missing := [one for one in wanted if one not in facts.abilities]):
+        return f"it does not do {missing[0].value}"
+    least = require.ctx_size
+    if least is not None and facts.ctx_size is not None and facts.ctx_size < least:
+        return f"its context holds {facts.ctx_size:,} tokens, and the task needs {least:,}"
+    if require.strict_json and not facts.keeps_json:
+        return _NO_JSON
+    return None

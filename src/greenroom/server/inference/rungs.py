@@ -1,0 +1,69 @@
+"""A request for a task, read once for each model that may serve it.
+
+Owns what becomes of a model that cannot take just this request, such as one with pictures: it is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
+from greenroom.core.model import ModelId
+from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
+from greenroom.routing.tasks import FactsOf, Ladder, ModelFacts
+from greenroom.runtime.catalogue import Catalog
+from greenroom.server.inference.ask import Ask, Rungs
+from greenroom.server.inference.body import peek
+from greenroom.server.inference.our_headers import smaller
+from greenroom.tenancy.limits import Charge, Meter
+
+
+def model_facts(catalog: Catalog) -> FactsOf:
+    """What tasks need to know of the models in this catalog."""
+
+    def facts_of(name: str) -> ModelFacts | None:
+        entry = catalog.find(name)
+        if entry is None:
+            return None
+        config, engine = entry.config, entry.engine
+        has_ctx = "ctx_size" in KEYS_OF_ENGINES.get(engine.name, ())
+        return ModelFacts(
+            entry.id,
+            entry.facts.abilities,
+            (config.ctx_size or None) if has_ctx else None,
+            engine.keeps_json if config.strict_json is None else config.strict_json,
+            entry.facts.is_remote,
+        )
+
+    return facts_of
+
+
+class RungReader:
+    """`asks` are by the ids that the scheduler knows. Raises the first model's error if none can take the request."""
+
+    def __init__(self, ladder: Ladder, read_for: Callable[[str], Ask]) -> None:
+        self._ladder = ladder
+        self._served_as: dict[ModelId, ModelId] = {}
+        self.asks: dict[ModelId, Ask] = {}
+        refused: GreenroomError | None = None
+        for facts in ladder.models:
+            try:
+                ask = read_for(facts.id)
+            except (NoAbility, MediaRefused, ModelNotFound) as error:
+                refused = refused or error
+            else:
+                self.asks[ask.entry.id] = ask
+                self._served_as[facts.id] = ask.entry.id
+        if refused is not None and not self.asks:
+            raise refused
+
+    def ask(self, charge: Charge | None, meters: Sequence[Meter | None] | None) -> Ask:
+        """The request, with what its task says. `meters` limit its models, in their order."""
+        ask, section = next(iter(self.asks.values())), self._ladder.task.section
+        by_model = dict(zip(self.asks, meters or [None] * len(self.asks), strict=True))
+        ask.rungs = Rungs(self.asks, by_model, self._ladder.choice(self._served_as))
+        ask.charge = charge
+        if charge is not None and ask.peeked is not None:
+            charge.tokens_asked = peek.tokens_asked(ask.peeked.fields)
+        ask.budget_s = smaller(ask.budget_s, section.budget_s)
+        return ask
