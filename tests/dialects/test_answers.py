@@ -122,3 +122,64 @@ def test_an_error_of_a_response_has_the_published_fields() -> None:
     assert ResponseErrorEvent.model_validate(last).message == "no memory"
     assert (last["type"], last["code"], last["param"]) == ("error", "engine_error", None)
     assert last["error"]["message"] == "no memory"
+
+
+def call(place: int, arguments: str, name: str | None = None) -> bytes:
+    more = {} if name is None else {"id": f"c{place}"}
+    function = {"arguments": arguments, **({} if name is None else {"name": name})}
+    return event({"tool_calls": [{"index": place, "function": function, **more}]})
+
+
+ENDED = event({}, finish_reason="tool_calls") + DONE
+# Calls whose pieces are mixed with a text and with each other, and calls in order with a text after the first.
+MIXED = (call(0, '{"a":', "f"), event({"content": "so"}), call(1, '{"b"', "g"), call(0, " 1}"), call(1, ":2}"), ENDED)
+IN_ORDER = (call(0, '{"a":', "f"), call(0, " 1}"), event({"content": "so"}), call(1, '{"b":2}', "g"), ENDED)
+
+
+@pytest.mark.parametrize("events", [MIXED, IN_ORDER])
+def test_blocks_of_a_message_never_mix(events: tuple[bytes, ...]) -> None:
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for one in streamed(messages_translation, *events):
+        if one["type"] == "content_block_start":
+            assert not is_open and one["index"] == len(blocks)
+            blocks.append({**one["content_block"], "said": ""})
+            is_open = True
+        elif one["type"] == "content_block_delta":
+            assert is_open and one["index"] == len(blocks) - 1
+            blocks[-1]["said"] += one["delta"].get("partial_json") or one["delta"].get("text")
+        elif one["type"] == "content_block_stop":
+            is_open = False
+        elif one["type"] == "message_delta":
+            assert not is_open and one["delta"]["stop_reason"] == "tool_use"
+    told = [(block["type"], block.get("id"), block.get("name"), block["said"]) for block in blocks]
+    assert told == [("tool_use", "c0", "f", '{"a": 1}'), ("text", None, None, "so"), ("tool_use", "c1", "g", '{"b":2}')]
+
+
+def test_calls_in_order_are_not_held_back() -> None:
+    translator = messages_translation(FRAME, True).stream()
+    assert translator is not None
+    first = b"".join(map(translator.feed, IN_ORDER[:3]))
+    assert first.count(b"content_block_stop\n") == 1 and b'"so"' in first
+    assert b'"g"' in translator.feed(IN_ORDER[3])
+
+
+@pytest.mark.parametrize("events", [MIXED, IN_ORDER])
+def test_items_of_a_response_get_their_own_pieces(events: tuple[bytes, ...]) -> None:
+    told = streamed(response_translation, *events)
+    output = told[-1]["response"]["output"]
+    said = [item.get("arguments") or item["content"][0]["text"] for item in output]
+    assert said == ['{"a": 1}', "so", '{"b":2}']
+    assert [item.get("call_id") for item in output] == ["c0", None, "c1"] and len({item["id"] for item in output}) == 3
+    for place, item in enumerate(output):
+        mine = [one for one in told if one.get("output_index") == place]
+        assert (mine[0]["type"], mine[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert {one["item_id"] for one in mine if "item_id" in one} == {item["id"]} and mine[-1]["item"] == item
+        assert "".join(one["delta"] for one in mine if one["type"].endswith(".delta")) == said[place]
+
+
+@pytest.mark.parametrize("events", [MIXED, IN_ORDER])
+def test_calls_of_ollama_get_their_own_arguments(events: tuple[bytes, ...]) -> None:
+    calls = [call for line in streamed(chat_translation, *events) for call in line["message"].get("tool_calls", ())]
+    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    assert told == [("f", {"a": 1}), ("g", {"b": 2})]

@@ -16,6 +16,16 @@ _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 _DELTA: Final = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
 )
+# How a block begins, and the names of what is added to it; else it is a call.
+_EMPTY: Final[dict[str | int, dict[str, Any]]] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+_DELTAS: Final[dict[str | int, tuple[bytes, bytes]]] = {
+    "thinking": (b"thinking_delta", b"thinking"),
+    "text": (b"text_delta", b"text"),
+}
+_ARGUMENTS: Final = (b"input_json_delta", b"partial_json")
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -29,19 +39,36 @@ def count_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
 
 
 class MessageWriter:
-    """Writes a message. One block is open at a time: what was thought, what is said, or a call of a tool."""
+    """Writes a message. One block is open at a time: what was thought, what is said, or a call of a tool.
+
+    What comes for another block while the arguments of a call are not whole is held back until the end.
+    """
 
     # Events have no numbers.
     number: Final = 0
-    __slots__ = ("_block", "_call", "_frame", "_has_begun", "_index", "_reason", "_stop", "_tokens")
+    __slots__ = (
+        "_arguments",
+        "_block",
+        "_calls",
+        "_frame",
+        "_has_begun",
+        "_held",
+        "_index",
+        "_reason",
+        "_stop",
+        "_tokens",
+    )
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._has_begun = False
-        # The kind of the open block, its place, and which call of a tool it is.
-        self._block: str | None = None
+        # The open block, which is of a kind or the place of a call; its index, and the arguments of a call so far.
+        self._block: str | int | None = None
         self._index = -1
-        self._call = -1
+        self._arguments: list[str] = []
+        # Calls that have begun, and what is held back for each block, with the call that opens it.
+        self._calls: set[int] = set()
+        self._held: dict[str | int, tuple[ToolPiece | None, list[str]]] = {}
         self._reason: str | None = None
         self._stop: str | None = None
         self._tokens = Tokens()
@@ -60,17 +87,11 @@ class MessageWriter:
     def piece(self, piece: Piece) -> bytes:
         written = [] if self._has_begun else [self._begin()]
         if piece.thought:
-            written += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            written.append(self._delta(b"thinking_delta", b"thinking", piece.thought))
+            written += self._say("thinking", piece.thought)
         if piece.text:
-            written += self._open("text", {"type": "text", "text": ""})
-            written.append(self._delta(b"text_delta", b"text", piece.text))
+            written += self._say("text", piece.text)
         for tool in piece.tools:
-            if tool.place > self._call:
-                self._call = tool.place
-                written += self._open("tool_use", {**_use(tool, self._frame), "input": {}}, is_new=True)
-            if tool.arguments:
-                written.append(self._delta(b"input_json_delta", b"partial_json", tool.arguments))
+            written += self._say(tool.place, tool.arguments, tool)
         if piece.reason is not None:
             self._reason, self._stop = piece.reason, piece.stop
         if piece.tokens is not None:
@@ -78,11 +99,15 @@ class MessageWriter:
         return b"".join(written)
 
     def end(self) -> bytes:
-        reason = _reason(self._reason, self._stop, has_calls=self._call >= 0)
+        written = [] if self._has_begun else [self._begin()]
+        held, self._held = self._held, {}
+        for block, (call, said) in held.items():
+            written += [*self._close(), *self._say(block, "".join(said), call)]
+        reason = _reason(self._reason, self._stop, has_calls=bool(self._calls))
         delta = {"stop_reason": reason, "stop_sequence": self._stop}
         return b"".join(
             (
-                b"" if self._has_begun else self._begin(),
+                *written,
                 *self._close(),
                 _event("message_delta", {"delta": delta, "usage": _usage(self._tokens)}),
                 _event("message_stop", {}),
@@ -107,24 +132,48 @@ class MessageWriter:
             "usage": _usage(tokens),
         }
 
-    def _open(self, kind: str, block: dict[str, Any], *, is_new: bool = False) -> list[bytes]:
-        """Have a block of this kind open, which is another one if `is_new`."""
-        if self._block == kind and not is_new:
-            return []
-        closed = self._close()
-        self._block = kind
+    def _say(self, block: str | int, text: str, call: ToolPiece | None = None) -> list[bytes]:
+        """Add to a block, which is opened if it is not and if the open one may end."""
+        written = []
+        if block != self._block:
+            if block in self._calls:
+                # The call has ended: its arguments are whole.
+                return []
+            if self._held or not self._may_end():
+                self._held.setdefault(block, (call, []))[1].append(text)
+                return []
+            written = [*self._close(), self._open(block, call)]
+        if isinstance(block, int):
+            self._arguments.append(text)
+        kind, name = _DELTAS.get(block, _ARGUMENTS)
+        # Written for every token, so it is put together by hand.
+        written += [_DELTA % (self._index, kind, name, _encode(text))] if text else []
+        return written
+
+    def _may_end(self) -> bool:
+        """True unless the open block is a call whose arguments are not a whole object yet."""
+        if not isinstance(self._block, int):
+            return True
+        try:
+            return isinstance(msgspec.json.decode("".join(self._arguments)), dict)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+
+    def _open(self, block: str | int, call: ToolPiece | None) -> bytes:
+        self._block = block
         self._index += 1
-        return [*closed, _event("content_block_start", {"index": self._index, "content_block": block})]
+        content = _EMPTY.get(block, {})
+        if call is not None:
+            self._calls.add(call.place)
+            self._arguments = []
+            content = {**_use(call, self._frame), "input": {}}
+        return _event("content_block_start", {"index": self._index, "content_block": content})
 
     def _close(self) -> list[bytes]:
         if self._block is None:
             return []
         self._block = None
         return [_event("content_block_stop", {"index": self._index})]
-
-    def _delta(self, kind: bytes, name: bytes, text: str) -> bytes:
-        """Written for every token, so it is put together by hand."""
-        return _DELTA % (self._index, kind, name, _encode(text))
 
 
 def model_list(models: list[tuple[str, str | None, int]]) -> bytes:

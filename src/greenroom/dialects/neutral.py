@@ -119,9 +119,8 @@ class Tokens(NamedTuple):
 
 
 class ToolPiece(NamedTuple):
-    """Part of a call: the first has id and name, and each some of its arguments. One call ends where the next begins.
-
-    `place` is which of the calls it is.
+    """Part of a call: the first has id and name, and each some of its arguments. `place` is which of
+    the calls it is; pieces of several calls may come mixed.
     """
 
     place: int

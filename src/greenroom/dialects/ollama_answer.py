@@ -63,7 +63,7 @@ class OllamaAnswer:
         self._created = _time(frame.created)
         self._is_chat = is_chat
         # Calls whose arguments are still coming: they are sent as objects.
-        self._calls: list[ToolPiece] = []
+        self._calls: dict[int, ToolPiece] = {}
         self._reason = "stop"
         self._tokens = Tokens()
         self.loads: str | None = None
@@ -90,15 +90,14 @@ class OllamaAnswer:
         """The calls, which are whole now, and the figures."""
         if self.loads is not None:
             return self._line("", done=self.loads) + b"\n"
-        calls = self._line("", tools=self._calls) + b"\n" if self._calls else b""
+        calls = self._line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
         return calls + self._line("", done=self._reason, tokens=self._tokens) + b"\n"
 
     def _note(self, tool: ToolPiece) -> None:
-        if self._calls and self._calls[-1].place == tool.place:
-            last = self._calls[-1]
-            self._calls[-1] = last._replace(arguments=last.arguments + tool.arguments, name=last.name or tool.name)
-        else:
-            self._calls.append(tool)
+        known = self._calls.get(tool.place)
+        if known is not None:
+            tool = known._replace(arguments=known.arguments + tool.arguments, name=known.name or tool.name)
+        self._calls[tool.place] = tool
 
     def _line(
         self,

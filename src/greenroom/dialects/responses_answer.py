@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -40,20 +40,27 @@ def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
     return ChatTranslation(Dialect.RESPONSES, answer.read, answer.whole, answer if is_stream else None)
 
 
-class ResponseAnswer:
-    """One response. Of a stream, the last item is open until another kind of piece comes."""
+class _Open(NamedTuple):
+    """An item of a stream that is not done, its place in the output, and what it says, which is joined once."""
 
-    __slots__ = ("_cut", "_echo", "_frame", "_item", "_output", "_said", "_tokens", "number")
+    item: dict[str, Any]
+    place: int
+    pieces: list[str]
+
+
+class ResponseAnswer:
+    """One response. In a stream, a text is open until another kind of piece comes, and calls are until the end."""
+
+    __slots__ = ("_calls", "_cut", "_echo", "_frame", "_output", "_said", "_tokens", "number")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._echo: dict[str, Any] = {}
-        # Events so far, items that are done, and the one that is open.
+        # Events so far, all items, and those that are open: what is said or thought, and the calls by their places.
         self.number = 0
         self._output: list[dict[str, Any]] = []
-        self._item: dict[str, Any] | None = None
-        # What the open item says, in pieces: joined once, when it is done.
-        self._said: list[str] = []
+        self._said: _Open | None = None
+        self._calls: dict[int, _Open] = {}
         # Why the answer is not whole, in OpenAI's words.
         self._cut: str | None = None
         self._tokens = Tokens()
@@ -89,7 +96,10 @@ class ResponseAnswer:
         return b"".join(written)
 
     def end(self) -> bytes:
-        written = [*([] if self.number else self._begin()), *self._close()]
+        written = [] if self.number else self._begin()
+        written += self._close_said()
+        for call in self._calls.values():
+            written += self._close(call)
         kind = "response.incomplete" if self._cut else "response.completed"
         return b"".join([*written, self._event(kind, {"response": self._response()})])
 
@@ -98,70 +108,69 @@ class ResponseAnswer:
         return [self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress")]
 
     def _grow(self, kind: str, text: str) -> list[bytes]:
-        """Add to the open item, or open another one."""
+        """Add to the text or thought that is open, or open another one."""
         written = []
-        if self._item is None or self._item["type"] != kind:
-            written = self._close()
-            item = self._thought("") if kind == "reasoning" else self._message("")
-            written.append(self._open(item))
-            part = {"part": item["content"][0], "content_index": 0}
-            written += [self._at("response.content_part.added", part)] if kind == "message" else []
-        assert self._item is not None
-        self._said.append(text)
+        said = self._said
+        if said is None or said.item["type"] != kind:
+            written = self._close_said()
+            said = self._said = self._opened(self._thought("") if kind == "reasoning" else self._message(""))
+            written.append(self._added(said))
+            part = {"part": said.item["content"][0], "content_index": 0}
+            written += [self._at(said, "response.content_part.added", part)] if kind == "message" else []
+        said.pieces.append(text)
         name, more = (b"reasoning_text", b"") if kind == "reasoning" else (b"output_text", b',"logprobs":[]')
         number, self.number = self.number, self.number + 1
         # Written for every token, so it is put together by hand.
-        at = (name, name, number, self._item["id"].encode(), len(self._output), _encode(text), more)
+        at = (name, name, number, said.item["id"].encode(), said.place, _encode(text), more)
         written.append(_DELTA % at)
         return written
 
     def _called(self, tool: ToolPiece) -> list[bytes]:
         written = []
-        if self._item is None or self._item.get("place") != tool.place:
-            written = self._close()
-            written.append(self._open(self._call(tool, "")))
-            assert self._item is not None
-            self._item["place"] = tool.place
-        assert self._item is not None
-        self._said.append(tool.arguments)
+        call = self._calls.get(tool.place)
+        if call is None:
+            written = self._close_said()
+            call = self._calls[tool.place] = self._opened(self._call(tool, ""))
+            written.append(self._added(call))
+        call.pieces.append(tool.arguments)
         if tool.arguments:
-            written.append(self._at("response.function_call_arguments.delta", {"delta": tool.arguments}))
+            written.append(self._at(call, "response.function_call_arguments.delta", {"delta": tool.arguments}))
         return written
 
-    def _open(self, item: dict[str, Any]) -> bytes:
-        self._item = item
-        begun = {**item, "status": "in_progress", **({"content": []} if "content" in item else {})}
-        return self._event("response.output_item.added", {"output_index": len(self._output), "item": begun})
+    def _opened(self, item: dict[str, Any]) -> _Open:
+        self._output.append(item)
+        return _Open(item, len(self._output) - 1, [])
 
-    def _close(self) -> list[bytes]:
-        item = self._item
-        if item is None:
-            return []
-        item.pop("place", None)
-        text, self._said = "".join(self._said), []
+    def _added(self, one: _Open) -> bytes:
+        begun = {**one.item, "status": "in_progress", **({"content": []} if "content" in one.item else {})}
+        return self._event("response.output_item.added", {"output_index": one.place, "item": begun})
+
+    def _close_said(self) -> list[bytes]:
+        said, self._said = self._said, None
+        return [] if said is None else self._close(said)
+
+    def _close(self, one: _Open) -> list[bytes]:
+        item, text = one.item, "".join(one.pieces)
         if item["type"] == "function_call":
             item["arguments"] = text
-            said = {"arguments": item["arguments"], "name": item["name"]}
-            written = [self._at("response.function_call_arguments.done", said)]
+            called = {"arguments": text, "name": item["name"]}
+            written = [self._at(one, "response.function_call_arguments.done", called)]
         else:
             part = item["content"][0]
             part["text"] = text
             name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-            done: dict[str, Any] = {"content_index": 0, "text": part["text"]}
+            done: dict[str, Any] = {"content_index": 0, "text": text}
             if item["type"] == "message":
                 done["logprobs"] = []
-            written = [self._at(f"response.{name}.done", done)]
+            written = [self._at(one, f"response.{name}.done", done)]
             if item["type"] == "message":
-                written.append(self._at("response.content_part.done", {"content_index": 0, "part": part}))
-        written.append(self._event("response.output_item.done", {"output_index": len(self._output), "item": item}))
-        self._output.append(item)
-        self._item = None
+                written.append(self._at(one, "response.content_part.done", {"content_index": 0, "part": part}))
+        written.append(self._event("response.output_item.done", {"output_index": one.place, "item": item}))
         return written
 
-    def _at(self, kind: str, more: dict[str, Any]) -> bytes:
-        """An event about the open item."""
-        assert self._item is not None
-        return self._event(kind, {"item_id": self._item["id"], "output_index": len(self._output), **more})
+    def _at(self, one: _Open, kind: str, more: dict[str, Any]) -> bytes:
+        """An event about an open item."""
+        return self._event(kind, {"item_id": one.item["id"], "output_index": one.place, **more})
 
     def _event(self, kind: str, more: dict[str, Any]) -> bytes:
         number, self.number = self.number, self.number + 1
