@@ -44,6 +44,10 @@ def peer(**keys: Any) -> dict[str, Any]:
     return {**model(), "peers": {"p": {"proxy": "https://x.example/", "models": ["q"], **keys}}}
 
 
+def selector(**keys: Any) -> dict[str, Any]:
+    return {**model(), "selectors": {"s": {"strategy": "warm", "targets": ["m"], **keys}}}
+
+
 def routing(**router: Any) -> dict[str, Any]:
     return {**model(), "routing": router}
 
@@ -76,17 +80,13 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "upstream.ignorePaths": ({**model(), "upstream": {"ignorePaths": ["x"]}}, "", "loads its model"),
     "profiles.p.pins.a": ({**model(), "profiles": {"p": {"pins": {"a": "m"}}}}, "", "greenroom reload"),
     "profiles.p.description": ({**model(), "profiles": {"p": {"description": "d"}}}, "", "greenroom reload"),
-    "selectors.s.strategy": ({**model(), "selectors": {"s": {"strategy": "warm"}}}, "", "one model"),
-    "selectors.s.targets": ({**model(), "selectors": {"s": {"targets": ["m"]}}}, "", "one model"),
-    "selectors.s.settings.spillover": (
-        {**model(), "selectors": {"s": {"settings": {"spillover": 1}}}},
-        "",
-        "one model",
-    ),
-    **{
-        f"selectors.s.{key}": ({**model(), "selectors": {"s": {key: "x"}}}, "", "one model")
-        for key in ("name", "description", "unlisted", "metadata")
-    },
+    "selectors.s.strategy": (selector(strategy="pin"), "tasks>s>pin_primary", True),
+    "selectors.s.targets": (selector(), "tasks>s", {"candidates": ["m"], "prefer_first_s": 0}),
+    "selectors.s.settings.spillover": (selector(settings={"spillover": 1}), "", "not spread"),
+    "selectors.s.description": (selector(description="D"), "tasks>s>description", "D"),
+    "selectors.s.unlisted": (selector(unlisted=True), "tasks>s>unlisted", True),
+    "selectors.s.name": (selector(name="N"), "", "name for people"),
+    "selectors.s.metadata.a": (selector(metadata={"a": 1}), "", "no metadata"),
     "hooks.on_startup.preload": ({**model(), "hooks": {"on_startup": {"preload": ["m"]}}}, "models>m>preload", True),
     "groups.g.members": (
         {**model(), "groups": {"g": {"members": ["m"]}}},
@@ -149,11 +149,12 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "models.m.filters.stripParams": (model(filters={"stripParams": "a, b"}), "models>m>strip_params", ["a", "b"]),
     "models.m.filters.strip_params": (model(filters={"strip_params": "a"}), "models>m>strip_params", ["a"]),
     "models.m.filters.setParams": (model(filters={"setParams": {"a": 1}}), "models>m>set_params", {"a": 1}),
-    "models.m.filters.setParamsByID.${MODEL_ID}:hot.temperature": (
-        model(filters={"setParamsByID": {"${MODEL_ID}:hot": {"temperature": 2}}}),
-        "models>m>aliases",
-        ["m:hot"],
+    "models.m.filters.setParamsByID": (
+        model(filters={"setParamsByID": {"${MODEL_ID}:hot": {"temperature": 2}}}, aliases=["m:hot"]),
+        "tasks>m:hot",
+        {"candidates": ["m"], "set_params": {"temperature": 2}, "unlisted": True},
     ),
+    "models.m.filters.setParamsByID.m": (model(filters={"setParamsByID": {"m": {"a": 1}}}), "", "own id"),
     "models.m.macros": (model(macros={"x": 1}, metadata={"x": "${x}"}), "models>m>metadata>x", 1),
     **{f"models.m.timeouts.{key}": (model(timeouts={key: 1}), "", "times of their own") for key in TIMES},
     "models.m.compat.ignoreWebsockets": (model(compat={"ignoreWebsockets": True}), "", "WebSocket"),
@@ -391,6 +392,26 @@ def test_a_peer_that_cannot_be_asked_is_named(keys: dict[str, Any], why: str, tm
     made = imported(tmp_path, peer(**keys))
     assert any("the whole peer: " in note.line and why in note.line for note in made.notes)
     assert list(served(tmp_path, made).models) == ["m"] and "pw" not in as_yaml(made.tree, [], made.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"strategy": "spillover"}, "not spread"),
+        ({"strategy": "else"}, "warm or pin"),
+        ({"targets": ["nobody"]}, "none of its targets"),
+        ({"targets": ["m"] * 17}, "at most 16"),
+    ],
+)
+def test_a_selector_that_no_task_can_be_is_named(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    made = imported(tmp_path, selector(**keys))
+    assert any("the whole selector: " in note.line and why in note.line for note in made.notes)
+    assert not served(tmp_path, made).tasks
+
+
+def test_a_selector_may_name_models_of_peers(tmp_path: Path) -> None:
+    made = imported(tmp_path, {**peer(), "selectors": {"s": {"strategy": "pin", "targets": ["m", "p/q"]}}})
+    assert served(tmp_path, made).tasks["s"].candidates == ("m", "p/q")
 
 
 # --- hostile files --------------------------------------------------------------------------------------------------

@@ -25,15 +25,17 @@ from tests.integration.facts import is_ready
 from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.waiting import PATIENCE_S, until
 
+FILTERS = {"stripParams": "seed", "setParamsByID": {"${MODEL_ID}:hot": {"temperature": 2}}}
 SWAP = {
     "macros": {"engine": f"{shlex.quote(sys.executable)} {shlex.quote(str(FAKE_ENGINE))} --port ${{PORT}}"},
     "healthCheckTimeout": 60,
     "models": {
-        "a": {"cmd": "${engine} --name a", "ttl": 300, "name": "The first", "filters": {"stripParams": "seed"}},
+        "a": {"cmd": "${engine} --name a", "ttl": 300, "name": "The first", "filters": FILTERS},
         "org/b": {"cmd": "${engine} --name b", "aliases": ["gpt-4o"], "useModelName": "inner"},
         "c": {"cmd": "${engine} --name ${MODEL_ID}", "unlisted": True},
         "e": {"cmd": "${engine} --name e --talkative", "macros": {"x": 1}},
     },
+    "selectors": {"any": {"strategy": "warm", "targets": ["org/b", "a"], "unlisted": True}},
     "groups": {
         "pair": {"swap": True, "exclusive": True, "members": ["a", "org/b"]},
         "always": {"swap": False, "exclusive": False, "persistent": True, "members": ["e"]},
@@ -67,6 +69,9 @@ TOGETHER = (
     # In no group: it excludes the others, but not those that persist.
     chatting("c", "c", "c e"),
     chatting("a", "a", "a e"),
+    # An id with parameters of its own, and a selector whose second target is warm.
+    chatting("a:hot", "a", "a e"),
+    chatting("any", "a", "a e"),
     chatting("nobody", None, "a e", 404),
     Step("GET /upstream/nobody/echo/x", 404, "a e"),
     Step("GET /unload", 200, "", text="OK"),

@@ -15,6 +15,7 @@ from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
 from greenroom.importing.llama_swap_peers import PeerModels
+from greenroom.importing.llama_swap_tasks import of_selectors
 from greenroom.importing.result import Imported, Notes
 from greenroom.importing.source_keys import SourceKeys
 
@@ -41,7 +42,6 @@ NOT_MAPPED: Final = {
     "includeAliasesInList": "/v1/models shows aliases in each model's entry, not as entries of their own",
     "upstream.ignorePaths": "every path below /upstream loads its model",
     "profiles": "names cannot be led elsewhere while the gateway runs; change the file and type: greenroom reload",
-    "selectors": "a name stands for one model",
     "routing.scheduler.use": "requests are ordered by priority and waiting time; see scheduler.policy",
 }
 
@@ -70,6 +70,7 @@ class _Import:
             self.notes.unmapped(("macros",), "a mapping is wanted")
         self._top = SourceKeys(scope.expand(outside, ()), outside, (), self.notes)
         self.problems: list[Problem] = scope.problems
+        self._tasks: dict[str, Value] = {}
 
     def whole(self) -> Imported:
         models = self._models()
@@ -90,6 +91,9 @@ class _Import:
         peers = PeerModels(self._top.below("peers"), taken)
         if peers.remotes:
             sections["remotes"] = peers.remotes
+        known = {*taken, *peers.models, *(name for one in peers.models.values() for name in _aliases(one))}
+        if tasks := {**self._tasks, **of_selectors(self._top.below("selectors"), known)}:
+            sections["tasks"] = tasks
         self._top.name_rest(NOT_MAPPED, UNKNOWN)
         made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
         return Imported(made, tuple(self.notes.found), self.notes.mapped)
@@ -103,9 +107,10 @@ class _Import:
         assert isinstance(said, dict)
         found: dict[str, dict[str, Value]] = {}
         for name, tree in said.items():
-            model = model_of(name, self._keys_of(name, tree), shared)
-            if model is not None:
-                found[name] = model
+            made = model_of(name, self._keys_of(name, tree), shared)
+            if made is not None:
+                found[name] = made.model
+                self._tasks |= made.tasks
         return found
 
     def _keys_of(self, name: str, tree: Value) -> SourceKeys:
@@ -220,8 +225,8 @@ class _Import:
             keys.name_rest({}, UNKNOWN)
 
 
-def _aliases(model: dict[str, Value]) -> list[str]:
-    said = model.get("aliases")
+def _aliases(model: Value) -> list[str]:
+    said = model.get("aliases") if isinstance(model, dict) else None
     return [str(alias) for alias in said] if isinstance(said, list) else []
 
 

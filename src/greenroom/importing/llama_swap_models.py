@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
@@ -51,17 +52,28 @@ class Unimportable(Exception):
     """This model cannot be run here; the message says why."""
 
 
-def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> dict[str, Value] | None:
+@dataclass(frozen=True, slots=True)
+class SwapModel:
+    """A model as ours. `tasks` are names that ask it with parameters of their own."""
+
+    model: dict[str, Value]
+    tasks: dict[str, Value]
+
+
+def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> SwapModel | None:
     """The model as ours, or None if it cannot be run here: then a note says why."""
     try:
         if why := id_problem(name):
             raise Unimportable(why)
-        made = {**_process(keys), **_about(keys), **_request(keys), **_stay(keys, shared)}
+        process = _process(keys)
     except Unimportable as error:
         keys.notes.unmapped(keys.where, f"the whole model: {error}")
         return None
+    filters = keys.below("filters")
+    tasks = _tasks(name, filters.below("setParamsByID"))
+    made = {**process, **_about(keys, tasks), **_request(keys, filters), **_stay(keys, shared)}
     keys.name_rest(NOT_MAPPED, UNKNOWN)
-    return made
+    return SwapModel(made, tasks)
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -147,15 +159,14 @@ def _is_container(cmd: str) -> bool:
 # --- what is shown of it ----------------------------------------------------------------------------------------------
 
 
-def _about(keys: SourceKeys) -> dict[str, Value]:
+def _about(keys: SourceKeys, tasks: Collection[str]) -> dict[str, Value]:
     made: dict[str, Value] = {}
     aliases: list[str] = []
     for alias in keys.texts("aliases"):
         if why := id_problem(alias.strip()):
             keys.notes.unmapped((*keys.where, "aliases"), why)
-        elif alias.strip() not in aliases:
+        elif alias.strip() not in (*aliases, *tasks):
             aliases.append(alias.strip())
-    aliases += [name for name in _by_id(keys) if name not in aliases and name != keys.where[-1]]
     if aliases:
         made["aliases"] = list(aliases)
     made |= {key: value for key in ("name", "description") if (value := _plain(keys, key)) is not None}
@@ -167,13 +178,6 @@ def _about(keys: SourceKeys) -> dict[str, Value]:
     if abilities := _abilities(keys.below("capabilities")):
         made["abilities"] = abilities
     return made
-
-
-def _by_id(keys: SourceKeys) -> list[str]:
-    """The ids that have parameters of their own, which llama-swap serves as aliases."""
-    said = keys.tree.get("filters")
-    by_id = said.get("setParamsByID") if isinstance(said, dict) else None
-    return [name for name in by_id if id_problem(name) is None] if isinstance(by_id, dict) else []
 
 
 def _abilities(said: SourceKeys) -> list[Value]:
@@ -199,13 +203,12 @@ def _abilities(said: SourceKeys) -> list[Value]:
 # --- what becomes of requests -----------------------------------------------------------------------------------------
 
 
-def _request(keys: SourceKeys) -> dict[str, Value]:
+def _request(keys: SourceKeys, filters: SourceKeys) -> dict[str, Value]:
     made: dict[str, Value] = {}
     if (sent_as := _plain(keys, "useModelName")) is not None:
         made["use_model_name"] = sent_as
-    filters = keys.below("filters")
     made |= params_of(filters)
-    filters.name_rest({"setParamsByID": "its ids are aliases here, and get the parameters of the model"}, UNKNOWN)
+    filters.name_rest({}, UNKNOWN)
     if limit := keys.number("concurrencyLimit"):
         made["concurrency"] = int(limit)
         keys.notes.differs((*keys.where, "concurrencyLimit"), "further requests wait instead of getting 429")
@@ -223,13 +226,31 @@ def params_of(filters: SourceKeys) -> dict[str, Value]:
         filters.notes.unmapped((*filters.where, "stripParams"), "model and stream cannot be removed")
     if kept:
         made["strip_params"] = list(kept)
-    params = filters.below("setParams")
-    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & params.tree.keys()):
-        filters.notes.unmapped((*params.where, name), f"{name} cannot be set")
-    settled = _settled(params)
-    if forced := {name: value for name, value in settled.items() if name not in PARAMS_NOT_OURS_TO_CHANGE}:
+    if forced := _forced(filters.below("setParams")):
         made["set_params"] = forced
     return made
+
+
+def _tasks(model: str, by_id: SourceKeys) -> dict[str, Value]:
+    """A task for each id with parameters of its own, which asks the model with them."""
+    tasks: dict[str, Value] = {}
+    for name, params in by_id.each():
+        forced = _forced(params)
+        if name == model:
+            by_id.notes.unmapped(params.where, "a model's own id gets the parameters of setParams alone")
+        elif (why := id_problem(name)) is not None:
+            by_id.notes.unmapped(params.where, why)
+        else:
+            # As an alias, which is not listed.
+            tasks[name] = {"candidates": [model], "set_params": forced, "unlisted": True}
+    return tasks
+
+
+def _forced(params: SourceKeys) -> dict[str, Value]:
+    """The fields that are set, without those that cannot be."""
+    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & params.tree.keys()):
+        params.notes.unmapped((*params.where, name), f"{name} cannot be set")
+    return {name: value for name, value in _settled(params).items() if name not in PARAMS_NOT_OURS_TO_CHANGE}
 
 
 def _settled(keys: SourceKeys) -> dict[str, Value]:
