@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from greenroom.app import App
 from greenroom.config import loader
 from greenroom.process import orphans
 from greenroom.runtime.timeouts import TIMEOUTS
+from tests.ports import claim
 from tests.waiting import PATIENCE_S, until_now
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -80,11 +82,18 @@ PROCESSES_MAX = 8
 _folders: dict[Path, int] = {}
 
 
+@functools.cache
+def _part() -> int:
+    """The part of this process: one that no other test process of this machine has, unless there are too many."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    parts = [(worker + step) % PROCESSES_MAX for step in range(PROCESSES_MAX)]
+    return next((part for part in parts if claim(f"part-{part}")), parts[0])
+
+
 def _ports_of(folder: Path) -> dict[str, int]:
     """The folder's range; the same when asked again, because a reload may not change it."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PROCESSES_MAX
     number = _folders.setdefault(folder, len(_folders)) % (PORTS_A_PROCESS // PORTS_A_FOLDER)
-    first = PORTS_FIRST + worker * PORTS_A_PROCESS + number * PORTS_A_FOLDER
+    first = PORTS_FIRST + _part() * PORTS_A_PROCESS + number * PORTS_A_FOLDER
     return {"first": first, "last": first + PORTS_A_FOLDER - 1}
 
 

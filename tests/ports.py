@@ -9,8 +9,20 @@ import socket
 # Below those that the system gives out by itself and that engines of tests and of gateways use.
 FIRST, LAST = 12_000, 20_999
 
-# Names in the kernel, one per port that this process chose. They go with the process.
+# Names in the kernel, of what this process alone uses. They go with the process.
 _claims: list[socket.socket] = []
+
+
+def claim(name: str) -> bool:
+    """True if no other test process of this machine has claimed this name, nor this one before."""
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0greenroom-test-{name}")
+    except OSError:
+        claimed.close()
+        return False
+    _claims.append(claimed)
+    return True
 
 
 def free_port(count: int = 1) -> int:
@@ -25,19 +37,11 @@ def free_port(count: int = 1) -> int:
 
 
 def _claimed(ports: range) -> bool:
-    with contextlib.ExitStack() as stack:
-        try:
-            claims = [_bound(stack, socket.AF_UNIX, f"\0greenroom-test-port-{port}") for port in ports]
-            for port in ports:
-                _bound(stack, socket.AF_INET, ("127.0.0.1", port)).close()
-        except OSError:
-            return False
-        stack.pop_all()
-    _claims.extend(claims)
-    return True
+    return all(claim(f"port-{port}") for port in ports) and all(_is_free(port) for port in ports)
 
 
-def _bound(stack: contextlib.ExitStack, family: int, address: str | tuple[str, int]) -> socket.socket:
-    made = stack.enter_context(socket.socket(family))
-    made.bind(address)
-    return made
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False

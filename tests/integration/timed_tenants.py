@@ -12,7 +12,7 @@ from tests.integration.raw import Answer, http
 
 KEYS: list[dict[str, Any]] = [{"name": name, "key": f"{name}-key"} for name in ("lab", "shop")]
 KEYS += [{"name": "ops", "key": "ops-key", "admin": True}]
-ROUNDS, ROUNDS_MAX = 5, 60
+ROUNDS, ROUNDS_MAX = 2, 60
 # A prompt that is reused takes a small part of the time.
 FASTER = 2.0
 
