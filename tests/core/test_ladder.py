@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -224,3 +225,26 @@ def test_a_first_candidate_that_was_too_slow_is_tried_again_after_a_while() -> N
     world.run(TRY_AGAIN_S)
     asking = world.asking("r?", "a", "b", budget_s=20.0, choice=FIRST_S)
     assert world.scheduler.weigh(asking)[1] == 0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_in_no_run_a_request_goes_to_the_last_resort_though_a_local_model_could_serve(seed: int) -> None:
+    """Models that do not fit together are loaded, evicted and busy all the time; every other run, loads fail."""
+    random = Random(seed)
+    sizes = [random.choice((2_000, 4_000, 6_000)) for _ in "abc"]
+    specs = [model(name, mib, concurrency=random.randint(1, 3)) for name, mib in zip("abc", sizes, strict=True)]
+    world = World([*specs, model("r", 0, concurrency=99)])
+    world.arrive("first r", "r", takes_s=0.1)
+    world.run(10.0)
+    fails = seed % 2 == 1
+    world.outcome_of = lambda move: Outcome.FAILED if fails and move.model != "r" else Outcome.DONE
+    for number in range(25):
+        ladder = [*random.sample("abc", random.randint(1, 3)), "r"]
+        random.shuffle(ladder)
+        choice = Choice(random.choice((0.0, 3.0)), random.random() < 0.3, last_resort=(ModelId("r"),))
+        world.arrive(f"x{number}", *ladder, takes_s=random.random() * 5, choice=choice, priority=random.randint(0, 2))
+        world.run(random.random() * 4)
+    world.run()
+    got = [served_by(world, f"x{number}") for number in range(25)]
+    assert all(world.fate(f"x{number}") is Fate.SERVED for number in range(25))
+    assert set(got) == {"r"} if fails else "r" not in got
