@@ -42,8 +42,14 @@ PROFILES: dict[str, Any] = {
         },
     },
     "labs": {"tenants": ["lab"], "default_model": "small"},
+    "writers": {"keys": ["writer"], "default_model": "writing", "models": ["small"]},
 }
-KEYS = [{"name": "team-a"}, {"name": "solo"}, {"name": "chemist", "tenant": "lab"}, {"name": "boss", "admin": True}]
+KEYS: list[dict[str, Any]] = [
+    *({"name": name} for name in ("team-a", "solo", "writer")),
+    {"name": "chemist", "tenant": "lab"},
+    {"name": "boss", "admin": True},
+]
+TASKS = {"writing": {"candidates": ["secret", "small"], "pin_primary": True}}
 
 
 @dataclass
@@ -94,7 +100,7 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "secret": fake("secret", *record, routes=["/echo/**"]),
     }
     server = {"api_keys": [{**key, "key": f"{key['name']}-key"} for key in KEYS]}
-    async with gateway(folder, models, server=server, profiles=PROFILES) as app:
+    async with gateway(folder, models, server=server, profiles=PROFILES, tasks=TASKS) as app:
         yield Gate(app, journal)
 
 
@@ -107,6 +113,12 @@ async def test_a_request_without_a_model_gets_that_of_its_profile(gate: Gate) ->
     assert gate.sent(both)["model"] == "small"
     nothing = await gate.post("solo", asking())
     assert (nothing.status, nothing.error["param"]) == (400, "model")
+
+
+async def test_the_default_may_be_a_task_of_which_the_profile_allows_a_part(gate: Gate) -> None:
+    answer = await gate.post("writer", asking())
+    assert gate.record(answer).model == "small" and gate.sent(answer)["model"] == "small"
+    assert gate.record(await gate.post("solo", asking("writing"))).model == "secret"
 
 
 async def test_every_dialect_has_the_default(gate: Gate) -> None:
@@ -143,9 +155,9 @@ async def test_lists_show_what_the_profile_allows_and_operators_all(gate: Gate) 
     async def listed(key: str, **headers: str) -> list[str]:
         return [one["id"] for one in (await gate.get(key, "/v1/models", **headers)).json()["data"]]
 
-    assert sorted(await listed("team-a")) == ["edited", "large", "small"]
-    assert await listed("team-a", X_Client_ID="bot-1") == ["small"]
-    assert len(await listed("solo")) == len(await listed("boss")) == 4
+    assert sorted(await listed("team-a")) == ["edited", "large", "small", "writing"]
+    assert sorted(await listed("team-a", X_Client_ID="bot-1")) == ["small", "writing"]
+    assert len(await listed("solo")) == len(await listed("boss")) == 5
     assert (await gate.get("team-a", "/v1/models/secret")).status == 404
 
 

@@ -30,7 +30,7 @@ class ClientProfile(Section):
     """What requests of a client get without asking, and what they may ask at most."""
 
     default_model: ModelId | None = None
-    """The model of JSON requests that name none."""
+    """The model or task of JSON requests that name none."""
     models: Annotated[tuple[ModelPattern, ...], Field(max_length=PATTERNS_MAX)] | None = None
     """The ids of models they may ask, `*` for any characters, of those that their key may. Others look as if they did
     not exist."""
