@@ -39,6 +39,7 @@ from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
@@ -110,6 +111,7 @@ class App:
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
         self.spending = Spending(self.state_dir.path, replace_file)
+        self.cloud_fallback = CloudFallback(self.state_dir.path, replace_file)
         moves = self._moves = wire_moves(
             common, memory, leases, config, self._roots_of, lambda: self.config.remotes, self.spending
         )
@@ -153,7 +155,7 @@ class App:
             forgotten=self._forget_removed,
         )
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
-        self.tasks = Tasks(model_facts(self.catalog))
+        self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
         self.versions = VersionStore(self.state_dir.path, replace_file)
         self.catalog.version_of = lambda name: self.versions.of(name).current
 
@@ -258,6 +260,7 @@ class App:
             self._front.operations.open()
             self.versions.open()
             self.spending.open()
+            self.cloud_fallback.open()
             begin_versions(self.versions, self.config, time.time())
             self._front.pictures.open()
             if self._front.usage is not None:

@@ -548,6 +548,14 @@ class ConfigError(GreenroomError):
     final = True
 
 
+class ConfigNotKept(GreenroomError):
+    """A changed setting cannot be written to the state directory. Nothing has changed."""
+
+    status = 507
+    code = "config_not_kept"
+    public_words = "The change cannot be kept; nothing has changed."
+
+
 class RemovalFailed(GreenroomError):
     """A file of the model cannot be deleted. What is left of it is no model any more, or all of it is still there."""
 

@@ -85,6 +85,11 @@ TABLE: Final[tuple[Variable, ...]] = (
         "HF_TOKEN", "", "Opens private repositories of the hub to downloads; engines never see it.", is_secret=True
     ),
     Variable(
+        "MODEL_BOSS_ALLOW_CLOUD_FALLBACK",
+        "",
+        "Whether requests may fall to remote models (true), until PUT /api/v1/config says it.",
+    ),
+    Variable(
         "SYNC_STATE_FILE",
         "versions.state_file",
         "The file in which a trainer says what to serve.",

@@ -82,7 +82,7 @@ def _unusable_state_dir(path: str) -> Iterator[str]:
 
 
 # The files of a state directory. The temporary name of its id begins so.
-_STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending")
+_STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending", "settings")
 _STATE_FILES: Final = frozenset(
     (
         *("lock", "id", "run", "checked", "jobs", "pictures", "leases.jsonl", "governance"),

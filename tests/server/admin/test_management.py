@@ -141,6 +141,8 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/api/v1/operations",
         "/api/v1/usage",
         "/api/v1/clients",
+        "/api/v1/config",
+        "/api/v1/remotes",
         "/v1/models/download",
         "/v1/models/download/{job_id}",
         "/v1/images/img-{picture}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from greenroom.errors import EngineLost
+from greenroom.errors import EngineLost, RemoteFailed
 from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay
@@ -69,7 +69,9 @@ class FailingOver:
         self._relay.upgraded(headers, rest)
 
     def lost(self, error: EngineLost, before_first_byte: bool) -> None:
-        self._relay.lost(error, before_first_byte)
+        # Connections to a provider have tried again already, and say that nothing more is to be tried there.
+        is_unanswered = before_first_byte or (isinstance(error, RemoteFailed) and not self._relay.status)
+        self._relay.lost(error, is_unanswered)
 
     def _fail(self, status: int) -> None:
         self._relay.status = status

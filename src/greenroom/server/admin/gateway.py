@@ -28,6 +28,8 @@ from greenroom.runtime.operations.loads import Loads, MoveOrders
 from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.record.usage_store import UsageStore
+from greenroom.runtime.remote.fallback import CloudFallback
+from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
 from greenroom.server.inference.jobs.jobs import Jobs
@@ -231,6 +233,12 @@ class Gateway(Protocol):
 
     @property
     def requestors(self) -> Requestors: ...
+
+    @property
+    def spending(self) -> Spending: ...
+
+    @property
+    def cloud_fallback(self) -> CloudFallback: ...
 
     @property
     def library(self) -> Library: ...

@@ -37,6 +37,7 @@ from greenroom.server.admin.models.native import NativeRoutes
 from greenroom.server.admin.models.ollama import OllamaRoutes
 from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
+from greenroom.server.admin.remote import RemoteRoutes
 from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.clients import ClientRoutes
 from greenroom.server.admin.reports.explaining import Explaining
@@ -173,6 +174,8 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/api/v1/events"): Permission.READ,
     ("GET", "/api/v1/requests"): Permission.READ,
     ("GET", "/api/v1/clients"): Permission.READ,
+    ("GET", "/api/v1/config"): Permission.READ,
+    ("GET", "/api/v1/remotes"): Permission.READ,
     ("GET", "/api/v1/decisions"): Permission.READ,
     ("GET", "/api/v1/gpus"): Permission.READ,
     ("GET", "/api/v1/operations"): Permission.READ,
@@ -240,6 +243,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Explaining(gateway).add_to(app)
     UsageRoutes(gateway).add_to(app)
     ClientRoutes(gateway).add_to(app)
+    RemoteRoutes(gateway).add_to(app)
     Gpus(gateway).add_to(app)
     LeaseRoutes(gateway).add_to(app)
     Caches(gateway).add_to(app)

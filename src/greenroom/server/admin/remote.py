@@ -1,0 +1,75 @@
+"""`/api/v1/config`, what an operator may change while the gateway runs, and `/api/v1/remotes`, what providers cost.
+
+Neither tells anything of a provider's key.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, StrictBool
+
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.views import View
+
+CONFIG_PATH = "/api/v1/config"
+REMOTES_PATH = "/api/v1/remotes"
+
+
+class RuntimeConfig(View):
+    allowCloudFallback: bool  # noqa: N815
+    """Whether a request for a task may fall to a remote model that is not the first of its candidates."""
+
+
+class RuntimeConfigChange(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    allowCloudFallback: StrictBool  # noqa: N815
+    """As in the answer."""
+
+
+class RemoteView(View):
+    name: str
+    """The prefix of its models' names."""
+    provider: str
+    spent_today: float
+    """Since midnight (UTC), with what requests that are under way may cost; 0 where no cost is configured."""
+    budget_per_day: float | None
+    """Null if there is none."""
+
+
+class RemoteList(View):
+    remotes: list[RemoteView]
+
+
+class RemoteRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(CONFIG_PATH)(self.runtime_config)
+        app.put(CONFIG_PATH)(self.change_runtime_config)
+        app.get(REMOTES_PATH)(self.list_remotes)
+
+    async def runtime_config(self) -> RuntimeConfig:
+        """What can be changed while the gateway runs, as it is now."""
+        return RuntimeConfig(allowCloudFallback=self._gateway.cloud_fallback.is_allowed)
+
+    async def change_runtime_config(self, change: RuntimeConfigChange) -> RuntimeConfig:
+        """Change it, for requests that come from now on. It is kept over restarts."""
+        await self._gateway.cloud_fallback.set(change.allowCloudFallback)
+        return await self.runtime_config()
+
+    async def list_remotes(self) -> RemoteList:
+        """Each provider of remote models, and what was spent there today."""
+        spending, remotes = self._gateway.spending, self._gateway.config.remotes
+        return RemoteList(
+            remotes=[
+                RemoteView(
+                    name=name,
+                    provider=remote.provider,
+                    spent_today=round(spending.spent(name), 6),
+                    budget_per_day=remote.budget_per_day,
+                )
+                for name, remote in remotes.items()
+            ]
+        )
