@@ -129,3 +129,21 @@ def test_a_budget_that_is_no_time_is_wrong_usage(said: str, capsys: pytest.Captu
         main(["explain", "qwen", f"--budget-s={said}"])
     assert ended.value.code == 2
     assert f"--budget-s: {said} is no number of seconds above 0" in capsys.readouterr().err
+
+
+def test_every_candidate_of_a_task_is_told_with_its_reason() -> None:
+    candidates = [
+        {"model": "large", "verdict": "slower", "why": None, "eta_s": 47.0},
+        {"model": "qwen", "verdict": "chosen", "why": None, "eta_s": 0.0},
+        {"model": "broken", "verdict": "refused", "why": "load_failed", "eta_s": None},
+        {"model": "dumb", "verdict": "left_out", "why": "it does not do chat", "eta_s": None},
+        {"model": "cloud", "verdict": "last_resort", "why": None, "eta_s": 0.0},
+    ]
+    assert words(explained("serve", slot="s1", task="coding", candidates=candidates)) == [
+        "qwen is ready: the request would be served at once",
+        "  candidate large: a later one serves sooner by more than prefer_first_s (could begin in about 47s)",
+        "  candidate qwen: it is the one (could begin now)",
+        "  candidate broken: its last load failed or its engine ended again, and it is not tried again yet",
+        "  candidate dumb: passed over: it does not do chat",
+        "  candidate cloud: it is remote, and used only if no other can serve in time (could begin now)",
+    ]

@@ -424,3 +424,40 @@ def test_headers_tell_of_tokens_where_requests_are_not_limited() -> None:
     made = limiter(Clock(), default={"tokens_per_minute": 100})
     assert told(begun(made, tokens=30))[b"remaining"] == 70
     assert not told(begun(limiter(Clock(), default={"concurrent_max": 1})))
+
+
+# --- requests that one of several models serves -----------------------------------------------------------------------
+
+
+def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
+    clock, limiter = Clock(), Limiter(wall=Clock())
+    models = {
+        "a": {"path": "a.gguf", "limits": {"concurrent_max": 1, "tokens_per_minute": 100}},
+        "b": {"path": "b.gguf", "limits": {"requests_per_minute": 1, "tokens_per_minute": 100}},
+    }
+    limiter.configure(Config.model_validate({"models": models}))
+
+    def begun() -> tuple[Charge, list[Any]]:
+        charge, meters = limiter.charge_of_any(None, ANYONE, None, ("a", "b", "free"))
+        assert charge is not None and meters[2] is None
+        charge.tokens_asked = 60
+        charge.begin()
+        return charge, meters
+
+    one, (a, b, _) = begun()
+    assert a.in_flight == b.in_flight == 0
+    one.serve_by(a)
+    one.serve_by(a)
+    assert (a.in_flight, a.tokens.left(clock.now)) == (1, 40)
+    other, _ = begun()
+    with pytest.raises(RateLimited, match="Model a has 1 requests at once"):
+        other.serve_by(a)
+    other.serve_by(b)
+    # The first one failed and turns to b, which has neither tokens nor requests left; its place at a is free again.
+    with pytest.raises(RateLimited, match="Model b exceeded"):
+        one.serve_by(b)
+    assert (a.in_flight, b.in_flight, a.tokens.left(clock.now)) == (0, 1, 100)
+    one.serve_by(None)
+    one.end(0)
+    other.end(10)
+    assert (a.in_flight, b.in_flight, b.tokens.left(clock.now)) == (0, 0, 90)
