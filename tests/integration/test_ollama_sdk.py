@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
+from greenroom.core.model import ModelId
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest, is_ready
 from tests.integration.raw import http
@@ -45,6 +46,7 @@ async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> Asy
         "bag": tiny(tiny_embedding(), embedding=True),
         "told": fake("told", *journal.switches, "--record"),
         "dies": fake("dies", "--crash-at", "token:2"),
+        "idle": fake("idle"),
         "slow": fake("slow", "--load-s", "1.5"),
     }
     server = {"heartbeat_after_s": 0.2, "heartbeat_every_s": 0.2}
@@ -104,7 +106,8 @@ async def test_a_picture_is_seen_where_the_model_can(client: ollama.AsyncClient)
 
 async def test_models_are_listed_shown_and_running(client: ollama.AsyncClient) -> None:
     await client.chat(model="alpha", messages=HELLO)
-    assert {model.model for model in (await client.list()).models} == {"alpha", "sees", "bag", "told", "slow", "dies"}
+    listed = {model.model for model in (await client.list()).models}
+    assert listed == {"alpha", "sees", "bag", "told", "slow", "dies", "idle"}
     shown = await client.show("llama3")
     assert shown.capabilities is not None and "completion" in shown.capabilities
     assert shown.details is not None and shown.details.family == "llamacpp"
@@ -122,6 +125,16 @@ async def test_nothing_said_loads_and_no_time_to_stay_unloads(app: App, client: 
     answer = await client.generate(model="told", prompt="", keep_alive=0)
     assert answer.done_reason == "unload"
     await until(lambda: not is_ready(app, "told"), "it leaves")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_is_not_loaded_to_let_it_leave(app: App, stream: bool) -> None:
+    for path, said in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
+        answer = await http(app, "POST", path, {"model": "idle", "keep_alive": 0, "stream": stream, **said})
+        assert answer.status == 200 and answer.json()["done_reason"] == "unload" and answer.json()["done"] is True
+        kind = "application/x-ndjson" if stream else "application/json"
+        assert answer.headers["content-type"] == kind and answer.headers["x-request-id"]
+    assert not app.loop.scheduler.state.slots_of(ModelId("idle"))
 
 
 async def test_a_client_that_waits_gets_lines_it_can_read(app: App, client: ollama.AsyncClient) -> None:

@@ -47,8 +47,13 @@ def _translation(
             answer.loads = "unload" if is_unload(fields) else "load"
         return asked or only_loads()
 
+    def unloaded() -> bytes | None:
+        if answer.loads != "unload":
+            return None
+        return answer.end() if is_stream else answer.whole(Piece())
+
     writer = answer if is_stream else None
-    return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES)
+    return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
 
 
 class OllamaAnswer:

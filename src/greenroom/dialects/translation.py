@@ -18,6 +18,10 @@ EVENTS: Final = b"text/event-stream; charset=utf-8"
 _CUT_OFF: Final = "The engine ended its stream before its answer was whole."
 
 
+def _nothing() -> None:
+    return None
+
+
 class StreamWriter(Protocol):
     """Writes the stream that answers one request in a dialect. `number` is that of its next event, where it has any."""
 
@@ -82,6 +86,7 @@ class ChatTranslation:
     """To chat and back. `read` reads the request; it raises BadRequest, which names the field.
 
     `write` makes the answer where it is one piece, `writer` where it is a stream; None: no stream was asked for.
+    `if_cold` is the answer where the request was read and need not load its model.
     """
 
     dialect: Dialect
@@ -90,6 +95,7 @@ class ChatTranslation:
     writer: StreamWriter | None
     stream_type: bytes = EVENTS
     path: bytes = CHAT_PATH
+    if_cold: Callable[[], bytes | None] = _nothing
 
     def request(self, fields: Fields) -> Fields:
         return chat_fields(self.read(fields), model=fields["model"], stream=self.writer is not None)

@@ -13,6 +13,7 @@ from typing import Any
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
+from greenroom.dialects.translation import JSON, ChatTranslation
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
@@ -131,9 +132,23 @@ class Inference:
     def _answer(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         try:
             self._log.expect_calm(ask.caller, ask.tenant, ask.client)
+            if ask.keep_alive_s == 0 and self._has_left(exchange, ask, request_id):
+                return
             self._begin(exchange, ask, request_id)
         except RateLimited as error:
             self._refuse(exchange, error, request_id, ask.caller, ask)
+
+    def _has_left(self, exchange: Exchange, ask: Ask, request_id: str) -> bool:
+        """Answer a request that only lets a model leave, if that is not loaded. False for every other one."""
+        translation = ask.translation
+        if not isinstance(translation, ChatTranslation) or ask.rungs is not None:
+            return False
+        slots = self._loop.scheduler.view.slots_of(ask.entry.id)
+        if any(slot.is_serving or slot.is_arriving for slot in slots) or (body := translation.if_cold()) is None:
+            return False
+        kind = translation.stream_type if ask.stream else JSON
+        exchange.respond(200, [(b"content-type", kind), (b"x-request-id", request_id.encode())], body)
+        return True
 
     def _begin(self, exchange: Exchange, ask: Ask, request_id: str, settings: Settings | None = None) -> None:
         if exchange.gone:
