@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trustme
+
+from tests.waiting import until
 
 KEY = "sk-of-the-gateway"
 # What a provider adds to its answers, and no caller may see.
@@ -107,6 +110,11 @@ async def provider(folder: Path, name: str = "localhost") -> AsyncIterator[Provi
         server.close()
         for writer in list(writers):
             writer.transport.abort()
+
+
+async def long_before_midnight() -> None:
+    """Wait until the day (UTC), by which spending is counted, does not end within a test: at most two minutes."""
+    await until(lambda: time.time() % 86_400 < 86_280, "the next day has begun")
 
 
 async def _call(reader: asyncio.StreamReader) -> Call:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.harness import gateway
 from tests.integration.raw import chat, http
-from tests.standin_provider import KEY, provider
+from tests.standin_provider import KEY, long_before_midnight, provider
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,6 +20,7 @@ async def test_the_switch_is_told_set_and_kept_and_never_blocks_a_model_by_its_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_KEY", KEY)
+    await long_before_midnight()
     monkeypatch.delenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", raising=False)
     async with provider(tmp_path) as there:
         models = {"cloud": {"remote": "acme", "use_model_name": "large"}}
@@ -36,5 +38,6 @@ async def test_the_switch_is_told_set_and_kept_and_never_blocks_a_model_by_its_n
             assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": False}
             for name in ("cloud", "acme:large"):
                 assert (await chat(app, name, max_tokens=1)).status == 200
+            await until(lambda: round(app.spending.spent("acme"), 6) == 4.0, "both are settled")
             (told,) = (await http(app, "GET", REMOTES)).json()["remotes"]
             assert told == {"name": "acme", "provider": "compatible", "spent_today": 4.0, "budget_per_day": 50.0}

@@ -13,7 +13,7 @@ import pytest_asyncio
 from greenroom.app import App
 from tests.harness import gateway
 from tests.integration.raw import Answer, chat
-from tests.standin_provider import KEY, Provider, provider
+from tests.standin_provider import KEY, Provider, long_before_midnight, provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -25,6 +25,7 @@ COST = {"input": 1000.0, "output": 5000.0}
 @pytest_asyncio.fixture
 async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
     monkeypatch.setenv("STANDIN_KEY", KEY)
+    await long_before_midnight()
     async with provider(tmp_path) as one:
         yield one
 
@@ -39,25 +40,31 @@ async def ask(app: App, model: str = "cloud", **more: Any) -> Answer:
     return await chat(app, model, max_tokens=1, **more)
 
 
-def spent(app: App) -> float:
-    return round(app.spending.spent("acme"), 6)
+async def has_spent(app: App, least: float, most: float | None = None) -> None:
+    """Wait until what was spent lies there: a request is settled a moment after its answer."""
+
+    def spent() -> float:
+        return round(app.spending.spent("acme"), 6)
+
+    await until(lambda: least <= spent() <= (least if most is None else most), lambda: f"it has spent {spent()}")
 
 
 async def test_a_budget_is_a_hard_stop_also_after_a_restart(there: Provider, tmp_path: Path) -> None:
     said = options(there, budget_per_day=4.0)
     async with gateway(tmp_path, **said) as app:
         assert [(await ask(app)).status, (await ask(app, stream=True)).status] == [200, 200]
-        assert spent(app) == 4.0
+        await has_spent(app, 4.0)
         refused = await ask(app, "other")
         assert refused.status == 429 and refused.error["code"] == "remote_budget_spent"
         assert 0 < int(refused.headers["retry-after"]) <= 86_400 and refused.headers["x-should-retry"] == "false"
         assert "4 of today's budget of 4 are spent" in refused.error["message"]
     async with gateway(tmp_path, **said) as app:
-        assert spent(app) == 4.0
+        await has_spent(app, 4.0)
         assert (await ask(app)).status == 429
     assert len(there.calls) == 2
     async with gateway(tmp_path, **options(there, budget_per_day=7.0)) as app:
-        assert (await ask(app)).status == 200 and spent(app) == 6.0
+        assert (await ask(app)).status == 200
+        await has_spent(app, 6.0)
 
 
 async def test_requests_at_once_do_not_pass_it_together(there: Provider, tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ async def test_requests_at_once_do_not_pass_it_together(there: Provider, tmp_pat
         await until(lambda: len(there.calls) == 1, "that one is sent")
         there.may_answer.set()
         assert sorted([(await task).status for task in asked]) == [200, 429, 429, 429, 429]
-        assert spent(app) == 2.0
+        await has_spent(app, 2.0)
 
 
 async def test_costs_go_by_the_models_name_and_by_what_was_cached(there: Provider, tmp_path: Path) -> None:
@@ -77,9 +84,9 @@ async def test_costs_go_by_the_models_name_and_by_what_was_cached(there: Provide
     costs = {"large": {"input": 1000.0, "output": 0.0, "cached_input": 100.0}}
     async with gateway(tmp_path, **options(there, costs=costs)) as app:
         assert (await ask(app)).status == 200
-        assert spent(app) == 0.46
+        await has_spent(app, 0.46)
         assert (await ask(app, "other")).status == 200
-        assert spent(app) == 2.46
+        await has_spent(app, 2.46)
 
 
 async def test_what_a_provider_did_not_answer_is_free_and_what_was_left_is_not(there: Provider, tmp_path: Path) -> None:
@@ -87,10 +94,10 @@ async def test_what_a_provider_did_not_answer_is_free_and_what_was_left_is_not(t
         for status in (400, 401, 429, 500):
             there.script.append((status, "content-type: application/json\r\n", b"{}"))
             assert (await ask(app)).status in (400, 429, 502)
-        assert spent(app) == 0.0
+        await has_spent(app, 0.0)
         there.may_answer.clear()
         leaving = asyncio.create_task(chat(app, "cloud", max_tokens=400))
         await until(lambda: len(there.calls) == 5, "it was asked")
         leaving.cancel()
         await until(lambda: not app.tickets.open, "the caller has left")
-        assert 2.0 < spent(app) < 2.2
+        await has_spent(app, 2.01, 2.2)
