@@ -9,7 +9,9 @@ PORT ?= 8210
 JOBS ?= 4
 SEEDS ?= 200
 FIRST ?= 0
-STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
+# The versions that everything here is tested with.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 # The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
 COMPILED := .venv-compiled
 # The gateway's environment never holds torch. What the workers that need it are tested with lies in one beside it.
@@ -19,7 +21,7 @@ TORCH_VERSION := torch==2.13.0
 TORCH_PACKAGES := transformers==5.22.2 diffusers==0.42.1 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 \
   h11>=0.16 jinja2>=3.1.6 pillow>=11 numpy>=2.0 sentence-transformers>=6.2,<7 openai>=2.0 \
   pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
-TORCH_STAMP := $(TORCH)/.ready-$(shell echo '$(TORCH_VERSION) $(TORCH_PACKAGES)' | cksum | cut -d' ' -f1)
+TORCH_STAMP := $(TORCH)/.ready-$(shell (cat constraints.txt; echo '$(TORCH_VERSION) $(TORCH_PACKAGES)') | cksum | cut -d' ' -f1)
 # vLLM pins a torch of its own. Its CPU build brings packages that are linked to a torch with CUDA, and lacks its name. It
 # wants torch==2.13.0+cpu: where the package index has another build, name one that has it (PIP_EXTRA_INDEX_URL).
 VLLM := .venv-vllm
@@ -38,12 +40,12 @@ SLOW := slow and not soak and not gpu
 # Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
 NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS)
 
-.PHONY: setup system torch serve test test-slow test-vllm check format compiled test-compiled wheel bench soak sim \
-  sim-shared clean
+.PHONY: constraints setup system torch serve test test-slow test-vllm check format compiled test-compiled wheel bench \
+  soak sim sim-shared clean
 
 setup: $(STAMP) system
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (once; about a minute)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
@@ -62,6 +64,12 @@ system:
 	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(SYSTEM) >/dev/null; } || \
 	  echo "that failed, and tests of leases and of speech will; as root: apt-get install $(SYSTEM)"
 
+constraints:            ## take the newest versions of everything, and write them down in constraints.txt
+	@rm -rf $(VENV) $(TORCH)
+	@$(MAKE) setup torch PIP_CONSTRAINT=
+	@{ grep '^#' constraints.txt; for bin in $(BIN) $(TORCH)/bin; do $$bin/python -m pip freeze --exclude-editable; done | \
+	  grep -v '^torch==' | sort -fu; } > constraints.new && mv constraints.new constraints.txt
+
 torch: $(TORCH_STAMP)   ## the environment of the tests that need torch, alone
 
 # torch first and alone: beside others pip may choose it by what they ask for, and it is the one that must be exact.
@@ -76,8 +84,8 @@ $(TORCH_STAMP):
 $(VLLM_STAMP):
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "setting up $(VLLM) (once; minutes: vLLM is large)"
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
+	@PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
+	@PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/bin/python tests/vllm/repair.py
 	@rm -f $(VLLM)/.ready-* && touch $@

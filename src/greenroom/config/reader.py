@@ -175,7 +175,7 @@ def _check_size(path: Path, text: str, parser: Parser) -> None:
     """Check bounds on the events, which takes no recursion, before anything that recurses."""
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=parser)):
-        line = event.start_mark.line + 1
+        line = 1 + (event.start_mark.line if event.start_mark else 0)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -184,8 +184,8 @@ def _check_size(path: Path, text: str, parser: Parser) -> None:
             raise _refused(path, line, f"is nested more than {DEPTH_MAX} deep")
         if count > VALUES_MAX:
             raise _refused(path, line, f"holds more than {VALUES_MAX:,} values")
-        if getattr(event, "tag", None) is not None:
-            raise _refused(path, line, f"has the tag {event.tag}; tags have no use here, put text into quotes")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise _refused(path, line, f"has the tag {tag}; tags have no use here, put text into quotes")
 
 
 @dataclass(slots=True)
