@@ -120,6 +120,22 @@ async def test_each_candidate_is_tried_once_and_the_last_error_is_told(gate: Gat
     assert "breaks" in tried and sorted(tried) == sorted(set(tried))
 
 
+async def test_a_request_that_returns_to_its_first_candidate_asks_that_one(tmp_path: Path) -> None:
+    """The second one is warm, is asked first, and fails."""
+    journal = Journal(tmp_path)
+    record = (*journal.switches, "--record")
+    models = {
+        "first": fake("first", *record, set_params={"top_k": 5}),
+        "breaks": fake("breaks", *record, "--sse-weird", "error-500", set_params={"top_k": 9}),
+    }
+    async with gateway(tmp_path, models, tasks={"t": {"candidates": ["first", "breaks"]}}) as app:
+        await chat(app, "breaks")
+        answer = await chat(app, "t", stream=True)
+        assert answer.status == 200 and answer.headers["x-model"] == "first"
+        sent = [json.loads(line["body"]) for line in journal.lines("request", id=answer.headers["x-request-id"])]
+        assert [(body["model"], body["top_k"]) for body in sent] == [("breaks", 9), ("first", 5)]
+
+
 async def test_a_model_at_its_own_limit_is_passed_over(gate: Gate) -> None:
     await gate.chat("small")
     assert (await gate.chat("few")).status == 200

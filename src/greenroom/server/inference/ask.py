@@ -86,7 +86,10 @@ def arrival(
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """The models that may serve a request for a task, in order, by their ids: how each is asked, and what limits it."""
+    """The models that may serve a request for a task, in order, by their ids: how each is asked, and what limits it.
+
+    The request itself is none of `asks`: it is changed to what one of them says (`Ask.bind`), and they stay.
+    """
 
     asks: Mapping[ModelId, Ask]
     meters: Mapping[ModelId, Meter | None]
@@ -202,7 +205,7 @@ class Ask:
         """Ask this one of its models from now on."""
         assert self.rungs is not None
         other = self.rungs.asks[model]
-        if other is not self and other.entry is not self.entry:
+        if other.entry is not self.entry:
             for name in _OF_MODEL:
                 setattr(self, name, getattr(other, name))
 

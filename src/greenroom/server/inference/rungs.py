@@ -6,6 +6,7 @@ Owns what becomes of a model that cannot take just this request, such as one wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
 from greenroom.core.model import ModelId
@@ -59,7 +60,7 @@ class RungReader:
 
     def ask(self, charge: Charge | None, meters: Sequence[Meter | None] | None) -> Ask:
         """The request, with what its task says. `meters` limit its models, in their order."""
-        ask, section = next(iter(self.asks.values())), self._ladder.task.section
+        ask, section = copy(next(iter(self.asks.values()))), self._ladder.task.section
         by_model = dict(zip(self.asks, meters or [None] * len(self.asks), strict=True))
         ask.rungs = Rungs(self.asks, by_model, self._ladder.choice(self._served_as))
         ask.charge = charge
