@@ -75,6 +75,12 @@ def test_a_request_never_falls_to_a_remote_model_that_does_not_promise_json() ->
     assert names(ladder_of("small", "cloud", "cloud-json", wants_json=True)) == ["small", "cloud-json"]
 
 
+def test_a_promise_of_the_last_resort_passes_no_local_model_over() -> None:
+    assert names(ladder_of("program", "cloud-json", wants_json=True)) == ["program", "cloud-json"]
+    assert names(ladder_of("program", "small", "cloud-json", wants_json=True)) == ["small", "cloud-json"]
+    assert names(ladder_of("cloud", "cloud-json", wants_json=True)) == ["cloud-json"]
+
+
 def test_the_guard_leaves_the_first_and_strips_remote_models_after_it() -> None:
     assert names(ladder_of("small", "cloud", "large", allows_remote=False)) == ["small", "large"]
     assert names(ladder_of("cloud", "cloud-json", "small", allows_remote=False)) == ["cloud", "small"]
@@ -101,6 +107,13 @@ def test_a_task_none_of_whose_models_can_serve_says_why() -> None:
     assert caught.value.message == (
         "No model of the task t can serve this request. small: it does not do speech; unborn: it has no version yet."
     )
+
+
+def test_a_model_without_a_version_is_named_only_to_those_who_may_use_it() -> None:
+    with pytest.raises(NoCandidate) as caught:
+        ladder_of("small", "unborn", sees=("small",), ability=Ability.SPEECH)
+    assert "unborn" not in caught.value.message
+    assert ladder_of("small", "unborn", sees=("small",)).left_out == ()
 
 
 def test_a_task_of_models_without_a_version_is_not_there() -> None:

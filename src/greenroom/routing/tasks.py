@@ -118,7 +118,7 @@ class Tasks:
         is_seen = False
         for place, name in enumerate(task.section.candidates):
             facts = self._facts_of(name)
-            if facts is not None and not sees(facts.id):
+            if not sees(name if facts is None else facts.id):
                 continue
             is_seen = is_seen or facts is not None
             why = (
@@ -134,13 +134,13 @@ class Tasks:
                 fallbacks.add(facts.id)
         if not is_seen:
             raise ModelNotFound.named(task.name)
-        if wants_json and any(one.keeps_json for one in found):
-            left_out += [LeftOut(one.id, _NO_JSON) for one in found if not one.keeps_json]
-            found = [one for one in found if one.keeps_json]
+        last_resort = frozenset(one.id for one in found if one.is_remote and one.id in fallbacks)
+        if wants_json and (outdone := _outdone(found, last_resort)):
+            left_out += [LeftOut(one.id, _NO_JSON) for one in outdone]
+            found = [one for one in found if one not in outdone]
         if not found:
             reasons = "; ".join(f"{one.model}: {one.why}" for one in left_out)
             raise NoCandidate(f"No model of the task {task.name} can serve this request. {reasons}.", param="model")
-        last_resort = frozenset(one.id for one in found if one.is_remote and one.id in fallbacks)
         return Ladder(task, tuple(found), tuple(left_out), last_resort)
 
     def _lack(self, facts: ModelFacts, task: Task, ability: Ability | None, place: int, wants_json: bool) -> str | None:
@@ -153,6 +153,13 @@ class Tasks:
 
     def _facts(self, task: TaskRoute) -> Iterator[ModelFacts]:
         return (facts for name in task.section.candidates if (facts := self._facts_of(name)) is not None)
+
+
+def _outdone(found: list[ModelFacts], last_resort: frozenset[ModelId]) -> list[ModelFacts]:
+    """Those that promise no JSON where another does. The promise of a last resort does not count against local ones."""
+    promising = [one for one in found if one.keeps_json]
+    is_kept_before = any(one.id not in last_resort for one in promising)
+    return [one for one in found if promising and not one.keeps_json and (is_kept_before or one.is_remote)]
 
 
 def _lack(facts: ModelFacts, task: Task, ability: Ability | None) -> str | None:
