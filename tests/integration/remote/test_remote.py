@@ -217,3 +217,19 @@ async def test_requests_that_would_break_the_head_never_leave(there: Provider, t
         answer = await http(app, "POST", CHAT + "?api-version=1&key=x", asking("cloud"))
         assert answer.status == 200 and there.calls[0].target == "/api/v1/chat/completions"
         assert (await http(app, "POST", "/tokenize", {"model": "cloud", "content": "hi"})).status == 400
+
+
+async def test_callers_choose_neither_the_model_nor_its_price(there: Provider, tmp_path: Path) -> None:
+    chosen = {"models": ["dear"], "fallbacks": ["dear"], "route": "fallback", "provider": {"order": ["dear"]}}
+    chosen |= {
+        "plugins": [{"id": "web"}],
+        "service_tier": "priority",
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    models = {"cloud": cloud(), "flexible": cloud(set_params={"service_tier": "flex"})}
+    async with gateway(tmp_path, models, remotes={"acme": there.remote()}) as app:
+        for model in models:
+            assert (await chat(app, model, **chosen)).status == 200
+        plain, flexible = (call.body for call in there.calls)
+        assert not chosen.keys() & plain.keys()
+        assert chosen.keys() & flexible.keys() == {"service_tier"} and flexible["service_tier"] == "flex"

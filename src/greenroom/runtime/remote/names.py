@@ -105,8 +105,8 @@ class RemoteNames:
             use_model_name=remote.name_of(rest),
             concurrency=remote.concurrency,
             unlisted=True,
-            # Translations of other dialects add them; OpenAI refuses fields that it does not know.
-            strip_params=("chat_template_kwargs", "top_k"),
+            # Translations of other dialects add it; OpenAI refuses fields that it does not know.
+            strip_params=("top_k",),
         )
         entry = self._catalog.adhoc_entry(model_id, model, model_id)
         self._known[model_id] = known = _Named(remote)

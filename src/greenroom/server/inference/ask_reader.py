@@ -61,6 +61,10 @@ _READING: Final = (b"GET", b"HEAD")
 _IF_ASKED: Final = UsageSource.ASK
 # Fields of llama.cpp that say how many answers are wanted.
 _COUNTS: Final = ("n", "n_cmpl")
+# By these a caller would choose another model or another price at a provider than the operator did.
+_CHOICES_AT_PROVIDERS: Final = frozenset(
+    ("models", "fallbacks", "route", "provider", "plugins", "service_tier", "chat_template_kwargs")
+)
 # The fields that an operator sets (encoded) and strips for one revision of a model.
 _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
 
@@ -233,7 +237,7 @@ class AskReader:
         given = config.set_params if task is None else {**config.set_params, **task.section.set_params}
         form.expect(field for field in route.form if field not in given)
         puts = {field: _as_text(value) for field, value in given.items()}
-        drops = frozenset(config.strip_params) | (_EMPTY if options is NO_OPTIONS else model_options.FIELDS)
+        drops = _stripped(ask.entry) | (_EMPTY if options is NO_OPTIONS else model_options.FIELDS)
         if route.makes_pictures and self._as_urls(ask, exchange.head, form.fields.get(RESPONSE_FORMAT)):
             puts[RESPONSE_FORMAT] = AS_BASE64
         told = _name_in_engine(ask.entry) or (None if task is None else ask.entry.public_id)
@@ -409,13 +413,19 @@ class AskReader:
             if len(self._rewrites) > 2 * len(self._catalog):
                 # Of models that are no longer there.
                 self._rewrites = {one.id: kept for one in self._catalog if (kept := self._rewrites.get(one.id))}
-            known = self._rewrites[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+            known = self._rewrites[entry.id] = (entry, puts, _stripped(entry) or _EMPTY)
         return known[1], known[2]
 
 
 def _name_in_engine(entry: Entry) -> str | None:
     """The model's name in requests to its engine; None: as the caller says it."""
     return entry.config.use_model_name or (entry.public_id if entry.engine.checks_model_name else None)
+
+
+def _stripped(entry: Entry) -> frozenset[str]:
+    """The fields of callers that its engine is not sent."""
+    stripped = frozenset(entry.config.strip_params)
+    return stripped | _CHOICES_AT_PROVIDERS if entry.facts.is_remote else stripped
 
 
 def _is_several(count: msgspec.Raw | bytes | None) -> bool:
