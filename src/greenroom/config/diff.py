@@ -64,9 +64,13 @@ def _differs(old: Model, new: Model, keys: frozenset[str]) -> bool:
 
 
 def _moved(old: Config, new: Config, name: str) -> bool:
-    """True for a remote model whose provider has another address, key or time limit now."""
-    remote = new.models[name].remote
-    return remote is not None and old.remotes.get(remote) != new.remotes[remote]
+    """True for a remote model whose provider has another address, key, time limit or cost now, or that has another name
+    there: a slot counts by the cost of one name.
+    """
+    before, after = old.models[name], new.models[name]
+    if after.remote is None:
+        return False
+    return old.remotes.get(after.remote) != new.remotes[after.remote] or before.use_model_name != after.use_model_name
 
 
 def _same(old: object, new: object) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import gateway
+from tests.harness import gateway, write_config
 from tests.integration.raw import Answer, chat
 from tests.standin_provider import KEY, Provider, long_before_midnight, provider
 from tests.waiting import until
@@ -101,3 +101,16 @@ async def test_what_a_provider_did_not_answer_is_free_and_what_was_left_is_not(t
         leaving.cancel()
         await until(lambda: not app.tickets.open, "the caller has left")
         await has_spent(app, 2.01, 2.2)
+
+
+async def test_a_reload_that_renames_a_model_changes_its_price(there: Provider, tmp_path: Path) -> None:
+    said = options(there, costs={"small": {"input": 10.0, "output": 50.0}})
+    said["models"]["cloud"]["use_model_name"] = "small"
+    async with gateway(tmp_path, **said) as app:
+        assert (await ask(app)).status == 200
+        await has_spent(app, 0.02)
+        said["models"]["cloud"]["use_model_name"] = "large"
+        write_config(tmp_path, **said)
+        await app.reload()
+        assert (await ask(app)).status == 200 and there.calls[-1].body["model"] == "large"
+        await has_spent(app, 2.02)
