@@ -11,7 +11,7 @@ from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent
 from greenroom.runtime.record.line_file import replace_file
-from greenroom.runtime.remote.spending import ANSWER_TOKENS, DAY_S, FILE_NAME, Meter, Spending
+from greenroom.runtime.remote.spending import ANSWER_TOKENS, DAY_S, FILE_NAME, TOKENS_MAX, Meter, Spending
 
 pytestmark = pytest.mark.asyncio
 
@@ -80,8 +80,24 @@ async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> Non
         (b"no json", ANSWER_TOKENS),
         (b'{"max_tokens": "many"}', ANSWER_TOKENS),
         (b'{"max_tokens": 5, "max_completion_tokens": 7}', 7),
-        (b'{"max_tokens": -5}', 0),
+        (b'{"max_tokens": 9, "max_completion_tokens": 7}', 9),
+        (b'{"max_tokens": 9, "max_completion_tokens": "few"}', ANSWER_TOKENS),
+        (b'{"max_tokens": 9, "max_completion_tokens": null}', 9),
+        (b'{"max_tokens": -5}', ANSWER_TOKENS),
+        (b'{"max_tokens": 0}', ANSWER_TOKENS),
+        (b'{"max_tokens": true}', ANSWER_TOKENS),
+        (b'{"max_tokens": 1.5}', ANSWER_TOKENS),
+        (b'{"max_tokens": 5000.0}', 5000),
+        (b'{"max_tokens": 5e3}', 5000),
+        (b'{"max_tokens": "5000"}', 5000),
+        (b'{"max_tokens": 5000, "n": "two"}', 5000),
+        (b'{"max_tokens": 5000, "n": 0}', 5000),
         (b'{"max_tokens": 5, "n": 3}', 15),
+        (b'{"max_tokens": 5, "n": 3.0}', 15),
+        (b'{"max_tokens": 5, "n": 2, "best_of": 4}', 20),
+        (b'{"max_tokens": 1e300}', TOKENS_MAX),
+        (b'{"max_tokens": "' + b"9" * 5000 + b'"}', TOKENS_MAX),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", TOKENS_MAX),
     ],
 )
 async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, payload: bytes, tokens: int) -> None:

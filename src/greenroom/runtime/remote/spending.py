@@ -39,12 +39,16 @@ BYTES_PER_TOKEN: Final = 4
 TOKENS_MAX: Final = 10**9
 
 
-class _Asked(msgspec.Struct):
-    """The fields of a request by which its answer is bounded."""
+_NULL: Final = msgspec.Raw(b"null")
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
+
+class _Asked(msgspec.Struct):
+    """The fields of a request by which its answer is bounded. Each is read alone: a wrong one hides no other."""
+
+    max_tokens: msgspec.Raw = _NULL
+    max_completion_tokens: msgspec.Raw = _NULL
+    n: msgspec.Raw = _NULL
+    best_of: msgspec.Raw = _NULL
 
 
 class Spending:
@@ -181,11 +185,24 @@ class Bill:
 
 
 def _answer_tokens(payload: Payload) -> int:
+    """The most tokens that the answer may have, as far as the request says."""
     if not isinstance(payload, bytes):
         return ANSWER_TOKENS
     try:
         asked = msgspec.json.decode(payload, type=_Asked)
     except msgspec.DecodeError:
         return ANSWER_TOKENS
-    most = asked.max_completion_tokens or asked.max_tokens or ANSWER_TOKENS
-    return max(0, min(most * (asked.n or 1), TOKENS_MAX))
+    bounds = [_count(said, ANSWER_TOKENS) for said in (asked.max_tokens, asked.max_completion_tokens) if said != _NULL]
+    answers = max(_count(asked.n, 1), _count(asked.best_of, 1))
+    return min(max(bounds, default=ANSWER_TOKENS) * answers, TOKENS_MAX)
+
+
+def _count(said: msgspec.Raw, otherwise: int) -> int:
+    """A whole number above 0, which some providers also read from 5.0 or "5"; `otherwise` for anything else."""
+    try:
+        number = float(bytes(said).strip(b'"'))
+    except ValueError:
+        return otherwise
+    if number >= TOKENS_MAX:
+        return TOKENS_MAX
+    return int(number) if number >= 1 and number.is_integer() else otherwise
