@@ -51,6 +51,7 @@ from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.gateway import Gateway
@@ -220,6 +221,10 @@ async def unthreaded(work: Callable[[], Look], name: str) -> Look:
     return work()
 
 
+def _write_nothing(path: Path, text: str) -> None:
+    pass
+
+
 class FakeUpdates:
     def expect_movable(self, entry: Entry) -> None:
         """No model here has a version on its way."""
@@ -234,6 +239,7 @@ class FakeGateway:
         self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
         self.requestors = Requestors(self.clock)
+        self.cloud_fallback = CloudFallback(Path("/nowhere"), _write_nothing, environ={})
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
