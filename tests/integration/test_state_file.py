@@ -110,7 +110,11 @@ async def test_a_state_that_cannot_be_taken_is_tried_again(tmp_path: Path) -> No
         await until(lambda: is_ready(app), "it is ready with what it has")
         weights(tmp_path, "bravo")
         await serves(app, 2)
-        assert (await version(app))["error"] is None
+
+        async def is_well() -> bool:
+            return (await version(app))["error"] is None
+
+        await until(is_well, "the error is over")
 
 
 async def test_a_reload_names_the_file_and_one_for_another_model_is_ignored(tmp_path: Path) -> None:

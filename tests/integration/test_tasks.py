@@ -77,7 +77,11 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "hidden": {"candidates": ["large"], "unlisted": True},
     }
     async with gateway(folder, models, tasks=tasks, server={"api_keys": KEYS}) as app:
-        yield Gate(app, journal)
+        gate = Gate(app, journal)
+        # Both are there in every test, whichever ran before it.
+        for name in ("large", "small"):
+            assert (await gate.chat(name)).status == 200
+        yield gate
         await at_rest(app)
 
 

@@ -282,8 +282,6 @@ class Updates:
             await self._failed(row, running, failure)
             return failure
         took_s = self._services.clock() - began
-        self._errors.pop(model, None)
-        self._desired.pop(model, None)
         facts = msgspec.structs.replace(
             running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
         )
@@ -321,6 +319,8 @@ class Updates:
         running.at("checking")
         version = self._numbered(name, order, found)
         dropped = await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
+        self._errors.pop(name, None)
+        self._desired.pop(name, None)
         await self._remove(name, dropped)
         return version
 

@@ -177,6 +177,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", f"{_ONE}/update"): _by_path("model-update", "/update"),
     ("POST", f"{_ONE}/rollback"): _by_path("model-update", "/rollback"),
     ("POST", "/api/v1/reload"): _reload,
+    ("PUT", "/api/v1/config"): _reload,
     ("POST", "/api/v1/leases"): _lease,
 }
 # Paths whose GET changes something, which is llama-swap's way.
