@@ -32,7 +32,10 @@ class Call:
 
 @dataclass
 class Provider:
-    """`script` holds answers for the next calls, as status, headers and body; then every call is answered well."""
+    """`script` holds answers for the next calls, as status, headers and body; then every call is answered well.
+
+    An answer with the status 0 is none: the connection is cut.
+    """
 
     port: int
     ca_file: Path
@@ -53,7 +56,7 @@ class Provider:
         await self.may_answer.wait()
         if self.script:
             status, headers, body = self.script.pop(0)
-            return _message(status, headers, body)
+            return _message(status, headers, body) if status else b""
         return self._chat(call.body)
 
     def _chat(self, asked: dict[str, Any]) -> bytes:
@@ -96,7 +99,11 @@ async def provider(folder: Path, name: str = "localhost") -> AsyncIterator[Provi
         writers.add(writer)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
-                writer.write(await there.answer(await _call(reader)))
+                said = await there.answer(await _call(reader))
+                if not said:
+                    writer.transport.abort()
+                    break
+                writer.write(said)
                 await writer.drain()
         writers.discard(writer)
         writer.close()

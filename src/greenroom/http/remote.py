@@ -34,6 +34,8 @@ BACKOFF_MAX_S: Final = 8.0
 RETRY_AFTER_MAX_S: Final = 30.0
 # How often requests without an answer are looked at.
 SWEEP_S: Final = 0.1
+# A reused connection that ends so soon was closed before the provider saw the request, which may be sent once more.
+RESEND_S: Final = 0.25
 # Shorter than providers keep a connection open that is not used.
 IDLE_S: Final = 30.0
 _OUR_PATHS: Final = b"/v1/"
@@ -124,6 +126,10 @@ class RemotePool(Pool):
         if not Pool.send_now(self, head, body, attempts):
             self.retry(head, body, attempts)
 
+    def may_resend(self, sink: Sink) -> bool:
+        """Only if it ended at once. Else the provider may have worked on the request, which is paid for."""
+        return isinstance(sink, _Attempts) and sink.is_just_sent
+
     def close(self) -> None:
         unanswered = list(self._unanswered)
         super().close()
@@ -170,7 +176,7 @@ class RemotePool(Pool):
 class _Attempts:
     """A Sink between connections and the sink of one request, which gets the last answer only."""
 
-    __slots__ = ("_body", "_clock", "_deadline", "_due_at", "_head", "_pool", "_sink", "_tries")
+    __slots__ = ("_body", "_clock", "_deadline", "_due_at", "_head", "_pool", "_sent_at", "_sink", "_tries")
 
     def __init__(self, pool: RemotePool, head: bytes, body: Payload, sink: Sink, clock: Callable[[], float]) -> None:
         self._pool = pool
@@ -181,7 +187,8 @@ class _Attempts:
         self._tries = 0
         # When it is sent again; None while it is under way.
         self._due_at: float | None = None
-        self._deadline = clock() + pool.limits.first_byte_s
+        self._sent_at = clock()
+        self._deadline = self._sent_at + pool.limits.first_byte_s
 
     @property
     def upstream(self) -> Connection | None:
@@ -190,6 +197,12 @@ class _Attempts:
     @upstream.setter
     def upstream(self, connection: Connection | None) -> None:
         self._sink.upstream = connection
+        if connection is not None:
+            self._sent_at = self._clock()
+
+    @property
+    def is_just_sent(self) -> bool:
+        return self._clock() - self._sent_at <= RESEND_S
 
     @property
     def wanted(self) -> bool:
@@ -243,8 +256,11 @@ class _Attempts:
             self._due_at, self._deadline = None, now + self._pool.limits.first_byte_s
             self._pool.send_again(self._head, self._body, self)
         elif self._due_at is None and now >= self._deadline:
-            self._hang_up()
+            upstream = self.upstream
+            # First, so that it is known whether it was sent.
             self._end(RemoteTimeout(f"{self._pool.name} did not begin to answer in time."))
+            if upstream is not None:
+                upstream.abort()
 
     def stopped(self) -> None:
         """The pool is closed. What is under way was told by its connection."""

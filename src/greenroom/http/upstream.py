@@ -127,6 +127,10 @@ class Pool:
         if connection in self._idle:
             self._idle.remove(connection)
 
+    def may_resend(self, sink: Sink) -> bool:
+        """True if what was sent on a reused connection that ended without a byte is sent once more."""
+        return True
+
     def retry(self, head: bytes, body: Payload, sink: Sink) -> None:
         """An idle connection turned out to be closed: send once more, on a fresh one."""
         self.retries += 1

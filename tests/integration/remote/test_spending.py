@@ -114,3 +114,45 @@ async def test_a_reload_that_renames_a_model_changes_its_price(there: Provider, 
         await app.reload()
         assert (await ask(app)).status == 200 and there.calls[-1].body["model"] == "large"
         await has_spent(app, 2.02)
+
+
+async def test_what_was_never_sent_is_free(tmp_path: Path) -> None:
+    """The provider takes connections and never ends a TLS handshake."""
+    await long_before_midnight()
+    taken: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda reader, writer: taken.append(writer), "127.0.0.1", 0)
+    keys = {"base_url": f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1", "cost": COST, "retries_max": 0}
+    models = {"left": {"remote": "acme"}, "late": {"remote": "slow"}}
+    remotes = {"acme": keys, "slow": {**keys, "first_byte_timeout_s": 0.3}}
+    async with gateway(tmp_path, models, remotes=remotes) as app:
+        leaving = asyncio.create_task(ask(app, "left"))
+        await until(lambda: taken, "it connects")
+        assert app.spending.spent("acme") > 0
+        leaving.cancel()
+        await until(lambda: not app.tickets.open, "the caller has left")
+        await has_spent(app, 0.0)
+        assert (await ask(app, "late")).error["code"] == "remote_timeout"
+        await until(lambda: app.spending.spent("slow") == 0.0, "it was never sent")
+    silent.close()
+    for writer in taken:
+        writer.transport.abort()
+
+
+async def test_what_was_sent_and_lost_counts_as_expected(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, **options(there)) as app:
+        there.script.append((0, "", b""))
+        assert (await chat(app, "cloud", max_tokens=400)).status == 502
+        await has_spent(app, 2.01, 2.2)
+
+
+async def test_a_caller_that_leaves_between_two_tries_pays_nothing(there: Provider, tmp_path: Path) -> None:
+    said = options(there)
+    said["remotes"]["acme"]["retries_max"] = 1
+    async with gateway(tmp_path, **said) as app:
+        there.script.append((503, "content-type: application/json\r\nretry-after: 25\r\n", b"{}"))
+        leaving = asyncio.create_task(ask(app))
+        await until(lambda: any(live.pool.idle_count for live in app.slots.live.values()), "the refusal has come")
+        assert app.spending.spent("acme") > 0
+        leaving.cancel()
+        await until(lambda: not app.tickets.open, "the caller has left")
+        await has_spent(app, 0.0)

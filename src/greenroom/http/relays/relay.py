@@ -75,6 +75,7 @@ class Relay:
         "outcome",
         "status",
         "upstream",
+        "was_sent",
     )
 
     def __init__(
@@ -101,6 +102,8 @@ class Relay:
         self.error: EngineFault | None = None
         # Whether an engine that was lost had not answered a single byte.
         self.before_first_byte = True
+        # A connection had taken the request, and it was not answered in full.
+        self.was_sent = False
         self.status = 0
         self.headers: Headers = []
         # On BAD_HEAD the first bytes of the answer that could not be passed on.
@@ -256,7 +259,8 @@ class Relay:
     def lost(self, error: EngineLost, before_first_byte: bool) -> None:
         if self.outcome is not None:
             return
-        self.upstream = None
+        if self.upstream is not None:
+            self.upstream, self.was_sent = None, True
         self.error = error
         self.before_first_byte = before_first_byte
         if self._bad_body is not None:
@@ -379,6 +383,7 @@ class Relay:
     def _drop_upstream(self) -> None:
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
+            self.was_sent = True
             upstream.abort()
 
     def _settle(self, outcome: RelayOutcome) -> None:

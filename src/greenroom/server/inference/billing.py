@@ -6,12 +6,9 @@ refused is free.
 
 from __future__ import annotations
 
-from greenroom.errors import RemoteTimeout
-from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay
 from greenroom.runtime.remote.spending import Bill
 from greenroom.telemetry.activity import Record
-
-_LEFT = (RelayOutcome.CLIENT_GONE, RelayOutcome.STOPPED)
 
 
 def settle(bill: Bill, record: Record, relay: Relay | None) -> None:
@@ -25,7 +22,5 @@ def settle(bill: Bill, record: Record, relay: Relay | None) -> None:
 
 
 def _has_worked(relay: Relay) -> bool:
-    """True if the provider answered, or may have begun to when it was not waited for any longer."""
-    if relay.status == 0:
-        return relay.outcome in _LEFT or isinstance(relay.error, RemoteTimeout)
-    return relay.status == 200
+    """True if the provider answered, or had the request and may have begun to when it was left or lost."""
+    return relay.was_sent if relay.status == 0 else relay.status == 200
