@@ -10,7 +10,7 @@ JOBS ?= 4
 SEEDS ?= 200
 FIRST ?= 0
 # The versions that everything here is tested with.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+CONSTRAINT := --constraint constraints.txt
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 # The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
 COMPILED := .venv-compiled
@@ -48,7 +48,7 @@ setup: $(STAMP) system
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (once; about a minute)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT) --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # Tests run a real Redis and set its clock, and speak with a real espeak-ng. All come from the system; where we cannot
@@ -66,7 +66,7 @@ system:
 
 constraints:            ## take the newest versions of everything, and write them down in constraints.txt
 	@rm -rf $(VENV) $(TORCH)
-	@$(MAKE) setup torch PIP_CONSTRAINT=
+	@$(MAKE) setup torch CONSTRAINT=
 	@{ grep '^#' constraints.txt; for bin in $(BIN) $(TORCH)/bin; do $$bin/python -m pip freeze --exclude-editable; done | \
 	  grep -v '^torch==' | sort -fu; } > constraints.new && mv constraints.new constraints.txt
 
@@ -76,16 +76,16 @@ torch: $(TORCH_STAMP)   ## the environment of the tests that need torch, alone
 $(TORCH_STAMP):
 	@test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
 	@echo "setting up $(TORCH) (once; minutes: torch is large)"
-	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
-	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT) '$(TORCH_VERSION)'
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT) \
 	  '$(TORCH_VERSION)' $(foreach package,$(TORCH_PACKAGES),'$(package)')
 	@rm -f $(TORCH)/.ready-* && touch $@
 
 $(VLLM_STAMP):
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "setting up $(VLLM) (once; minutes: vLLM is large)"
-	@PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
-	@PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_PACKAGE)'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/bin/python tests/vllm/repair.py
 	@rm -f $(VLLM)/.ready-* && touch $@
@@ -122,7 +122,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	test -e $(COMPILED)/.ready-$$sum && exit; set -e; \
 	echo "building $(COMPILED) (about five minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED); \
-	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT)"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
 	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
 	$(COMPILED)/bin/python -c 'from greenroom.server.admin.reports.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \

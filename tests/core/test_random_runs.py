@@ -173,7 +173,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
         asking = world.asking(name, *candidates, priority=priority, choice=choice)
         plan, (options, chosen) = world.scheduler.explanation(asking).plan, world.scheduler.weigh(asking)
         assert picture(world.scheduler.state) == before and len(world.calls) == said
-        assert isinstance(plan, Refuse) or plan == options[chosen].plan or len(candidates) == 1
+        # What leaves for it may be judged differently: the one counts the request among those that wait, the other not.
+        assert isinstance(plan, Refuse | Serve) or plan.model == options[chosen].model
         call = world.arrive(name, *candidates, priority=priority, choice=choice)
         if isinstance(plan, Serve):
             assert (call.fate, call.slot) == (Fate.GRANTED, plan.slot)
