@@ -1,4 +1,4 @@
-"""Seeds that once failed, each with what was wrong. They are played for ever after, beside the first two hundred.
+"""Seeds that once failed, each with what was wrong. They are played for ever after, beside the first ones.
 
 What a seed draws changes when a scenario can hold something new; then the reason here says what to look for, and the
 bug stays covered by a test of the core.

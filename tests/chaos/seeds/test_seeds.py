@@ -1,4 +1,7 @@
-"""The fault simulation itself: two hundred seeds without a violation, the same in every process."""
+"""The fault simulation itself: no seed shows a violation, and each is the same in every process.
+
+More seeds: `make sim`, which plays two hundred by default.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from tests.chaos.seeds.seeds import ONCE_FAILED
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-SEEDS = 200
-EVENTS_MIN = 2_000_000
-FAULTS_MIN = 20_000
-# A minute and a half on two idle cores; a loaded machine may take much longer.
+SEEDS = 120
+EVENTS_MIN = 1_200_000
+FAULTS_MIN = 12_000
+# A minute on two idle cores; a loaded machine may take much longer.
 PATIENCE_S = 1_800
 # These judge only where there is something to judge, so it is worth seeing that there was.
 JUDGES = (
@@ -40,7 +43,7 @@ JUDGES = (
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_two_hundred_seeds_show_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_show_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
     figures = Figures()
     for played in play_many(range(SEEDS)):
         figures.take(played)
