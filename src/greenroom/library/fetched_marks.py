@@ -28,7 +28,8 @@ class FetchedMarks:
     def use(self, path: str, *, is_fetched: bool) -> bool:
         """Use these weights from now on; with `is_fetched`, an update of this gateway fetched them.
 
-        True if an update of any gateway did. Raises BlockingIOError if another gateway is just deleting them.
+        True if an update of any gateway did, and they can be locked: only then they may be deleted one day. Raises
+        BlockingIOError if another gateway is just deleting them.
         """
         if path in self._held:
             return True
@@ -39,9 +40,13 @@ class FetchedMarks:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink == 0:
                 raise BlockingIOError("they were deleted")
-        except BaseException:
+        except BlockingIOError:
             os.close(fd)
             raise
+        except OSError:
+            # A volume without locks: nothing on it is ever deleted.
+            os.close(fd)
+            return False
         self._held[path] = fd
         return True
 
