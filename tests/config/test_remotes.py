@@ -37,6 +37,8 @@ SECRET = "sk-123-very-secret"
                 "https://models.lan:99999/v1",
                 "https://models.lan:0/v1",
                 "https:///v1",
+                f"https://{'a' * 64}.lan/v1",
+                "https://models..lan/v1",
                 "https://modèles.lan",
             )
         ),

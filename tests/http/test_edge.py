@@ -829,6 +829,13 @@ async def test_aborting_cuts_everything(serve: Serve, connect: Connect) -> None:
     assert held[0].gone
 
 
+async def test_a_name_that_no_host_can_have_is_an_error_of_the_system(serve: Serve) -> None:
+    server = await serve()
+    for name in ("a" * 64, "a..b"):
+        with pytest.raises(OSError, match="is no name of a host"):
+            await server.edge.bind(name, 0)
+
+
 async def test_unix_socket_is_served_to_its_owner_only(serve: Serve, tmp_path: Path) -> None:
     server = await serve()
     path = str(tmp_path / "edge.sock")

@@ -95,7 +95,10 @@ class Edge:
     async def bind(self, host: str | None, port: int) -> None:
         """Take a TCP port. A client that connects waits until `accept`. Raises OSError."""
         self._loop = asyncio.get_running_loop()
-        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except UnicodeError as error:
+            raise socket.gaierror(socket.EAI_NONAME, f"{host!r:.100} is no name of a host") from error
         missing: OSError | None = None
         for family, _, _, _, address in dict.fromkeys(found):
             try:

@@ -35,6 +35,8 @@ def _address(said: str) -> str:
         parts = urlsplit(said)
         is_odd = bool(parts.username or parts.password or parts.query or parts.fragment or "@" in parts.netloc)
         is_odd = is_odd or parts.port == 0
+        # Raises one for a part that no name can have, as one that is empty or too long.
+        (parts.hostname or "").encode("idna")
     except ValueError:
         raise problem from None
     if is_odd or parts.scheme not in ("http", "https") or not parts.hostname:
