@@ -57,6 +57,18 @@ def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.Capture
     assert main(["import", "llama-swap", str(swap), "--write", "/nowhere/new.yaml"]) == 1
 
 
+@pytest.mark.parametrize("options", [[], ["--write", "new.yaml"]])
+def test_an_import_of_nothing_fails_and_writes_nothing(
+    options: list[str], swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap.parent)
+    swap.write_text("models: {m: {cmd: srv}}")
+    assert main(["import", "llama-swap", str(swap), *options]) == 1
+    said = capsys.readouterr()
+    assert "no model that can be served" in said.err and "models.m: not mapped: the whole model: " in said.err
+    assert not said.out and os.listdir(swap.parent) == [swap.name]
+
+
 def test_models_of_ollama_are_checked_like_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

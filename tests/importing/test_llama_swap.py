@@ -52,6 +52,14 @@ def routing(**router: Any) -> dict[str, Any]:
     return {**model(), "routing": router}
 
 
+# Groups and matrix stand at the top, or here.
+ROUTER = "routing.router.settings."
+
+
+def under(at: str, **rules: Any) -> dict[str, Any]:
+    return routing(router={"use": next(iter(rules)).rstrip("s"), "settings": rules}) if at else {**model(), **rules}
+
+
 # Each key of llama-swap's schema: what is said, and where it is in our file. A text is part of the note about the key.
 TIMES = ("connect", "keepalive", "responseHeader", "tlsHandshake", "expectContinue", "idleConn")
 KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
@@ -88,30 +96,24 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "selectors.s.name": (selector(name="N"), "", "name for people"),
     "selectors.s.metadata.a": (selector(metadata={"a": 1}), "", "no metadata"),
     "hooks.on_startup.preload": ({**model(), "hooks": {"on_startup": {"preload": ["m"]}}}, "models>m>preload", True),
-    "groups.g.members": (
-        {**model(), "groups": {"g": {"members": ["m"]}}},
-        "scheduler>company>groups>g",
-        {"members": ["m"]},
-    ),
     **{
-        f"routing.router.settings.groups.g.{key}": (
-            routing(router={"use": "group", "settings": {"groups": {"g": {"members": ["m"], key: True}}}}),
+        f"{at}groups.g.{key}": (
+            under(at, groups={"g": {"members": ["m"], key: value}}),
             f"scheduler>company>groups>g>{key}",
-            True,
+            value,
         )
-        for key in ("swap", "exclusive", "persistent")
+        for at in ("", ROUTER)
+        for key, value in {"members": ["m"], "swap": False, "exclusive": False, "persistent": True}.items()
     },
-    "matrix.vars": (
-        {**model(), "matrix": {"vars": {"a": "m"}, "sets": {"s": "a"}}},
-        "scheduler>company>matrix>vars>a",
-        "m",
-    ),
-    "matrix.sets": ({**model(), "matrix": {"sets": {"s": "m"}}}, "scheduler>company>matrix>sets>s", "m"),
-    "routing.router.settings.matrix.evict_costs": (
-        routing(router={"use": "matrix", "settings": {"matrix": {"sets": {"s": "m"}, "evict_costs": {"m": 5}}}}),
-        "scheduler>company>matrix>evict_costs>m",
-        5,
-    ),
+    **{
+        f"{at}matrix.{key}": (
+            under(at, matrix={"sets": {"s": "m"}, key: value}),
+            f"scheduler>company>matrix>{key}",
+            value,
+        )
+        for at in ("", ROUTER)
+        for key, value in {"vars": {"a": "m"}, "evict_costs": {"m": 5}, "sets": {"t": "m"}}.items()
+    },
     "routing.router.use": (routing(router={"use": "group"}), "scheduler>company", {"groups": {}}),
     "routing.scheduler.use": (routing(scheduler={"use": "fifo"}), "", "scheduler.policy"),
     "routing.scheduler.settings.fifo.priority": (
@@ -124,6 +126,7 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "peers.p.apiKey": (peer(apiKey="${env.K}"), "remotes>p>api_key_env", "K"),
     "peers.p.filters.setParams": (peer(filters={"setParams": {"a": 1}}), "models>p/q>set_params", {"a": 1}),
     "peers.p.filters.stripParams": (peer(filters={"stripParams": "a"}), "models>p/q>strip_params", ["a"]),
+    "peers.p.filters.strip_params": (peer(filters={"strip_params": "a"}), "models>p/q>strip_params", ["a"]),
     "peers.p.filters.setParamsByID.q.a": (peer(filters={"setParamsByID": {"q": {"a": 1}}}), "", "one of its names"),
     "peers.p.timeouts.connect": (peer(timeouts={"connect": 3}), "remotes>p>connect_timeout_s", 3),
     "peers.p.timeouts.responseHeader": (peer(timeouts={"responseHeader": 9}), "remotes>p>first_byte_timeout_s", 9),
@@ -193,6 +196,13 @@ def test_the_guide_names_every_key() -> None:
         parts = key.split(".")
         name = parts[2] if parts[0] == "models" else parts[0]
         assert f"`{name}`" in guide, key
+
+
+def test_the_id_with_a_path_of_its_own_is_told_where_it_is(tmp_path: Path) -> None:
+    made = imported(tmp_path, {"models": {"comfyui_auto": {"cmd": CMD}}})
+    assert [note.line for note in made.notes] == [
+        "models.comfyui_auto: it is not at /comfyui/ here but at /upstream/comfyui_auto/"
+    ]
 
 
 def test_keys_that_llama_swap_does_not_have_are_named(tmp_path: Path) -> None:
@@ -305,6 +315,19 @@ def test_a_model_that_cannot_be_run_is_left_out_by_name(keys: dict[str, Any], wh
     assert any(line.startswith("models.m: not mapped: the whole model: ") and why in line for line in told)
     assert any(line.startswith("matrix: not mapped: m was not imported") for line in told)
     assert list(served(tmp_path, made).models) == ["other"]
+
+
+def test_a_file_of_which_no_model_can_be_run_is_refused_with_every_reason(tmp_path: Path) -> None:
+    tree = {"models": {"a": {"cmd": "srv"}, "load": {"cmd": CMD}, "b": "srv"}, "peers": {"p": {"proxy": "ftp://x"}}}
+    with pytest.raises(ConfigError, match=r"config\.yaml: holds no model that can be served\n") as refused:
+        imported(tmp_path, tree)
+    for where in ("models.a", "models.load", "models.b", "peers.p.proxy"):
+        assert f"\n{where}: not mapped: the whole " in refused.value.message
+
+
+def test_a_file_whose_peers_alone_can_be_asked_is_imported(tmp_path: Path) -> None:
+    tree = {**peer(), "models": {"m": {"cmd": "srv"}}}
+    assert list(served(tmp_path, imported(tmp_path, tree)).models) == ["p/q"]
 
 
 def test_left_out_models_leave_groups_preloads_and_priorities(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
 from greenroom.importing.llama_swap_peers import PeerModels
 from greenroom.importing.llama_swap_tasks import of_selectors
-from greenroom.importing.result import Imported, Notes
+from greenroom.importing.result import Imported, Notes, nothing_found
 from greenroom.importing.source_keys import SourceKeys
 
 PORT: Final = 8080
@@ -47,7 +47,8 @@ NOT_MAPPED: Final = {
 
 
 def import_file(path: Path) -> Imported:
-    """Read a file of llama-swap. Raises ConfigError with a line for each mistake that llama-swap would refuse too."""
+    """Read a file of llama-swap. Raises ConfigError with a line for each mistake that llama-swap would refuse too, or
+    for each reason if none of its models can be run here."""
     source = read(path)
     if not isinstance(source.tree.get("models"), dict) or not source.tree["models"]:
         raise ConfigError(f"{path}: has no models; is it a configuration of llama-swap?")
@@ -55,6 +56,8 @@ def import_file(path: Path) -> Imported:
     imported = made.whole()
     if wrong := [*source.problems, *made.problems]:
         raise refusal(str(path), wrong, source.lines)
+    if not imported.tree["models"]:
+        raise nothing_found(path, imported.notes)
     return imported
 
 

@@ -37,6 +37,8 @@ _URL: Final = re.compile(
 _PORT_OPTION: Final = r"((?:--port|--publish|--http-port|-p)[ =]\s*(?:[\d.]+:)?)"
 # The ports of their containers are held by a daemon.
 _CONTAINERS: Final = frozenset(("docker", "podman", "nerdctl"))
+# llama-swap serves the model of this id at a path of its own.
+_COMFYUI: Final = "comfyui_auto"
 _NO_PORT: Final = "write ${PORT} in its cmd, where it listens, and import again"
 
 
@@ -73,6 +75,8 @@ def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> SwapModel |
     tasks = _tasks(name, filters.below("setParamsByID"))
     made = {**process, **_about(keys, tasks), **_request(keys, filters), **_stay(keys, shared)}
     keys.name_rest(NOT_MAPPED, UNKNOWN)
+    if name == _COMFYUI:
+        keys.notes.differs(keys.where, f"it is not at /comfyui/ here but at /upstream/{name}/")
     return SwapModel(made, tasks)
 
 

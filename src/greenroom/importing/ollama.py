@@ -20,7 +20,7 @@ from greenroom.config.kinds import id_problem
 from greenroom.config.plain_file import open_plain, read_plain
 from greenroom.config.reader import Value, Where, shown
 from greenroom.errors import ConfigError
-from greenroom.importing.result import Imported, Notes
+from greenroom.importing.result import Imported, Notes, nothing_found
 
 PORT: Final = 11_434
 FOLDERS: Final = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
@@ -87,8 +87,7 @@ def import_folder(folder: Path) -> Imported:
         except Unimportable as error:
             notes.unmapped(("models", name), f"the whole model: {error}")
     if not models:
-        told = "".join(f"\n{note.line}" for note in notes.found)
-        raise ConfigError(f"{folder}: holds no model that can be served{told}")
+        raise nothing_found(folder, notes.found)
     return Imported({"server": {"port": PORT}, "models": models}, tuple(notes.found), notes.mapped)
 
 

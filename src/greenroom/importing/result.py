@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
 from greenroom.config.reader import Value, Where, dotted, plain
+from greenroom.errors import ConfigError
 
 LINE_CHARS_MAX = 120
 
@@ -50,6 +52,11 @@ class Notes:
 
     def differs(self, where: Where, how: str) -> None:
         self.found.append(Note(where, how, is_mapped=True))
+
+
+def nothing_found(source: Path, notes: Sequence[Note]) -> ConfigError:
+    """The refusal of a source of which no model was taken over, with a line for each reason."""
+    return ConfigError("\n".join((f"{source}: holds no model that can be served", *(note.line for note in notes))))
 
 
 def as_yaml(tree: dict[str, Value], title: Sequence[str], notes: Sequence[Note]) -> str:
