@@ -31,6 +31,9 @@ VLLM_STAMP := $(VLLM)/.ready-$(shell echo '$(TORCH_VERSION) $(VLLM_PACKAGE)' | c
 TORCH_TESTS := tests/workers/torch_host
 # These start engines, workers with torch among them. The tests of a file share a running gateway, and so a process.
 ENGINE_TESTS := tests/contract/engines tests/integration/transformers
+# These share a browser and a gateway, and so a process for each file. A browser keeps a core busy.
+UI_TESTS := tests/ui
+UI_JOBS ?= 2
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
 TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS)
@@ -38,10 +41,10 @@ TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m py
 QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
 # Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
-NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS)
+NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS)
 
-.PHONY: constraints setup system torch serve test test-slow test-vllm check format compiled test-compiled wheel bench \
-  soak sim sim-shared clean
+.PHONY: constraints setup system torch serve test test-slow test-ui test-vllm check format compiled test-compiled wheel \
+  bench soak sim sim-shared clean
 
 setup: $(STAMP) system
 
@@ -51,18 +54,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT) --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# Tests run a real Redis and set its clock, and speak with a real espeak-ng. All come from the system; where we cannot
-# install them, say what to type.
-SYSTEM := redis-server libfaketime espeak-ng
+# Tests run a real Redis and set its clock, speak with a real espeak-ng, and look at the dashboard with a real Chromium.
+# All come from the system; where we cannot install them, say what to type.
+SYSTEM := redis-server libfaketime espeak-ng chromium
 system:
 	@if { command -v redis-server || command -v valkey-server; } >/dev/null && command -v espeak-ng >/dev/null && \
-	  find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
+	  command -v chromium >/dev/null && find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
 	if test $$(id -u) = 0; then as=; elif sudo -n true 2>/dev/null; then as='sudo -n'; else as=no; fi; \
 	if test "$$as" = no || ! command -v apt-get >/dev/null; then \
-	  echo "tests of leases and of speech will fail; as root: apt-get install $(SYSTEM)"; exit; fi; \
+	  echo "tests of leases, of speech and of the dashboard will fail; as root: apt-get install $(SYSTEM)"; exit; fi; \
 	echo "installing $(SYSTEM) for the tests"; export DEBIAN_FRONTEND=noninteractive; \
 	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(SYSTEM) >/dev/null; } || \
-	  echo "that failed, and tests of leases and of speech will; as root: apt-get install $(SYSTEM)"
+	  echo "that failed, and tests of leases, of speech and of the dashboard will; as root: apt-get install $(SYSTEM)"
 
 constraints:            ## take the newest versions of everything, and write them down in constraints.txt
 	@rm -rf $(VENV) $(TORCH)
@@ -98,11 +101,15 @@ test: check torch       ## check, core, units, then a running gateway: at most 8
 	@$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses $(JOBS) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS)
 	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --numprocesses $(JOBS) --ignore=tests/integration/transformers
+	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-slow: setup torch  ## kills and faults, shared stores, real engines, every model family: about 12 minutes
-	@$(BIN)/python -m pytest -m '$(SLOW)' --numprocesses $(JOBS) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
+	@$(BIN)/python -m pytest -m '$(SLOW)' --numprocesses $(JOBS) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
+
+test-ui: setup          ## everything about the dashboard in a real Chromium
+	@$(BIN)/python -m pytest $(UI_TESTS) -m 'not soak and not gpu' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-vllm: setup $(VLLM_STAMP) ## the real vLLM on the CPU: minutes, and part of no other target
 	@$(BIN)/python -m pytest tests/vllm/real_vllm.py

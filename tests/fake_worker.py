@@ -5,9 +5,9 @@
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
 "fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off, or "deaf", until the file says so no more; with
-"once " before it only the next time), `mib` what it takes of its GPUs, `tokens`, `token_s` and `talkative` how it
-answers. With CUDA_FAKE_GPUS it takes memory of GPUs that this file describes. The journal, `journal` in the model's
-folder, gets one JSON line for each operation.
+"once " before it only the next time), `mib` what it takes of its GPUs, `arena_mib` of the host, `tokens`, `token_s` and
+`talkative` how it answers. With CUDA_FAKE_GPUS it takes memory of GPUs that this file describes. The journal, `journal`
+in the model's folder, gets one JSON line for each operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tests import fake_engine, fake_gpu
 
-ARENA_BYTES = 3 * 1024 * 1024
+ARENA_MIB = 3
 KV_BYTES = 1024 * 1024
 MIB = 1024 * 1024
 GPUS = os.environ.get("CUDA_FAKE_GPUS")
@@ -50,6 +50,10 @@ class Slot:
     @property
     def conduct(self) -> dict[str, Any]:
         return read_conduct(self.folder)
+
+    @property
+    def arena_bytes(self) -> int:
+        return int(self.conduct.get("arena_mib", ARENA_MIB)) * MIB
 
     def note(self, event: str, **more: Any) -> None:
         line = {"t": time.monotonic(), "pid": os.getpid(), "name": self.model, "event": event, **more}
@@ -179,12 +183,12 @@ class Worker:
             if os.pread(fd, 100, 0).rstrip(b"\0") != slot.model.encode():
                 raise Failure("failed", "this arena is another's")
         else:
-            os.ftruncate(fd, ARENA_BYTES)
+            os.ftruncate(fd, slot.arena_bytes)
             os.pwrite(fd, slot.model.encode(), 0)
         slot.server = await slot.engine.listen(asyncio.get_running_loop())
         self.slots[slot.id] = slot
-        read_bytes = 0 if said["filled"] else ARENA_BYTES
-        return {"arena_bytes": ARENA_BYTES, "kv_bytes": KV_BYTES, "seconds": 0.01, "read_bytes": read_bytes}
+        size = slot.arena_bytes
+        return {"arena_bytes": size, "kv_bytes": KV_BYTES, "seconds": 0.01, "read_bytes": 0 if said["filled"] else size}
 
     async def wake(self, slot: Slot, said: dict[str, Any]) -> dict[str, Any]:
         slot.is_awake = True
@@ -198,7 +202,7 @@ class Worker:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         each = [self.size(slot) // len(gpus)] * len(gpus)
         said = {"device_bytes": self.size(slot), "each_device_bytes": each}
-        return {"bytes": ARENA_BYTES, **said, "expected_s": slot.conduct.get("expected_s", 0)}
+        return {"bytes": slot.arena_bytes, **said, "expected_s": slot.conduct.get("expected_s", 0)}
 
     async def sleep(self, slot: Slot, said: dict[str, Any]) -> dict[str, Any]:
         slot.engine.is_ready = slot.is_awake = False
