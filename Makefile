@@ -1,6 +1,8 @@
 # Everything a newcomer or CI types. Each target sets up what it needs first.
 SHELL := /bin/bash
 PYTHON ?= python3
+# Without bytecode every process that a test starts would compile all sources again, which takes longer than to run them.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
