@@ -45,8 +45,8 @@ SLOW := slow and not soak and not gpu
 # Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
 NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS)
 
-.PHONY: constraints setup system torch serve test test-slow test-ui test-vllm check format compiled test-compiled wheel \
-  bench soak sim sim-shared clean
+.PHONY: constraints setup system torch serve ui ui-check test test-slow test-ui test-vllm check format compiled \
+  test-compiled wheel bench soak sim sim-shared clean
 
 setup: $(STAMP) system
 
@@ -59,6 +59,9 @@ $(STAMP): pyproject.toml constraints.txt
 # Tests run a real Redis and set its clock, speak with a real espeak-ng, and look at the dashboard with a real Chromium.
 # All come from the system; where we cannot install them, say what to type.
 SYSTEM := redis-server libfaketime espeak-ng chromium
+# The dashboard is built by Node, which only its developers need: what it builds is in the repository.
+UI_ASSETS := src/greenroom/server/ui/assets
+UI_STAMP := ui/node_modules/.ready-$(shell cat ui/package.json ui/package-lock.json | cksum | cut -d' ' -f1)
 system:
 	@if { command -v redis-server || command -v valkey-server; } >/dev/null && command -v espeak-ng >/dev/null && \
 	  command -v chromium >/dev/null && find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
@@ -68,6 +71,20 @@ system:
 	echo "installing $(SYSTEM) for the tests"; export DEBIAN_FRONTEND=noninteractive; \
 	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(SYSTEM) >/dev/null; } || \
 	  echo "that failed, and tests of leases, of speech and of the dashboard will; as root: apt-get install $(SYSTEM)"
+
+ui: $(UI_STAMP)         ## build the dashboard into the package
+	@cd ui && npm run --silent check && node build.mjs ../$(UI_ASSETS)
+
+ui-check: $(UI_STAMP)   ## the dashboard in the package is what its sources build, byte for byte
+	@cd ui && npm run --silent check
+	@rm -rf build/ui && mkdir -p build/ui && (cd ui && node build.mjs ../build/ui) && diff -rq build/ui $(UI_ASSETS) || \
+	  { echo "the dashboard in the package is not what ui/ builds: make ui, and commit it"; exit 1; }
+
+$(UI_STAMP): ui/package.json ui/package-lock.json
+	@command -v npm >/dev/null || { test $$(id -u) = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; } || \
+	  { echo "the dashboard is built by Node; as root: apt-get install nodejs npm"; exit 1; }
+	@cd ui && npm ci --silent && cd .. && rm -f ui/node_modules/.ready-* && touch $@
 
 constraints:            ## take the newest versions of everything, and write them down in constraints.txt
 	@rm -rf $(VENV) $(TORCH)

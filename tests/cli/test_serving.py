@@ -98,6 +98,7 @@ def test_it_serves_says_where_and_ends_by_a_signal(file: Path) -> None:
     with served(file.parent, "--port", "0") as gateway:
         assert b"speech" in gateway.get("/v1/models")
         assert f"greenroom serves 1 model at {gateway.url} (started in " in gateway.out
+        assert f"dashboard: {gateway.url}/ui/" in gateway.out
         assert f"export GREENROOM_URL={gateway.url}" in gateway.out
         assert "greenroom chat speech" in gateway.out
         gateway.signal(signal.SIGTERM)

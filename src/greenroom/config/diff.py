@@ -172,6 +172,7 @@ AT_ONCE_KEYS = frozenset(
         "server.stream_wait_max_s",
         "server.answer_idle_max_s",
         "server.drain_s",
+        "server.ui",
         "scheduler.policy",
         "scheduler.swapper",
         "scheduler.queue_depth_max",

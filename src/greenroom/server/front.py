@@ -31,6 +31,7 @@ from greenroom.server.inference.routes import (
     expect_route,
     has_one_path,
 )
+from greenroom.server.ui import files as ui
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 from greenroom.tenancy.limits import Limiter
 
@@ -76,6 +77,8 @@ class FrontDoor:
         self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
+        # Whether the dashboard is served (server.ui).
+        self.serves_ui = False
         # None while nothing is limited.
         self.limiter: Limiter | None = None
 
@@ -122,6 +125,8 @@ class FrontDoor:
                 self.jobs.handle(exchange, route, _caller(head))
             else:
                 self._inference.handle(exchange, route, _caller(head))
+        elif self._is_ui(head):
+            ui.respond(exchange)
         else:
             caller = head.note if isinstance(head.note, Caller) else None
             is_admin = caller is not None and caller.may(Permission.READ)
@@ -146,6 +151,9 @@ class FrontDoor:
         if charge is not None:
             head.answer_lines = charge.answer_lines
 
+    def _is_ui(self, head: Head) -> bool:
+        return self.serves_ui and ui.serves(head)
+
     def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
         """Refuse requests that a page of another site makes by an image, a frame or a form, which send no Origin.
 
@@ -167,7 +175,7 @@ class FrontDoor:
         if not self.keys.enabled:
             head.note = ANYONE
             return
-        if route is None and (head.path in OPEN_PATHS or is_picture(head.path)):
+        if route is None and (head.path in OPEN_PATHS or is_picture(head.path) or self._is_ui(head)):
             return
         head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)

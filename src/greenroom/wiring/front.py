@@ -91,6 +91,7 @@ class FrontParts:
         self.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.tasks.configure(config)
         self.reader.tasks = self.tasks if self.tasks else None
+        self.door.serves_ui = server.ui
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
         self.keys.use(server, look)
         self.use_keys(config)

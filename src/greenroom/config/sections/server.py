@@ -112,6 +112,8 @@ class Server(Section):
     """runner-api: /metrics has the five series of the runner API (vllm_requests_total …), too."""
     usage_days: Annotated[int, Field(ge=0, le=36_500), NotBool] = 400
     """How many days the usage of keys, tenants and models is kept (/api/v1/usage); 0: none is counted."""
+    ui: bool = True
+    """Serve the dashboard at /ui/, and send browsers there that open /. Its files need no key; its data does."""
     docs: bool = True
     """Serve the reference of the API at /api/v1/docs."""
     record_activity: str | None = None

@@ -151,7 +151,9 @@ def _greet(app: App, took_s: float) -> None:
     url = shown_url(app)
     screen.say(f"greenroom serves smollm2 (chat) and minilm (embeddings) at {url} (in {screen.seconds(took_s)})")
     where = "" if url == DEFAULT_URL else f" --url {url}"
-    screen.say("They do not fit into memory together. Watch them swap, in another terminal:\n")
+    screen.say(
+        f"They do not fit into memory together. Watch them swap in a browser: {url}/ui/ or in another terminal:\n"
+    )
     screen.say(f"  {screen.program()} ps --watch{where}")
     screen.say("\nAsk one:\n")
     screen.say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")

@@ -100,6 +100,8 @@ def _greet(app: App, took_s: float) -> None:
     if roots:
         count = f"{count} and what is below {', '.join(roots)}" if models else f"what is below {', '.join(roots)}"
     screen.say(f"greenroom serves {count} at {url} (started in {screen.seconds(took_s)})")
+    if app.config.server.ui:
+        screen.say(f"  dashboard: {url}/ui/")
     if models:
         more = f", and {len(models) - MODELS_SHOWN_MAX} more" if len(models) > MODELS_SHOWN_MAX else ""
         screen.say(f"  models: {', '.join(models[:MODELS_SHOWN_MAX])}{more}")

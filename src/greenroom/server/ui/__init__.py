@@ -1,0 +1,1 @@
+"""The dashboard's files and how they are served."""

@@ -1,0 +1,114 @@
+// A table whose rows are drawn only where they can be seen: ten thousand rows scroll like ten.
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+
+export interface Column<T> {
+  name: string;
+  cell: (row: T) => ComponentChildren;
+  /** A CSS grid track, such as "2fr", "7rem" or "minmax(8rem, 1fr)". */
+  width?: string;
+  /** Figures stand at the right. */
+  right?: boolean;
+  /** Left out where the window is narrow; the row's details show it. */
+  wide?: boolean;
+}
+
+interface Props<T> {
+  label: string;
+  columns: Column<T>[];
+  rows: readonly T[];
+  rowKey: (row: T) => string;
+  /** Makes rows pressable. */
+  onPick?: (row: T) => void;
+  isPicked?: (row: T) => boolean;
+  /** A class for a row, such as "bad". */
+  rowClass?: (row: T) => string;
+  /** Shown instead of the table when there are no rows. */
+  empty?: ComponentChildren;
+}
+
+const ROW_PX = 40;
+const EXTRA_ROWS = 8;
+const PHONE = matchMedia("(max-width: 760px)");
+
+export function Table<T>(props: Props<T>) {
+  const { rows, rowKey, onPick } = props;
+  const isPhone = usePhone();
+  const body = useRef<HTMLDivElement>(null);
+  const [first, last] = useWindow(body, rows.length);
+  if (!rows.length && props.empty) return <>{props.empty}</>;
+  const columns = isPhone ? props.columns.filter((column) => !column.wide) : props.columns;
+  const tracks = { gridTemplateColumns: columns.map((column) => column.width ?? "minmax(0, 1fr)").join(" ") };
+  const shown = rows.slice(first, last);
+  return (
+    <div class="table" role="table" aria-label={props.label} aria-rowcount={rows.length + 1}>
+      <div class="thead" role="row" style={tracks}>
+        {columns.map((column) => (
+          <div key={column.name} role="columnheader" class={column.right ? "right" : ""}>
+            {column.name}
+          </div>
+        ))}
+      </div>
+      <div class="tbody" role="rowgroup" ref={body} tabIndex={0} aria-label={props.label}>
+        <div class="tspace" role="presentation" style={{ height: `${rows.length * ROW_PX}px` }}>
+          {shown.map((row, at) => (
+            <div
+              key={rowKey(row)}
+              role="row"
+              aria-rowindex={first + at + 2}
+              class={`trow ${onPick ? "pressable" : ""} ${props.isPicked?.(row) ? "picked" : ""} ${props.rowClass?.(row) ?? ""}`}
+              style={{ ...tracks, transform: `translateY(${(first + at) * ROW_PX}px)` }}
+              tabIndex={onPick ? 0 : undefined}
+              onClick={onPick && (() => onPick(row))}
+              onKeyDown={onPick && ((event) => (event.key === "Enter" || event.key === " ") && press(event, () => onPick(row)))}
+            >
+              {columns.map((column) => (
+                <div key={column.name} role="cell" class={column.right ? "right" : ""}>
+                  {column.cell(row)}
+                </div>
+              ))}
+            </div>
+          ))}
+        </div>
+      </div>
+    </div>
+  );
+}
+
+function press(event: KeyboardEvent, act: () => void): void {
+  if (event.target !== event.currentTarget) return;
+  event.preventDefault();
+  act();
+}
+
+export function usePhone(): boolean {
+  const [is, setIs] = useState(PHONE.matches);
+  useEffect(() => {
+    const look = () => setIs(PHONE.matches);
+    PHONE.addEventListener("change", look);
+    return () => PHONE.removeEventListener("change", look);
+  }, []);
+  return is;
+}
+
+/** The rows that can be seen in a scrolled box, and some beyond: [first, end). */
+function useWindow(box: { current: HTMLDivElement | null }, count: number): [number, number] {
+  const [range, setRange] = useState<[number, number]>([0, 40]);
+  useEffect(() => {
+    const element = box.current;
+    if (!element) return undefined;
+    const look = () => {
+      const first = Math.max(0, Math.floor(element.scrollTop / ROW_PX) - EXTRA_ROWS);
+      const end = Math.ceil((element.scrollTop + element.clientHeight) / ROW_PX) + EXTRA_ROWS;
+      setRange((was) => (was[0] === first && was[1] === end ? was : [first, end]));
+    };
+    const resized = new ResizeObserver(look);
+    resized.observe(element);
+    element.addEventListener("scroll", look, { passive: true });
+    return () => {
+      resized.disconnect();
+      element.removeEventListener("scroll", look);
+    };
+  }, [count > 0]);
+  return [Math.min(range[0], Math.max(0, count - 1)), Math.min(range[1], count)];
+}
