@@ -45,6 +45,11 @@ class Hub:
     def listeners(self) -> int:
         return len(self._subscriptions)
 
+    @property
+    def last_id(self) -> int:
+        """The id of the last event; 0 before the first."""
+        return self._last_id
+
     def publish(self, kind: str, data: Mapping[str, Any]) -> None:
         """Send to every listener. `data` is kept, not copied: do not change it afterwards."""
         self._last_id += 1

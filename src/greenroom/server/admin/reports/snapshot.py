@@ -133,7 +133,7 @@ class Snapshot:
 
     # --- /api/v1/status ---------------------------------------------------------------------------------------------
 
-    def status(self) -> views.StatusView:
+    def status(self, *, with_models: bool = True) -> views.StatusView:
         gateway, state = self._gateway, self._state
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
@@ -153,7 +153,7 @@ class Snapshot:
             green_room=green_room_view(state),
             probe=picture.probe(),
             gpus=picture.gpus(),
-            models=self.models(to_operator=True),
+            models=self.models(to_operator=True) if with_models else [],
             other_slots=[
                 self._slot(slot, to_operator=True) for slot in state.slots.values() if slot.model not in known
             ],
@@ -169,8 +169,11 @@ class Snapshot:
         shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
-    def model(self, entry: Entry, *, to_operator: bool) -> views.ModelView:
-        return self._model(entry, sum(waiter.model == entry.id for waiter in self._callers()), to_operator)
+    def model(self, entry: Entry, *, to_operator: bool, waiting: int | None = None) -> views.ModelView:
+        """`waiting` is how many requests wait for it, where that was counted already."""
+        if waiting is None:
+            waiting = sum(waiter.model == entry.id for waiter in self._callers())
+        return self._model(entry, waiting, to_operator)
 
     def _callers(self) -> list[WaitingCaller]:
         return list(self._state.callers())

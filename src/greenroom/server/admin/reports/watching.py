@@ -21,6 +21,7 @@ from greenroom.errors import NotFound
 from greenroom.library.versions import told_as
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.reports.live import LiveState, StateFeed
 from greenroom.server.admin.reports.memory import green_room_used_mib, memory_split
 from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
 from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
@@ -42,6 +43,7 @@ _DISCREET = {"reason": None, "details": None, "slot": None}
 
 EventId = Annotated[int | None, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
 Since = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Only decisions after the one with this `seq`.")]
+WithState = Annotated[bool, Query(description="Also send events `state`: all models, then those that change.")]
 LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
 
 
@@ -53,6 +55,7 @@ class Watching:
         self._streams = streams
         self._look = look
         self._uptime_s = uptime_s
+        self._live = LiveState(gateway, look, streams.look_s)
         # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
@@ -100,12 +103,15 @@ class Watching:
         """The whole gateway at this moment: devices, models, slots, the queue."""
         return self._look().status()
 
-    async def events(self, request: Request, after: EventId = None, last_event_id: LastEventId = None) -> Response:
+    async def events(
+        self, request: Request, after: EventId = None, last_event_id: LastEventId = None, state: WithState = False
+    ) -> Response:
         """Server-sent events: one for each move, rejection, reload …; `data` is JSON."""
         refuse_head(request)
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
-        return self._streams.answer(lambda: EventFeed(self._gateway.hub, begin))
+        hub = self._gateway.hub
+        return self._streams.answer(lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin))
 
     async def list_requests(
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
