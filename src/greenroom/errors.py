@@ -390,6 +390,13 @@ class Unloaded(Overload):
     code = "unloaded"
 
 
+class Cancelled(ClientFault):
+    """An operator cancelled this request while it waited or was answered. Not an overload: it should not come again."""
+
+    status = 410
+    code = "cancelled"
+
+
 class NoVersion(Overload):
     """The model is under version control and has no version yet: its first one is being fetched, or failed."""
 

@@ -127,6 +127,8 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/models/{model_id:path}/versions"): everyone(400),
     ("GET", "/api/v1/events"): admins(),
     ("GET", "/api/v1/requests"): admins(),
+    ("GET", "/api/v1/queue"): admins(),
+    ("DELETE", "/api/v1/requests/{request_id}"): admins(404),
     ("GET", "/api/v1/clients"): admins(),
     ("GET", "/api/v1/config"): admins(),
     ("PUT", "/api/v1/config"): admins(200, {"allowCloudFallback": True}),

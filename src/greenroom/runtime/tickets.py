@@ -112,6 +112,15 @@ class Tickets:
         ticket.slot = None
         self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
 
+    def cancel(self, request: str, error: GreenroomError) -> None:
+        """End an open request with this error: it leaves the queue, or its running answer is cut."""
+        ticket = self.open[request]
+        if ticket.slot is not None:
+            ticket.cut(error)
+        elif ticket.rejection is None:
+            self._post(RequestGone(self._clock(), ticket.id))
+            ticket.reject(error)
+
     def close(self, ticket: Ticket) -> None:
         """The request is over, however it ended. Only the first call counts."""
         if not ticket.is_open:

@@ -54,6 +54,7 @@ from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.loads import gpu_mib
@@ -245,6 +246,7 @@ class FakeGateway:
         self.effects = FakeEffects()
         self.loop = FakeLoop(Scheduler(cast(Effects, self.effects)))
         self.state = self.loop.scheduler.state
+        self.tickets = Tickets(self.loop.scheduler.handle, self.clock)
         self.operations, self.mover, self.updates = FakeOrders(), FakeFailures(), FakeUpdates()
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()

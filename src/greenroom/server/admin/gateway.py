@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
 from greenroom.core.events import RequestArrived
-from greenroom.core.explain import Explanation, Option
-from greenroom.core.model import ModelId, SlotId
+from greenroom.core.explain import Explanation, Option, Outlook
+from greenroom.core.model import ModelId, RequestId, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError
 from greenroom.http.body import BodyBudget
@@ -32,6 +32,7 @@ from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.tickets import Tickets
 from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
@@ -45,6 +46,10 @@ from greenroom.tenancy.requestors import Requestors
 class Scheduling(Protocol):
     @property
     def view(self) -> SchedulerView: ...
+
+    def outlook(self, request: RequestId, now: float) -> Outlook | None:
+        """Position and estimate of a waiting request; None if it does not wait."""
+        ...
 
     def explanation(self, arrival: RequestArrived) -> Explanation:
         """What would happen if this request came now, and why. Nothing changes."""
@@ -204,6 +209,9 @@ class Gateway(Protocol):
 
     @property
     def activity(self) -> Activity: ...
+
+    @property
+    def tickets(self) -> Tickets: ...
 
     @property
     def loop(self) -> Loop: ...

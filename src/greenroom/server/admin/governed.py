@@ -182,7 +182,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
 }
 # Paths whose GET changes something, which is llama-swap's way.
 ACTING_GETS: Final = frozenset(path for method, path in GOVERNED if method == "GET")
-# They change no model: requests to models that are answered later, the end of a lease or download, a look.
+# They change no model: requests to models that are answered later, the end of a request, lease or download, a look.
 UNGOVERNED: Final = frozenset(
     {
         ("POST", "/v1/jobs"),
@@ -190,6 +190,7 @@ UNGOVERNED: Final = frozenset(
         ("DELETE", "/v1/models/download/{job_id}"),
         ("DELETE", "/api/v1/leases/{lease_id}"),
         ("POST", "/api/v1/leases/{lease_id}/renew"),
+        ("DELETE", "/api/v1/requests/{request_id}"),
         ("POST", "/api/v1/explain"),
         ("POST", "/api/show"),
     }

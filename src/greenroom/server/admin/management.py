@@ -42,6 +42,7 @@ from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.clients import ClientRoutes
 from greenroom.server.admin.reports.explaining import Explaining
 from greenroom.server.admin.reports.memory import Gpus
+from greenroom.server.admin.reports.queue import QueueRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.admin.reports.usage import UsageRoutes
@@ -173,6 +174,7 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/api/v1/status"): Permission.READ,
     ("GET", "/api/v1/events"): Permission.READ,
     ("GET", "/api/v1/requests"): Permission.READ,
+    ("GET", "/api/v1/queue"): Permission.READ,
     ("GET", "/api/v1/clients"): Permission.READ,
     ("GET", "/api/v1/config"): Permission.READ,
     ("GET", "/api/v1/remotes"): Permission.READ,
@@ -240,6 +242,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Operating(gateway, streams, look).add_to(app)
     VersionRoutes(gateway).add_to(app)
     ModelStatuses(gateway.catalog, look).add_to(app)
+    QueueRoutes(gateway).add_to(app)
     Explaining(gateway).add_to(app)
     UsageRoutes(gateway).add_to(app)
     ClientRoutes(gateway).add_to(app)

@@ -179,7 +179,7 @@ def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained
     plan, waits = said.plan, not isinstance(said.plan, Serve | Refuse)
     evict = [Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
     told = Explained(
-        action=_action(plan),
+        action=action_of(plan),
         model=model,
         behind=[str(name) for name in said.behind],
         evict=evict,
@@ -192,7 +192,7 @@ def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained
     return told.model_copy(update=_particulars(plan))
 
 
-def _action(plan: Plan) -> Action:
+def action_of(plan: Plan) -> Action:
     match plan:
         case Serve():
             return "serve"
