@@ -39,6 +39,7 @@ MAY_FAIL = {
     "POST /api/v1/models/{model_id}/sleep",
     "POST /api/v1/models/{model_id}/prepare",
     "GET /v1/images/img-{picture}",
+    "DELETE /api/v1/requests/{request_id}",
     "POST /api/v1/leases/{lease_id}/renew",
     "GET /api/v1/leases/{lease_id}",
     "DELETE /api/v1/leases/{lease_id}",
