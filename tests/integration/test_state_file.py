@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from greenroom.trainer import Outcome, Trainer
 from tests.harness import gateway, url, write_config
 from tests.integration.raw import http
 from tests.integration.test_trainer import PATIENCE, told
+from tests.integration.test_version_fetch import hub, is_fetching  # noqa: F401
 from tests.integration.test_versions import models, options, update, version, weights
+from tests.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S, until
 
 
@@ -43,12 +46,15 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
+        self.numbers: list[int] = []
         monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 0.05)
         monkeypatch.setattr(state_follower, "read_state", self._read)
 
     def _read(self, path: str) -> DesiredState | None:
         self.begun += 1
-        return read_state(path)
+        state = read_state(path)
+        self.numbers += [] if state is None else [state.number]
+        return state
 
     async def over(self) -> None:
         """What the file says now was read, and what follows from it is done: a look begins when the last has ended."""
@@ -187,6 +193,55 @@ async def test_a_state_that_goes_back_is_taken_after_an_update_that_runs(tmp_pat
         assert (await ordered).status == 200
         await serves(app, 9)
         assert (await version(app))["model_repo_id"] == "bravo.gguf"
+
+
+async def numbers(app: App) -> list[int]:
+    kept = (await http(app, "GET", "/api/v1/models/m/versions")).json()["data"]
+    return [one["model_version"] for one in kept]
+
+
+async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_between_are_not(
+    hub: StandinHub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on a volume that tells nothing of what others write."""
+    monkeypatch.setattr(FileWatch, "watch", lambda self, path: None)
+    monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 10 * PATIENCE_S)
+    path = str(tmp_path / "sync_state.json")
+    weights(tmp_path, "charlie"), weights(tmp_path, "delta")
+    write_state(path, DesiredState(5, "org/bravo"))
+    with ExitStack() as fetching:
+        fetching.enter_context(hub.lock)
+        async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+            await until(lambda: is_fetching(app), "it is being updated")
+            write_state(path, DesiredState(6, "charlie.gguf"))
+            write_state(path, DesiredState(7, "delta.gguf"))
+            fetching.close()
+            await serves(app, 7)
+            assert await numbers(app) == [7, 5]
+
+
+async def test_a_state_that_waits_for_another_update_gives_way_to_a_newer_one(
+    hub: StandinHub,  # noqa: F811
+    tmp_path: Path,
+    looks: Looks,
+) -> None:
+    path = str(tmp_path / "sync_state.json")
+    with ExitStack() as fetching:
+        async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
+            weights(tmp_path, "charlie"), weights(tmp_path, "delta")
+            fetching.enter_context(hub.lock)
+            order = http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+            ordered = asyncio.create_task(order)
+            await until(lambda: is_fetching(app), "it is being updated")
+            write_state(path, DesiredState(5, "charlie.gguf"))
+            await until(lambda: 5 in looks.numbers, "the state was read")
+            write_state(path, DesiredState(6, "delta.gguf"))
+            fetching.close()
+            assert (await ordered).status == 200
+            await serves(app, 6)
+            assert await numbers(app) == [6, 2]
 
 
 async def test_a_replica_that_was_changed_by_its_api_is_brought_back_by_the_file(tmp_path: Path) -> None:

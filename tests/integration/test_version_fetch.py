@@ -6,19 +6,24 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from greenroom.app import App
-from tests.harness import gateway, tiny, write_config
+from greenroom.runtime.operations import updates
+from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import http
+from tests.integration.test_version_faults import PROGRAM, call, says
 from tests.integration.test_versions import CHAT, ask, said, update, version
 from tests.models import tiny as tiny_file
 from tests.standin_hub import StandinHub, standin_hub
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until, until_now
 
 
 @pytest.fixture
@@ -45,8 +50,13 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 async def has_first_version(app: App) -> None:
-    updates = app.updates
-    await until(lambda: updates.of("m").current is not None and not updates.running("m"), "it has its first version")
+    known = app.updates
+    await until(lambda: known.of("m").current is not None and not known.running("m"), "it has its first version")
+
+
+def is_fetching(app: App) -> bool:
+    running = app.updates.running("m")
+    return running is not None and running.step == "fetching"
 
 
 async def test_the_first_version_and_the_next_are_fetched_and_the_last_but_one_deleted(
@@ -109,6 +119,22 @@ async def test_a_name_that_was_corrected_is_fetched_after_a_reload(hub: StandinH
             return (await version(app))["model_repo_id"] == "org/alpha"
 
         await until(has_version, "it has its first version")
+
+
+async def test_a_name_that_is_corrected_while_the_wrong_one_is_fetched_comes_right_after_it(
+    hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "FIRST_PAUSE_S", 10 * PATIENCE_S)
+    with ExitStack() as fetching:
+        fetching.enter_context(hub.lock)
+        async with gateway(tmp_path, models(repo_id="org/bravo"), **options(tmp_path)) as app:
+            await until(lambda: is_fetching(app), "the wrong one is being fetched")
+            write_config(tmp_path, models(), **options(tmp_path))
+            await app.reload()
+            fetching.close()
+            await has_first_version(app)
+            assert said(await ask(app)) == ("1", "org/alpha", "alpha")
+            assert not files(tmp_path, "bravo")
 
 
 async def test_an_alias_is_told_that_there_is_no_version_yet(hub: StandinHub, tmp_path: Path) -> None:
@@ -252,3 +278,36 @@ async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next
         assert (await version(app))["error"]["code"] == "restarted"
         await update(app, "org/charlie")
         assert files(tmp_path, "alpha") and files(tmp_path, "charlie") and not files(tmp_path, "bravo")
+
+
+@pytest.mark.slow
+def test_what_a_gateway_that_is_killed_did_not_delete_is_deleted_by_the_next_start(
+    hub: StandinHub, tmp_path: Path
+) -> None:
+    """Killed between the promise of a version and the deletion of the one that is kept no more."""
+    own = tmp_path / "models" / "own.gguf"
+    own.write_bytes(tiny_file("bravo").read_bytes())
+    config = write_config(tmp_path, models(keep=1), **options(tmp_path))
+    armed = tmp_path / "armed"
+    armed.touch()
+    gate = GatewayProcess(tmp_path, config, inside=(sys.executable, str(PROGRAM), "model.gguf", str(armed)))
+    try:
+        until_now(lambda: _rests_with(gate, 1), "it has its first version")
+        with pytest.raises((OSError, HTTPException)):
+            call(gate, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+        until_now(lambda: gate.process.poll() is not None, "it is dead")
+    finally:
+        gate.kill()
+    assert files(tmp_path, "alpha") and files(tmp_path, "bravo")
+    gate = GatewayProcess(tmp_path, config)
+    try:
+        until_now(lambda: not files(tmp_path, "alpha"), "what is kept no more is deleted")
+        assert says(gate) == (2, "bravo")
+        assert files(tmp_path, "bravo") and own.exists()
+    finally:
+        gate.kill()
+
+
+def _rests_with(gate: GatewayProcess, number: int) -> bool:
+    now = call(gate, "GET", "/status")[2]
+    return (now["model_version"], now["updating"]) == (number, False)

@@ -38,24 +38,32 @@ class Version(msgspec.Struct, frozen=True):
 class NamedVersions(msgspec.Struct, frozen=True):
     """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded.
 
-    `state` is the number of the newest desired state that was taken.
+    `state` is the number of the newest desired state that was taken. `leaving` are paths that updates fetched and no
+    version needs: they are deleted next, also by the next start.
     """
 
     current: Version | None = None
     kept: tuple[Version, ...] = ()
     prepared: Version | None = None
     state: int = 0
+    leaving: tuple[str, ...] = ()
 
     @property
     def last_number(self) -> int:
         return 0 if self.current is None else self.current.number
 
-    def promoted(self, version: Version, keep: int) -> tuple[NamedVersions, tuple[Version, ...]]:
-        """This version serves from now on. Returns also those that are no longer kept."""
+    def promoted(self, version: Version, keep: int) -> NamedVersions:
+        """This version serves from now on. Those that are no longer kept leave, if an update fetched them."""
         before = () if self.current is None else (self.current,)
         earlier = tuple(one for one in (*before, *self.kept) if one.path != version.path)
-        state = max(self.state, version.state)
-        return NamedVersions(version, earlier[: keep - 1], state=state), earlier[keep - 1 :]
+        paths = (*self.leaving, *(one.path for one in earlier[keep - 1 :] if one.is_fetched))
+        leaving = tuple(path for path in dict.fromkeys(paths) if path != version.path)
+        return NamedVersions(version, earlier[: keep - 1], state=max(self.state, version.state), leaving=leaving)
+
+    def failed(self, fetched: Iterable[str]) -> NamedVersions:
+        """The coming version is not served. What its update fetched leaves, unless the first version is yet to come."""
+        paths = self.leaving if self.current is None else (*self.leaving, *fetched)
+        return msgspec.structs.replace(self, prepared=None, leaving=tuple(dict.fromkeys(paths)))
 
 
 def told_as(repo_id: str, *, to_operator: bool) -> str:

@@ -65,30 +65,39 @@ class StateFollower:
             path = self._config().versions.state_file
             # Before the file is read: what is written meanwhile is told.
             self._watch.watch(path)
+            is_done = False
             try:
-                if path is not None:
-                    await self._look(path)
+                is_done = path is not None and await self._look(path)
             except Exception as bug:
                 _log.bug("the desired state was not followed", bug)
             self.is_catching_up = False
-            await self._watch.changed(LOOK_EVERY_S if self._failed is None else self._pause_s())
+            if not is_done:
+                await self._watch.changed(LOOK_EVERY_S if self._failed is None else self._pause_s())
 
-    async def _look(self, path: str) -> None:
-        """Read the file once, and take what it says if that is new."""
+    async def _look(self, path: str) -> bool:
+        """Read the file, and take what it says if that is new. True if it was new: a newer one may be there by now."""
+        while (state := await self._read(path)) is not None and (model := self._meant(state)) is not None:
+            self._tell_problem(None)
+            if state.number <= self._updates.of(model).state:
+                self._failed = None
+                return False
+            if state == self._failed and asyncio.get_running_loop().time() < self._retry_at:
+                return False
+            try:
+                await self._take(model, state)
+                return True
+            except UpdateInProgress as other:
+                # It ends, well or not. Then what the file says by then is taken.
+                await self._updates.rest(other)
+        return False
+
+    async def _read(self, path: str) -> DesiredState | None:
         try:
-            state = await run_detached(lambda: read_state(path), "read the desired state")
+            return await run_detached(lambda: read_state(path), "read the desired state")
         except (OSError, ValueError) as error:
             # Perhaps it is just being written.
             self._tell_problem(f"{path} is ignored: {error}")
-            return
-        model = None if state is None else self._meant(state)
-        if state is None or model is None:
-            return
-        self._tell_problem(None)
-        if state.number <= self._updates.of(model).state:
-            self._failed = None
-        elif state != self._failed or asyncio.get_running_loop().time() >= self._retry_at:
-            await self._take(model, state)
+            return None
 
     def _meant(self, state: DesiredState) -> str | None:
         config = self._config()
@@ -101,8 +110,11 @@ class StateFollower:
         return None
 
     async def _take(self, model: str, state: DesiredState) -> None:
+        """Raises UpdateInProgress while another update runs."""
         try:
             await self._updated(model, state)
+        except UpdateInProgress:
+            raise
         except GreenroomError as error:
             self._back_off(state)
             _log.warning(
@@ -114,27 +126,19 @@ class StateFollower:
     async def _updated(self, model: str, state: DesiredState) -> None:
         """Raises why it failed."""
         updates = self._updates
-        while True:
-            known = updates.of(model)
-            order = UpdateOrder(
-                WeightsOrder(state.repo_id, state.revision),
-                state.number,
-                state.allow_gap,
-                back_to=_kept(known, state) if state.rollback else None,
-                state=state.number,
-            )
-            try:
-                if state.rollback and _is_of(known.current, state):
-                    await updates.settle(model, state.number)
-                else:
-                    row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
-                    await updates.ended(row.id)
-                return
-            except UpdateInProgress as other:
-                # It ends, well or not; then it is this one's turn, with what serves and is kept then.
-                with contextlib.suppress(GreenroomError):
-                    await updates.ended(str((other.beside or {}).get("taskId")))
-                await asyncio.sleep(0.05)
+        known = updates.of(model)
+        if state.rollback and _is_of(known.current, state):
+            await updates.settle(model, state.number)
+            return
+        order = UpdateOrder(
+            WeightsOrder(state.repo_id, state.revision),
+            state.number,
+            state.allow_gap,
+            back_to=_kept(known, state) if state.rollback else None,
+            state=state.number,
+        )
+        row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
+        await updates.ended(row.id)
 
     def _back_off(self, state: DesiredState) -> None:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S) if state == self._failed else RETRY_S

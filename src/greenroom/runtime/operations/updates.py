@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +29,7 @@ from greenroom.library.versions import NamedVersions, Version
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
-from greenroom.runtime.operations.version_changes import UpdateServices, VersionChanges, replace_prepared
+from greenroom.runtime.operations.version_changes import UpdateServices, VersionChanges
 from greenroom.runtime.operations.weights import TENANT, FoundWeights, WeightsOrder
 from greenroom.telemetry.logs import get_logger
 
@@ -95,12 +94,13 @@ class Updates:
         self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
         self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        # Updates begin when it has ended.
         self._using: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Fetch the first version of models that have none and name a repository. Also after a reload."""
         if self._using is None:
-            self._using = asyncio.get_running_loop().create_task(self._use_only_known(), name="use weights")
+            self._using = asyncio.get_running_loop().create_task(self._use_weights(), name="use weights")
         for name, model in self._services.config().models.items():
             repo_id = None if model.versions is None else model.versions.repo_id
             if repo_id is None or self.of(name).current is not None:
@@ -123,9 +123,12 @@ class Updates:
                 return
             except ShuttingDown:
                 return
+            except UpdateInProgress as other:
+                # Of what was configured before, or of what an operator asks for.
+                await self.rest(other)
             except GreenroomError:
                 await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
+                pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
             model = self._services.config().models.get(name)
             wanted = None if model is None or model.versions is None else model.versions.repo_id
             if wanted != repo_id or self.of(name).current is not None:
@@ -238,6 +241,13 @@ class Updates:
             raise outcome
         return outcome
 
+    async def rest(self, refusal: UpdateInProgress) -> None:
+        """Wait for the end of the update that an order was refused for, whatever comes of it."""
+        with contextlib.suppress(GreenroomError):
+            await self.ended(str((refusal.beside or {}).get("taskId")))
+        # Its last steps, and one that is not on disk yet, cannot be waited for.
+        await asyncio.sleep(0.05)
+
     def get(self, id: str) -> Operation:
         """Raises NotFound."""
         row = self._table.get(id)
@@ -298,10 +308,10 @@ class Updates:
         self._errors[model] = said
         _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
         with contextlib.suppress(OperationStoreFull):
-            await self._changes.write(model, replace_prepared(self.of(model), None))
+            await self._changes.write(model, self.of(model).failed(self._fetched.get(model, ())))
         # A first version is tried again, with what is there already.
         if self.of(model).current is not None:
-            await self._remove(model, ())
+            await self._remove(model)
         del self._running[model]
         await end_with(self._table, row.id, OperationStatus.FAILED, said, running.facts)
 
@@ -310,6 +320,8 @@ class Updates:
         model = services.config().models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
+        if self._using is not None:
+            await asyncio.wait((self._using,))
         fetched = self._fetched.setdefault(name, set())
         if (left := self.of(name).prepared) is not None and left.is_fetched:
             # Of an update that the end of the gateway broke off.
@@ -318,10 +330,10 @@ class Updates:
         found = await self._found(model, order, fetched)
         running.at("checking")
         version = self._numbered(name, order, found)
-        dropped = await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
+        await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
         self._errors.pop(name, None)
         self._desired.pop(name, None)
-        await self._remove(name, dropped)
+        await self._remove(name)
         return version
 
     async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
@@ -338,23 +350,23 @@ class Updates:
         since = round(self._services.wall(), 3)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
-    async def _remove(self, model: str, dropped: Iterable[Version]) -> None:
+    async def _remove(self, model: str) -> None:
         """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed.
 
         While another model is updated, perhaps to the same files, they are left to the next update of this one.
         """
-        fetched = self._fetched.setdefault(model, set())
-        fetched.update(one.path for one in dropped if one.is_fetched)
-        if any(other != model for other in self._running):
-            return
+        if not any(other != model for other in self._running):
+            await self._delete_unused(model)
+
+    async def _delete_unused(self, model: str) -> None:
         in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
         in_use += [one.path for one in self._known()]
-        unused = fetched.difference(in_use)
-        fetched.clear()
+        unused = {*self._fetched.pop(model, ()), *self.of(model).leaving}.difference(in_use)
         try:
             if unused:
                 await self._services.weights.remove_unused(unused, in_use)
-            await self._use_only_known()
+            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=()))
+            await self._services.weights.use_only(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
             _log.bug("weights were not deleted", error, model=model)
@@ -364,5 +376,9 @@ class Updates:
         models = map(self.of, self._services.config().models)
         return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
 
-    async def _use_only_known(self) -> None:
+    async def _use_weights(self) -> None:
+        """At the start: let no other gateway delete what is known, and delete what an earlier run came not to."""
         await self._services.weights.use_only(self._known())
+        for name in self._services.config().models:
+            if self.of(name).leaving:
+                await self._delete_unused(name)

@@ -62,14 +62,14 @@ class VersionChanges:
 
     async def serve(
         self, name: str, model: Model, version: Version, told: Callable[[str], None], *, allow_gap: bool
-    ) -> tuple[Version, ...]:
-        """Let the name mean this version, and return those that are no longer kept. `told` hears of each step.
+    ) -> None:
+        """Let the name mean this version. `told` hears of each step.
 
         Raises what went wrong; the old version serves then.
         """
         assert model.versions is not None
         coming = await self._checked(name, model, version)
-        await self.write(name, replace_prepared(self._services.store.of(name), version))
+        await self.write(name, msgspec.structs.replace(self._services.store.of(name), prepared=version))
         told("loading")
         try:
             self._add(coming)
@@ -77,7 +77,7 @@ class VersionChanges:
             told("warming")
             await self._services.warm_up(coming, model.versions)
             told("flipping")
-            return await self._promised(name, model, coming, version)
+            await self._promised(name, model, coming, version)
         except BaseException:
             self._give_up(coming)
             raise
@@ -183,7 +183,7 @@ class VersionChanges:
             self._coming_back.add(task)
             task.add_done_callback(self._coming_back.discard)
 
-    async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> tuple[Version, ...]:
+    async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> None:
         """Write the version down, then let it take the name, in one step. Raises, and then nothing has changed."""
         services = self._services
         assert model.versions is not None
@@ -194,8 +194,7 @@ class VersionChanges:
                     f"The configuration of {name} was changed during its update. Ask again.", param="model"
                 )
             # A reload may have made it anew.
-            coming, before = now, services.store.of(name)
-            after, dropped = before.promoted(version, model.versions.keep)
+            coming, after = now, services.store.of(name).promoted(version, model.versions.keep)
             writing = asyncio.ensure_future(self.write(name, after))
             try:
                 await asyncio.shield(writing)
@@ -206,7 +205,6 @@ class VersionChanges:
                     self._flip(coming, model, version)
                 raise
             self._flip(coming, model, version)
-        return dropped
 
     def _flip(self, coming: Entry, model: Model, version: Version) -> None:
         """From here on the name means the new version; answers that were granted end on the old one."""
@@ -232,7 +230,3 @@ async def _quietly(work: Awaitable[None]) -> None:
     """What it raises is told to those that ask for the model."""
     with contextlib.suppress(GreenroomError):
         await work
-
-
-def replace_prepared(versions: NamedVersions, version: Version | None) -> NamedVersions:
-    return msgspec.structs.replace(versions, prepared=version)

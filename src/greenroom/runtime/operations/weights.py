@@ -144,7 +144,10 @@ class Weights:
 
     async def _remove(self, path: str) -> None:
         """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
-        record = self._library.find(path)
+        if (record := self._library.find(path)) is None:
+            # After a start it may not have looked yet.
+            await self._library.refresh()
+            record = self._library.find(path)
         if record is None:
             return
         try:
