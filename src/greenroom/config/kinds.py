@@ -6,6 +6,7 @@ never repeats any part of one in an error: a misplaced part may be a password.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,10 +76,6 @@ LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
 # A hundredth to all of the time.
 AwayShare = Annotated[float, Field(ge=0.01, le=1), NotBool]
-# A scheme, a host, perhaps a port and a path; nothing that would end a URL it is put before.
-PublicUrl = Annotated[
-    str, StringConstraints(max_length=1024, pattern=r"^https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._~-]+)*/?$")
-]
 # The characters a header can carry.
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
 # From a thousandth to a thousand times the share of a tenant without a weight.
@@ -165,6 +162,102 @@ def words(command: str | tuple[str, ...]) -> tuple[str, ...]:
         return command
     lines = [line for line in command.splitlines() if not line.lstrip().startswith("#")]
     return tuple(shlex.split("\n".join(lines).replace("\\\n", " ")))
+
+
+# --- addresses by which callers reach us ----------------------------------------------------------------------------
+
+ANY: Final = "*"
+_LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_PATH: Final = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
+URL_CHARS_MAX: Final = 1024
+
+
+def _refusal(why: str) -> PydanticCustomError:
+    return PydanticCustomError("address", "{why}", {"why": why})
+
+
+def _host_problem(host: str) -> str | None:
+    """Why no Host header can have this name or address; None if one can. An IPv6 address may be in brackets."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") and ":" in host else host
+    try:
+        if "%" not in bare and ipaddress.ip_address(bare).is_unspecified:
+            return "is every address, not one that callers name"
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+            return "is no name or address of a host (letters, digits, - and .; other letters as xn--…)"
+    return "names a network interface" if "%" in bare else None
+
+
+def _allowed_host(said: str) -> str:
+    if said == ANY:
+        return said
+    if ANY in said:
+        raise _refusal('"*" alone allows every host; as part of a name it means nothing here: list each name')
+    if "/" in said or (said.count(":") == 1 and said.rpartition(":")[2].isdigit()):
+        raise _refusal("a host is named alone, such as models.example.org: no scheme, port or path")
+    if why := _host_problem(said):
+        raise _refusal(f"{why}, such as models.example.org")
+    return said
+
+
+def _authority_problem(authority: str) -> str | None:
+    """What is wrong with HOST or HOST:PORT of a URL; None if nothing is."""
+    if "@" in authority:
+        return "may hold no name or password"
+    host, colon, port = authority.rpartition(":")
+    # The last colon may be inside of an IPv6 address.
+    if not colon or port.endswith("]"):
+        host, port = authority, ""
+    elif not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65_535):
+        return "has a port that is no whole number from 1 to 65535"
+    if ":" in host and not host.startswith("["):
+        return "needs [ ] around an IPv6 address"
+    return _host_problem(host)
+
+
+def _public_url(said: str) -> str:
+    scheme, _, rest = said.partition("://")
+    authority, slash, path = rest.partition("/")
+    if len(said) > URL_CHARS_MAX or scheme not in ("http", "https") or not rest:
+        raise _refusal("is http:// or https:// and the host by which callers reach this server")
+    if ANY in authority:
+        raise _refusal("is one address: it may hold no *")
+    if why := _authority_problem(authority.partition("?")[0].partition("#")[0]):
+        raise _refusal(f"its host {why}" if why.startswith(("is", "names")) else why)
+    if not _PATH.fullmatch(slash + path) or {".", ".."} & set(path.split("/")) or set("?#") & set(authority):
+        raise _refusal("its path has plain parts alone (letters, digits, . _ ~ -): no //, . or .., query, # or %")
+    return said
+
+
+def _allowed_origin(said: str) -> str:
+    if said in (ANY, "null"):
+        return said
+    scheme, separator, authority = said.removesuffix("/").partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme) or set("/?#") & set(authority):
+        raise _refusal("an origin is a scheme and a host, such as https://chat.example.org: no path")
+    if ANY in authority:
+        raise _refusal('"*" alone allows every origin; as part of one it means nothing here: list each')
+    if why := _authority_problem(authority):
+        raise _refusal(f"its host {why}" if why.startswith(("is", "names")) else why)
+    return said
+
+
+AllowedHost = Annotated[str, AfterValidator(_allowed_host)]
+AllowedOrigin = Annotated[str, AfterValidator(_allowed_origin)]
+# Nothing that would end a URL it is put before.
+PublicUrl = Annotated[
+    str,
+    AfterValidator(_public_url),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": URL_CHARS_MAX,
+            "pattern": r"^https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*/?$",
+        }
+    ),
+]
 
 
 class Section(BaseModel):

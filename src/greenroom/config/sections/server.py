@@ -9,6 +9,8 @@ from pydantic import Field
 
 from greenroom.config.kinds import (
     COUNT_MAX,
+    AllowedHost,
+    AllowedOrigin,
     Count,
     HeaderName,
     MibAboveZero,
@@ -46,10 +48,11 @@ class Server(Section):
     key_file: str | None = None
     """A file of further keys, by their hashes, which `greenroom key new` and `revoke` change and the gateway follows
     while it runs. With one, every caller needs a key, even while it holds none."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Further names in the Host header, beyond loopback names and the listening address; "*" allows all."""
-    allowed_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call this server, such as https://chat.example.org; "*" allows all."""
+    allowed_hosts: tuple[AllowedHost, ...] = ()
+    """Further names in the Host header, beyond loopback names and the listening address, with any port; "*" alone
+    allows all."""
+    allowed_origins: tuple[AllowedOrigin, ...] = ()
+    """Web origins whose pages may call this server, such as https://chat.example.org; "*" alone allows all."""
     public_url: PublicUrl | None = None
     """How callers reach this server, such as https://models.example.org, for URLs in answers; else by the Host they
     sent."""
