@@ -93,6 +93,7 @@ MAY_IMPORT = {
         "engines",
         "trainer",
         "importing",
+        "routing",
     },
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.

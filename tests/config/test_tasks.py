@@ -57,6 +57,13 @@ def test_a_mistake_is_told_with_the_file_it_is_in(tmp_path: Path) -> None:
         ("tasks: {}\nmodels: {}\n", "tasks.yaml:2: models: unknown key: tasks.yaml has `tasks` and nothing else"),
         ("tasks: {a: {candidates: []}}\n", "tasks.yaml:1: tasks.a.candidates: "),
         ("tasks: {a: {candidates: [nope]}}\n", "tasks.a.candidates[0]: nope: there is no model of this id or alias"),
+        ("tasks: {a: {candidates: [org/name]}}\n", "org/name: a model that is only on disk can be no candidate; "),
+        ("tasks: {a: {candidates: [other.gguf]}}\n", "other.gguf: a model that is only on disk can be no candidate; "),
+        (
+            "tasks: {a: {candidates: ['claude:opus']}}\n",
+            "with {engine: remote, remote: claude, use_model_name: opus}",
+        ),
+        ("tasks: {a: {candidates: ['other:opus']}}\n", "other:opus: there is no model of this id or alias"),
         ("tasks: {a: {candidates: [b]}, b: {candidates: [large]}}\n", "b: is a task; name models"),
         ("tasks: {a: {candidates: [large, best]}}\n", "best is the model large, which is named before"),
         ("tasks: {large: {candidates: [large]}}\n", "tasks.large: is already the id of a model"),
@@ -67,7 +74,7 @@ def test_a_mistake_is_told_with_the_file_it_is_in(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_task_is_said(tmp_path: Path, tasks: str, said: str) -> None:
-    told = problems(tmp_path, MODELS, tasks)
+    told = problems(tmp_path, MODELS + "remotes: {claude: {provider: anthropic, api_key_env: K}}\n", tasks)
     assert len(told) == 1 and said in told[0], told
 
 

@@ -334,7 +334,7 @@ def _problems(config: Config) -> Iterator[Problem]:
         if model.remote is not None and model.remote not in config.remotes:
             known = ", ".join(config.remotes) or "none"
             yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
-    for problem in tasks.of_models(config.tasks, config.models):
+    for problem in tasks.of_models(config.tasks, config.models, config.remotes):
         yield Problem(("tasks", *problem.where), problem.message)
 
 

@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from greenroom.config.schema import PRIORITY_NAMES, Ability, Config, Require, Task
+from greenroom.config.schema import PRIORITY_NAMES, Ability, Config, Model, Require, Task
+from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
 from greenroom.core.events import Choice
 from greenroom.core.model import ModelId
 from greenroom.errors import ModelNotFound, NoCandidate
@@ -30,6 +31,22 @@ class ModelFacts:
     ctx_size: int | None = None
     keeps_json: bool = False
     is_remote: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        id: ModelId,
+        model: Model,
+        engine: str,
+        abilities: frozenset[Ability] | None,
+        *,
+        keeps_json: bool,
+        is_remote: bool,
+    ) -> ModelFacts:
+        """What its configuration says, and else what its engine promises."""
+        ctx_size = model.ctx_size if "ctx_size" in KEYS_OF_ENGINES.get(engine, ()) else None
+        strict_json = keeps_json if model.strict_json is None else model.strict_json
+        return cls(id, abilities, ctx_size or None, strict_json, is_remote)
 
 
 # The facts of the model of this id or alias; None if it cannot be asked for, as before its first version.
@@ -142,6 +159,12 @@ class Tasks:
             reasons = "; ".join(f"{one.model}: {one.why}" for one in left_out)
             raise NoCandidate(f"No model of the task {task.name} can serve this request. {reasons}.", param="model")
         return Ladder(task, tuple(found), tuple(left_out), last_resort)
+
+    def never(self, task: TaskRoute) -> dict[str, str]:
+        """The candidates that can serve no request for this task, by their names in it, and why not."""
+        known = {name: self._facts_of(name) for name in task.section.candidates}
+        lacks = {name: facts and _lack(facts, task.section, None) for name, facts in known.items()}
+        return {name: why for name, why in lacks.items() if isinstance(why, str)}
 
     def _lack(self, facts: ModelFacts, task: Task, ability: Ability | None, place: int, wants_json: bool) -> str | None:
         """Why this model cannot serve; None if it can. The first candidate is asked for even if it promises no JSON."""

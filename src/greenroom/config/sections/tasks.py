@@ -5,7 +5,7 @@ Owns these keys and the rules between them. Resolves nothing: `routing/` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -69,8 +69,8 @@ def _problems(task: Task) -> Iterator[Problem]:
         yield Problem(("keep_alive_s",), "is seconds, or -1 to stay")
 
 
-def of_models(tasks: Mapping[str, Task], models: Mapping[str, Model]) -> Iterator[Problem]:
-    """Tasks with the name of a model, and candidates that are no model or are named twice."""
+def of_models(tasks: Mapping[str, Task], models: Mapping[str, Model], remotes: Collection[str]) -> Iterator[Problem]:
+    """Tasks with the name of a model, and candidates that are no configured model or are named twice."""
     ids = {name: name for name in models}
     ids |= {alias: name for name, model in models.items() for alias in model.aliases}
     for name, task in tasks.items():
@@ -81,9 +81,19 @@ def of_models(tasks: Mapping[str, Task], models: Mapping[str, Model]) -> Iterato
             where = (name, "candidates", place)
             model = ids.get(candidate)
             if model is None:
-                what = "is a task; name models" if candidate in tasks else "there is no model of this id or alias"
+                what = "is a task; name models" if candidate in tasks else _not_configured(candidate, remotes)
                 yield Problem(where, f"{candidate}: {what}")
             elif model in seen:
                 yield Problem(where, f"{candidate} is the model {model}, which is named before")
             else:
                 seen.add(model)
+
+
+def _not_configured(candidate: str, remotes: Collection[str]) -> str:
+    prefix, colon, rest = candidate.partition(":")
+    if colon and prefix in remotes:
+        keys = f"{{engine: remote, remote: {prefix}, use_model_name: {rest}}}"
+        return f"a name of a provider can be no candidate; configure a model for it, with {keys}"
+    if "/" in candidate or candidate.endswith(".gguf"):
+        return "a model that is only on disk can be no candidate; configure it in models, with its path"
+    return "there is no model of this id or alias"

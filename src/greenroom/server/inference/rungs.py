@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 
-from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
 from greenroom.core.model import ModelId
 from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
 from greenroom.routing.tasks import FactsOf, Ladder, ModelFacts
@@ -26,14 +25,14 @@ def model_facts(catalog: Catalog) -> FactsOf:
         entry = catalog.find(name)
         if entry is None:
             return None
-        config, engine = entry.config, entry.engine
-        has_ctx = "ctx_size" in KEYS_OF_ENGINES.get(engine.name, ())
-        return ModelFacts(
+        facts, engine = entry.facts, entry.engine
+        return ModelFacts.of(
             entry.id,
-            entry.facts.abilities,
-            (config.ctx_size or None) if has_ctx else None,
-            engine.keeps_json if config.strict_json is None else config.strict_json,
-            entry.facts.is_remote,
+            entry.config,
+            engine.name,
+            facts.abilities,
+            keeps_json=engine.keeps_json,
+            is_remote=facts.is_remote,
         )
 
     return facts_of

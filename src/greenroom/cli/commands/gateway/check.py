@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli import keys_shown, screen
+from greenroom.cli import keys_shown, screen, tasks_shown
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
@@ -84,27 +84,27 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
     models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
     governance = report(loaded.config.governance)
     keys, wrong_keys = keys_shown.all_keys(loaded.config.server)
+    warnings = [
+        *loaded.warnings,
+        *blind,
+        *_unusable_files(loaded),
+        *_earlier_activity(loaded.config),
+        *_too_large(loaded.config, there, needs),
+        *_no_store_client(loaded.config),
+        *_no_packages(loaded.config),
+        *_no_engine(loaded),
+        *_short_waits(loaded.config),
+        *(f"{why}; `greenroom serve` does not start" for why in (() if governance is None else governance.problems)),
+        *_shared_prompts(loaded.config, keys),
+        *wrong_keys,
+    ]
+    tasks, wrong_tasks = tasks_shown.all_tasks(loaded.config, warnings)
     return {
         "ok": True,
         "file": str(loaded.path),
-        "warnings": [
-            *loaded.warnings,
-            *blind,
-            *_unusable_files(loaded),
-            *_earlier_activity(loaded.config),
-            *_too_large(loaded.config, there, needs),
-            *_no_store_client(loaded.config),
-            *_no_packages(loaded.config),
-            *_no_engine(loaded),
-            *_short_waits(loaded.config),
-            *(
-                f"{why}; `greenroom serve` does not start"
-                for why in (() if governance is None else governance.problems)
-            ),
-            *_shared_prompts(loaded.config, keys),
-            *wrong_keys,
-        ],
+        "warnings": [*warnings, *wrong_tasks],
         "models": models,
+        "tasks": tasks,
         "keys": keys,
         "governance": None if governance is None else dataclasses.asdict(governance),
         "devices": [
@@ -301,6 +301,8 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     screen.say_table(TITLES, [_row(model) for model in result["models"]])
     budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
     screen.say(f"budget: {budget}")
+    if result["tasks"]:
+        screen.say_table(tasks_shown.TITLES, [tasks_shown.row(task) for task in result["tasks"]])
     if result["keys"]:
         screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
     if result["governance"] is not None:
