@@ -45,9 +45,11 @@ from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.snapshot import BUILD
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.server.inference.rungs import model_facts
+from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.tenancy.governance.gate import Rules
@@ -129,6 +131,7 @@ class App:
         )
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
         self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
+        self.history = History(lambda: sample(self))
         self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
         self.governance = wire_governance(self.state_dir, lambda: self.config, self.catalog, lambda: self.library)
         self.salts = CacheSalts()
@@ -295,6 +298,7 @@ class App:
         self.state_follower.start()
         self.memory_watch.start()
         self.figures.start()
+        self.history.start()
         self.keys.follow()
         # Everything made so far stays, and requests leave no cycles: the collector finds little, and with its default
         # thresholds takes a quarter of the time of a request.
@@ -411,6 +415,7 @@ class App:
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
         await wait_until_idle(common, self._moves, front, self.config.server.drain_s)
         await self.figures.close()
+        self.history.close()
         await self.loads.close()
         await self.state_follower.close()
         await self.updates.close()

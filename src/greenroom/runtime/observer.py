@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, Move, MoveId, MoveKind, Outcome
 from greenroom.core.view import LEASE_MARK
+from greenroom.runtime.residency import Residency
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.metrics import Metrics
@@ -37,6 +38,7 @@ class Observer:
         self._metrics = metrics
         self._wall = wall
         self._numbers = itertools.count(1)
+        self.residency = Residency(wall)
         # Moves under way, to name the model of an abort.
         self._moving: dict[MoveId, Move] = {}
         self._of_models: deque[Decision] = deque(maxlen=DECISIONS_MAX)
@@ -51,12 +53,13 @@ class Observer:
         self._moving[move.id] = move
         facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
         _log.info(f"{move.kind.value} started", **facts, why=_plain(str(reason)))
-        self._tell(move.kind.value, facts, reason)
+        self.residency.moving(move, _plain(move.model), self._tell(move.kind.value, facts, reason))
         if move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
             self._metrics.evicted(move.model, reason.why)
 
     def moved(self, move: Move, outcome: Outcome, took_s: float) -> None:
         self._moving.pop(move.id, None)
+        self.residency.moved(move, _plain(move.model), outcome)
         self._metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
         facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
         said = {**facts, "outcome": outcome.value, "took_s": took_s}
@@ -81,6 +84,7 @@ class Observer:
         self._tell("recall", {"lease": lease, "deadline": round(self._wall() + grace_s, 3)}, reason)
 
     def lost(self, model: str, slot: str, cause: str) -> None:
+        self.residency.lost(slot)
         _log.warning("engine lost", model=model, slot=slot, cause=cause)
         self._hub.publish("lost", {"model": model, "slot": slot, "cause": cause})
 
@@ -119,12 +123,15 @@ class Observer:
         self._metrics.green_room.prefetched(model, size_bytes)
         _log.info("prefetched", model=model, bytes=size_bytes, took_s=round(seconds, 3))
 
-    def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> None:
+    def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> Decision:
+        """Keep this decision and publish it. Returns it as it is kept."""
         more = {name: _plain(value) for name, value in reason.facts if name not in facts}
         told = {**facts, "why": reason.why, **more}
         kept = self._of_requests if what in ("reject", "cut") else self._of_models
-        kept.append({"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told})
+        decision = {"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told}
+        kept.append(decision)
         self._hub.publish(what, told)
+        return decision
 
 
 def _plain(said: _Said) -> _Said:

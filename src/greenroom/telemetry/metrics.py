@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from greenroom.telemetry import table
 from greenroom.telemetry.aliases import REQUESTS, RunnerAliases
 from greenroom.telemetry.gauges import Gauges, gauge_families
+from greenroom.telemetry.history import Totals
 from greenroom.telemetry.table import Count, Counter, Histogram, Spread, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
@@ -196,6 +197,29 @@ class Metrics:
     def model_counts(self) -> dict[str, table.ModelCounts]:
         """Counts since the start, by model."""
         return table.model_counts(self._lookups, self._evictions, self._moves, self._move_seconds)
+
+    def totals(self) -> Totals:
+        """What was counted since the start, of all models and tenants together."""
+        statuses = [(labels[2], count.value) for labels, count in self._requests.series.items()]
+        tokens = dict.fromkeys(("prompt", "completion", "cached"), 0)
+        for labels, count in self._tokens.series.items():
+            tokens[labels[2]] += count.value
+        waits, moves = self._wait.series.values(), self._move_seconds.series.items()
+        swaps = [spread for labels, spread in moves if labels[1] in ("load", "wake")]
+        return Totals(
+            requests=sum(count for _, count in statuses),
+            errors=sum(count for status, count in statuses if status.startswith("5")),
+            refused=sum(count for status, count in statuses if status.startswith("4")),
+            prompt_tokens=tokens["prompt"],
+            completion_tokens=tokens["completion"],
+            cached_tokens=tokens["cached"],
+            waits=sum(sum(spread.counts) for spread in waits),
+            wait_s=sum(spread.sum for spread in waits),
+            seconds=sum(spread.sum for spread in self._seconds.series.values()),
+            swaps=sum(sum(spread.counts) for spread in swaps),
+            swap_s=sum(spread.sum for spread in swaps),
+            hits=sum(count.value for labels, count in self._lookups.series.items() if labels[1] == "hit"),
+        )
 
     def render(self, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
         """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other

@@ -52,17 +52,20 @@ from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
+from greenroom.runtime.residency import Residency
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.asgi import Application
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.server.inference.rungs import model_facts
 from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.history import History
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.audit import AuditLog
@@ -128,6 +131,7 @@ class FakeFailures:
 @dataclass
 class FakeDecided:
     decisions: deque[Mapping[str, Any]] = field(default_factory=deque)
+    residency: Residency = field(default_factory=lambda: Residency(lambda: 1_700_000_000.0))
 
 
 @dataclass
@@ -251,6 +255,7 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
+        self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW))
         self.library = Library(Roots(()), None, run_detached, replace_file)
         self.resolver = Resolver(
             self.catalog,

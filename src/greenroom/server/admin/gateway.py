@@ -30,12 +30,14 @@ from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
+from greenroom.runtime.residency import Residency
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.history import History
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.gate import Governance
@@ -76,6 +78,11 @@ class Decided(Protocol):
     @property
     def decisions(self) -> Sequence[Mapping[str, Any]]:
         """The last decisions with their reasons, newest last."""
+        ...
+
+    @property
+    def residency(self) -> Residency:
+        """Which model was where."""
         ...
 
 
@@ -206,6 +213,9 @@ class Gateway(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    @property
+    def history(self) -> History: ...
 
     @property
     def activity(self) -> Activity: ...

@@ -41,6 +41,7 @@ from greenroom.server.admin.remote import RemoteRoutes
 from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.clients import ClientRoutes
 from greenroom.server.admin.reports.explaining import Explaining
+from greenroom.server.admin.reports.history import HistoryRoutes
 from greenroom.server.admin.reports.memory import Gpus
 from greenroom.server.admin.reports.queue import QueueRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -175,6 +176,8 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/api/v1/events"): Permission.READ,
     ("GET", "/api/v1/requests"): Permission.READ,
     ("GET", "/api/v1/queue"): Permission.READ,
+    ("GET", "/api/v1/history"): Permission.READ,
+    ("GET", "/api/v1/timeline"): Permission.READ,
     ("GET", "/api/v1/clients"): Permission.READ,
     ("GET", "/api/v1/config"): Permission.READ,
     ("GET", "/api/v1/remotes"): Permission.READ,
@@ -243,6 +246,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     VersionRoutes(gateway).add_to(app)
     ModelStatuses(gateway.catalog, look).add_to(app)
     QueueRoutes(gateway).add_to(app)
+    HistoryRoutes(gateway).add_to(app)
     Explaining(gateway).add_to(app)
     UsageRoutes(gateway).add_to(app)
     ClientRoutes(gateway).add_to(app)

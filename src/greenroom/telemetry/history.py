@@ -1,0 +1,81 @@
+"""The last hour in figures: a sample of what was counted and of what is held, every ten seconds.
+
+Owns the samples. Rates are the differences between them. Nothing is done per request: a sample sums up what the metrics
+count anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+EVERY_S: Final = 10.0
+SAMPLES_MAX: Final = 361
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counted since the start."""
+
+    requests: int = 0
+    errors: int = 0
+    """Answered with 5xx."""
+    refused: int = 0
+    """Answered with 4xx."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    seconds: float = 0.0
+    swaps: int = 0
+    """Loads and wakes that succeeded."""
+    swap_s: float = 0.0
+    hits: int = 0
+    """Requests that found their model ready and with room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    """Unix time."""
+    totals: Totals
+    queue: int
+    in_flight: int
+    connections: int
+    green_room_mib: float
+    ready: int
+    asleep: int
+    used_mib: Mapping[str, float] = field(default_factory=dict)
+    """By device: as the driver reports it, or what models and leases hold."""
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    """By GPU, in percent."""
+
+
+class History:
+    def __init__(self, take: Callable[[], Sample], every_s: float = EVERY_S) -> None:
+        self._take = take
+        self.every_s = every_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+
+    def start(self) -> None:
+        self.look()
+        self._timer = asyncio.get_running_loop().call_later(self.every_s, self.start)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        """Take a sample now."""
+        self._samples.append(self._take())
+
+    def since(self, at: float) -> list[Sample]:
+        """Samples after this time, the oldest first, and the one before them: rates need it."""
+        samples = list(self._samples)
+        later = next((place for place, sample in enumerate(samples) if sample.at > at), len(samples))
+        return samples[max(0, later - 1) :]
