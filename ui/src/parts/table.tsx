@@ -23,6 +23,8 @@ interface Props<T> {
   isPicked?: (row: T) => boolean;
   /** A class for a row, such as "bad". */
   rowClass?: (row: T) => string;
+  /** Told the number of the first row in sight, for rows that are fetched as they are needed. */
+  onRange?: (first: number) => void;
   /** Shown instead of the table when there are no rows. */
   empty?: ComponentChildren;
 }
@@ -36,6 +38,7 @@ export function Table<T>(props: Props<T>) {
   const isPhone = usePhone();
   const body = useRef<HTMLDivElement>(null);
   const [first, last] = useWindow(body, rows.length);
+  useEffect(() => props.onRange?.(first), [first]);
   if (!rows.length && props.empty) return <>{props.empty}</>;
   const columns = isPhone ? props.columns.filter((column) => !column.wide) : props.columns;
   const tracks = { gridTemplateColumns: columns.map((column) => column.width ?? "minmax(0, 1fr)").join(" ") };
