@@ -33,7 +33,7 @@ export interface Places {
 const LEASE = " lease:lease:";
 
 /** `leaseNames` are by the ids of leases. */
-export function placesOf(status: Status, leaseNames: ReadonlyMap<string, string>): Places {
+export function placesOf(status: Status, models: readonly Model[], leaseNames: ReadonlyMap<string, string>): Places {
   const gpus = new Map(status.gpus.map((gpu) => [gpu.id, gpu]));
   const floors = status.devices.map((device): Floor => {
     const gpu = gpus.get(device.id) ?? null;
@@ -41,7 +41,7 @@ export function placesOf(status: Status, leaseNames: ReadonlyMap<string, string>
   });
   const room: Occupant[] = [];
   const home: Model[] = [];
-  for (const model of status.models) {
+  for (const model of models) {
     const placed = model.slots.map((slot) => place(slot, model, slot.model, floors, room));
     if (!placed.some(Boolean)) home.push(model);
   }

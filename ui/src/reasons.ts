@@ -146,7 +146,7 @@ function because(one: Decision): string {
   switch (one.why) {
     case "asked_for":
     case "asked":
-      return "a request or an order asked for it";
+      return "it was asked for";
     case "evicted":
       return one.for_model ? `it made room for ${one.for_model}` : "it made room for another model";
     case "ttl":

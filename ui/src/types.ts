@@ -60,6 +60,8 @@ export interface Model {
   cache: { kv_used: number; prefix_queries: number | null; prefix_hits: number | null; kv_tokens: number | null } | null;
   no_sleep: string | null;
   pid: number | null;
+  /** performance.now() when it was told: its times are of then. */
+  told_at: number;
 }
 
 export interface Device {
@@ -95,24 +97,34 @@ export interface Waiting {
   waited_s: number;
 }
 
+/** The gateway besides its models. */
 export interface Status {
   version: string;
   build: "pure" | "compiled";
   started: string;
-  uptime_s: number;
   draining: boolean;
   addresses: string[];
   queue: { depth: number; max: number; avg_wait_ms: number | null };
-  lease_store: { up: boolean; since_s: number; why: string | null; grace_left_s: number } | null;
+  lease_store: { up: boolean; why: string | null } | null;
   key_problems: string[];
   devices: Device[];
   green_room: { size_mib: number | null; used_mib: number; free_mib: number | null; models: string[] };
-  probe: { kind: string; looked_s_ago: number; failure: string | null; pids_visible: boolean };
+  probe: { kind: string; failure: string | null; pids_visible: boolean };
   gpus: Gpu[];
-  models: Model[];
   other_slots: Slot[];
+  /** The first in the queue, at most 100. */
   waiting: Waiting[];
-  counters: Record<string, number>;
+  told_at: number;
+}
+
+/** An event of kind "state": at first everything, later what changed. */
+export interface State {
+  first: boolean;
+  /** Further models of this state follow in the next event. */
+  more: boolean;
+  models: Model[];
+  gone: string[];
+  status: Status;
 }
 
 export interface RequestRecord {

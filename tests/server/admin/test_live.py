@@ -75,6 +75,18 @@ async def test_nothing_is_sent_while_nothing_changes() -> None:
     assert [kind for kind, _ in _events(quiet)] == ["state", "load"]
 
 
+async def test_one_who_joins_later_gets_times_as_they_are_then() -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.add_slot("a", Tier.READY, last_used=gateway.now)
+    client = Client(gateway)
+    async with client.stream(STATE) as early:
+        await early.until(lambda: len(_states(early)) == 1)
+        gateway.now += 60
+        async with client.stream(STATE) as late:
+            await late.until(lambda: len(_states(late)) == 1)
+    assert (_seen(early)["a"]["last_used_s_ago"], _seen(late)["a"]["last_used_s_ago"]) == (0, 60)
+
+
 async def test_a_model_that_is_no_longer_configured_is_gone() -> None:
     gateway = FakeGateway({"a": model(), "b": model()})
     async with Client(gateway).stream(STATE) as call:

@@ -4,7 +4,7 @@ import { get, post, words } from "../api";
 import { clock } from "../format";
 import { models, onEvent } from "../live";
 import { Badge, Empty, PageHead, Problem, Readers } from "../parts/bits";
-import { Table, type Column } from "../parts/table";
+import { Lines, Table, type Column } from "../parts/table";
 import { usePoll } from "../poll";
 import { decided, explains, explainsMore, verdict, type Explained } from "../reasons";
 import { place, setParams } from "../route";
@@ -20,7 +20,7 @@ export function Decisions() {
   const [what, setWhat] = useState("");
   return (
     <>
-      <PageHead title="Decisions" about="Every load, eviction and refusal, with its reason. Ask below what would happen now; asking changes nothing.">
+      <PageHead title="Decisions" about="Every load, eviction and refusal, with its reason.">
         <ModelFilter value={model} onChange={(id) => setParams(id ? { model: id } : {})} />
         <select aria-label="Kind of decision" value={what} onChange={(event) => setWhat(event.currentTarget.value)}>
           <option value="">All kinds</option>
@@ -54,6 +54,7 @@ function List({ model, what }: { model: string; what: string }) {
         columns={COLUMNS}
         rows={data}
         rowKey={(row) => String(row.seq)}
+        phone={(row) => <Phone row={row} />}
         empty={
           <div class="panel">
             <Empty title="Nothing was decided yet">When a request asks for a model that is not ready, the decision appears here with its reason.</Empty>
@@ -89,6 +90,20 @@ const COLUMNS: Column<Decision>[] = [
   { name: "Why", width: "minmax(8rem, 4fr)", cell: (row) => <span title={decided(row).text}>{decided(row).text}</span> },
 ];
 
+function Phone({ row }: { row: Decision }) {
+  return (
+    <Lines
+      first={
+        <>
+          <Subject row={row} />
+          <span class="end">{clock(row.at)}</span>
+        </>
+      }
+      second={<span title={decided(row).text}>{decided(row).text}</span>}
+    />
+  );
+}
+
 function Subject({ row }: { row: Decision }) {
   const { subject } = decided(row);
   return models.value.some((model) => model.id === subject) ? <ModelName id={subject} /> : <span title={subject}>{subject}</span>;
@@ -99,8 +114,7 @@ function Explain({ model }: { model: string }) {
   const [asked, setAsked] = useState({ model, priority: "", tenant: "", stream: false });
   const [said, setSaid] = useState<Explained | null>(null);
   const [problem, setProblem] = useState("");
-  const ask = async (event: Event) => {
-    event.preventDefault();
+  const ask = async () => {
     const { priority, tenant, ...rest } = asked;
     try {
       setSaid(await post<Explained>("/api/v1/explain", { ...rest, ...(priority && { priority }), ...(tenant && { tenant }) }));
@@ -110,10 +124,16 @@ function Explain({ model }: { model: string }) {
       setProblem(words(error));
     }
   };
+  useEffect(() => {
+    if (model) void ask();
+  }, []);
   return (
     <section class="panel stack" aria-labelledby="what-if">
-      <h2 id="what-if">What if I asked now?</h2>
-      <form class="inline" onSubmit={(event) => void ask(event)}>
+      <div class="place-head">
+        <h2 id="what-if">What if I asked now?</h2>
+        <p>Asking changes nothing</p>
+      </div>
+      <form class="inline" onSubmit={(event) => (event.preventDefault(), void ask())}>
         <label class="field grow">
           Model or task
           <input

@@ -5,7 +5,7 @@ import { mib, seconds } from "../format";
 import { deviceNames } from "../live";
 import { Badge, Empty, PageHead, Problem } from "../parts/bits";
 import { Dialog } from "../parts/dialog";
-import { Table, type Column } from "../parts/table";
+import { Lines, Table, type Column } from "../parts/table";
 import { tryTo } from "../parts/toast";
 import { usePoll } from "../poll";
 import type { Lease } from "../types";
@@ -35,6 +35,7 @@ export function Leases() {
           columns={columns(setLeaving)}
           rows={rows}
           rowKey={(row) => row.id}
+          phone={(row) => <Phone row={row} release={setLeaving} />}
           empty={
             <div class="panel">
               <Empty title="No program holds a lease" command="greenroom lease --mib 8000 -- python train.py">
@@ -71,6 +72,25 @@ function columns(release: (lease: Lease) => void): Column<Lease>[] {
         ),
     },
   ];
+}
+
+function Phone({ row, release }: { row: Lease; release: (lease: Lease) => void }) {
+  return (
+    <Lines
+      first={
+        <>
+          <b>{row.name}</b>
+          <LeaseState row={row} />
+          {row.kind === "program" && (
+            <button type="button" class="quiet danger end" aria-label={`Release ${row.name}`} onClick={() => release(row)}>
+              Release
+            </button>
+          )}
+        </>
+      }
+      second={<span>{memory(row)}</span>}
+    />
+  );
 }
 
 function LeaseState({ row }: { row: Lease }) {

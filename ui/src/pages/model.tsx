@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { modelPath, open, post, words } from "../api";
 import { ago, mib, percent, plural, seconds } from "../format";
-import { deviceNames, link, refresh, sinceSeen } from "../live";
+import { age, deviceNames, link } from "../live";
 import { Badge, Problem, Progress } from "../parts/bits";
 import { Dialog } from "../parts/dialog";
 import { say, tryTo } from "../parts/toast";
@@ -27,7 +27,7 @@ export function ModelDrawer({ model, onClose }: { model: Model; onClose: () => v
         ))}
         {model.pinned && <Badge tone="ready">pinned</Badge>}
       </p>
-      {slot && <Progress share={shareDone(slot, sinceSeen.value)} label={said.text} />}
+      {slot && <Progress share={shareDone(slot, age(model))} label={said.text} />}
       {model.last_error && <Problem>{model.last_error.message}</Problem>}
       {model.missing && <Problem>{model.missing}</Problem>}
       <Orders model={model} />
@@ -66,7 +66,6 @@ function Orders({ model }: { model: Model }) {
       return `${model.id} ${done} (${seconds(moved.took_s)})`;
     });
     setBusy("");
-    refresh(0);
   };
   return (
     <div class="actions">
@@ -95,8 +94,8 @@ function Facts({ model }: { model: Model }) {
     ["Holds", held.join(", ") || "nothing"],
     ["Needs", planned.length ? `${planned.join(" + ")} (${need.source})` : null],
     ["Measured", need.measured_gpu_mib ? `${mib(need.measured_gpu_mib)} on GPUs at most` : null],
-    ["Last used", model.last_used_s_ago === null ? "not yet" : ago(model.last_used_s_ago + sinceSeen.value)],
-    ["Leaves in", model.unload_in_s === null ? null : `${seconds(Math.max(0, model.unload_in_s - sinceSeen.value))} if it stays idle`],
+    ["Last used", model.last_used_s_ago === null ? "not yet" : ago(model.last_used_s_ago + age(model))],
+    ["Leaves in", model.unload_in_s === null ? null : `${seconds(Math.max(0, model.unload_in_s - age(model)))} if it stays idle`],
     ["KV cache", model.cache ? `${percent(model.cache.kv_used)} used` : null],
     ["Priority", `${model.priority} (lower goes first)`],
     ["Failures", model.failures ? `${model.failures} in a row` : null],

@@ -6,7 +6,7 @@ import { count, seconds } from "../format";
 import { models, status } from "../live";
 import { Badge, Empty, Figure, PageHead, Problem, Readers } from "../parts/bits";
 import { toneOf } from "../parts/memory";
-import { Table, type Column } from "../parts/table";
+import { Lines, Table, type Column } from "../parts/table";
 import { tryTo } from "../parts/toast";
 import { usePoll } from "../poll";
 import { planReason } from "../reasons";
@@ -80,6 +80,7 @@ function Waiting() {
         rows={rows}
         rowKey={(row) => (typeof row === "number" ? `row ${row}` : row.id)}
         onRange={setFirst}
+        phone={(row) => <Phone row={row} cancel={cancel} />}
         empty={
           <div class="panel">
             <Empty title="Nobody waits">Requests wait here while their model is loaded, or while it answers as many as it can.</Empty>
@@ -126,13 +127,38 @@ function ByModel({ rows }: { rows: Queued[] }) {
   );
 }
 
+function Phone({ row, cancel }: { row: Queued | number; cancel: (id: string) => Promise<void> }) {
+  if (typeof row === "number") return <Lines first={row} second="" />;
+  return (
+    <Lines
+      first={
+        <>
+          <ModelName id={row.model} />
+          <span class="end">{seconds(row.waited_s)}</span>
+        </>
+      }
+      second={
+        <>
+          <span>
+            {row.position}. {row.tenant || "no tenant"}, priority {row.priority}
+            {row.eta_s !== null && `, begins in ~${seconds(row.eta_s)}`}
+          </span>
+          <button type="button" class="quiet danger end" aria-label={`Cancel ${row.id}`} onClick={() => void cancel(row.id)}>
+            Cancel
+          </button>
+        </>
+      }
+    />
+  );
+}
+
 function columns(cancel: (id: string) => Promise<void>): Column<Queued | number>[] {
   const of = (show: (row: Queued) => ComponentChildren) => (row: Queued | number) => (typeof row === "number" ? "" : show(row));
   return [
     { name: "#", width: "2.5rem", right: true, cell: (row) => (typeof row === "number" ? row : row.position) },
     { name: "Model", width: "minmax(7rem, 2fr)", cell: of((row) => <ModelName id={row.model} />) },
     { name: "Tenant", cell: of((row) => row.tenant || "–") },
-    { name: "Client", wide: true, cell: of((row) => row.client ?? "–") },
+    { name: "Client", wide: true, cell: of((row) => row.client || "–") },
     { name: "Route", wide: true, width: "minmax(8rem, 1.4fr)", cell: of((row) => <span class="mono">{row.route}</span>) },
     { name: "Priority", wide: true, right: true, width: "4.5rem", cell: of((row) => row.priority) },
     { name: "Waited", right: true, width: "5.5rem", cell: of((row) => seconds(row.waited_s)) },

@@ -4,7 +4,7 @@ import { get } from "../api";
 import { clock, count, seconds } from "../format";
 import { Badge, Empty, PageHead, Problem, Readers } from "../parts/bits";
 import { Dialog } from "../parts/dialog";
-import { Table, type Column } from "../parts/table";
+import { Lines, Table, type Column } from "../parts/table";
 import { tryTo } from "../parts/toast";
 import { usePoll } from "../poll";
 import { place, setParams } from "../route";
@@ -68,7 +68,7 @@ function List({ model, which }: { model: string; which: Which }) {
         columns={columns(longest)}
         rows={rows}
         rowKey={(row) => row.id}
-        rowClass={(row) => (row.state === "done" ? "" : "running")}
+        phone={(row) => <Phone row={row} />}
         onPick={(row) => setParams({ ...(model && { model }), id: row.id })}
         isPicked={(row) => row.id === picked}
         empty={<None model={model} which={which} />}
@@ -98,6 +98,11 @@ function elapsed(one: RequestRecord): number | null {
   return one.total_s ?? Math.max(0, Date.now() / 1000 - one.arrived_at);
 }
 
+/** Seconds in the queue, so far. */
+function waited(one: RequestRecord): number | null {
+  return one.wait_s ?? (one.state === "waiting" ? elapsed(one) : null);
+}
+
 /** Tokens a second while it was answered; null where there is nothing to divide. */
 function speed(one: RequestRecord): number | null {
   const begun = one.stream ? one.first_byte_s : one.wait_s;
@@ -109,17 +114,37 @@ function speed(one: RequestRecord): number | null {
 function columns(longest: number): Column<RequestRecord>[] {
   return [
     { name: "Arrived", width: "4.6rem", wide: true, cell: (row) => clock(row.arrived_at) },
-    { name: "Model", width: "minmax(7rem, 1.6fr)", cell: (row) => <ModelName id={row.model} /> },
-    { name: "State", width: "7.5rem", cell: (row) => <Outcome row={row} /> },
-    { name: "Tenant", wide: true, cell: (row) => row.tenant || "–" },
-    { name: "Route", wide: true, width: "minmax(7rem, 1.4fr)", cell: (row) => <span class="mono">{row.route}</span> },
+    { name: "Model", width: "minmax(7rem, 2.4fr)", cell: (row) => <ModelName id={row.model} /> },
+    { name: "State", width: "minmax(5.6rem, .9fr)", cell: (row) => <Outcome row={row} /> },
+    { name: "Tenant", wide: true, width: "minmax(4rem, 1.1fr)", cell: (row) => row.tenant || "–" },
+    { name: "Route", wide: true, width: "minmax(4.5rem, 1fr)", cell: (row) => <span class="mono">{row.route}</span> },
     { name: "Timing", wide: true, width: "minmax(7rem, 1.4fr)", cell: (row) => <Timing row={row} longest={longest} /> },
-    { name: "Waited", wide: true, right: true, width: "4.8rem", cell: (row) => known(row.wait_s, seconds) },
-    { name: "First", wide: true, right: true, width: "4.8rem", cell: (row) => known(row.first_byte_s, seconds) },
-    { name: "Total", right: true, width: "4.8rem", cell: (row) => known(row.total_s, seconds) },
-    { name: "Tokens", wide: true, right: true, width: "6.2rem", cell: (row) => tokens(row) },
+    { name: "Waited", wide: true, right: true, width: "4.6rem", cell: (row) => known(waited(row), seconds) },
+    { name: "First", wide: true, right: true, width: "4.2rem", cell: (row) => known(row.first_byte_s, seconds) },
+    { name: "Total", right: true, width: "4.6rem", cell: (row) => known(row.total_s, seconds) },
+    { name: "Tokens", wide: true, right: true, width: "5.6rem", cell: (row) => tokens(row) },
     { name: "Tokens/s", wide: true, right: true, width: "4.6rem", cell: (row) => known(speed(row), (value) => value.toFixed(value < 10 ? 1 : 0)) },
   ];
+}
+
+function Phone({ row }: { row: RequestRecord }) {
+  const said = [clock(row.arrived_at), row.tenant, row.route].filter(Boolean).join(" · ");
+  return (
+    <Lines
+      first={
+        <>
+          <ModelName id={row.model} />
+          <span class="end">{known(row.total_s ?? elapsed(row), seconds)}</span>
+        </>
+      }
+      second={
+        <>
+          <Outcome row={row} />
+          <span>{said}</span>
+        </>
+      }
+    />
+  );
 }
 
 function known(value: number | null, format: (value: number) => string): string {
@@ -141,7 +166,7 @@ function Outcome({ row }: { row: RequestRecord }) {
 /** Where its time went: in the queue, until the first byte, and after it. On the scale of the longest row. */
 function Timing({ row, longest }: { row: RequestRecord; longest: number }) {
   const end = elapsed(row) ?? 0;
-  const wait = Math.min(row.wait_s ?? (row.state === "waiting" ? end : 0), end);
+  const wait = Math.min(waited(row) ?? 0, end);
   const first = Math.min(Math.max(row.first_byte_s ?? end, wait), end);
   const width = (from: number, to: number) => ({ width: `${(100 * (to - from)) / longest}%` });
   const said = `waited ${seconds(wait)}, first byte after ${seconds(first)}, ended after ${seconds(end)}`;

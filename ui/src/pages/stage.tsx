@@ -3,14 +3,14 @@ import { useMemo, useState } from "preact/hooks";
 import { get } from "../api";
 import { useFlip } from "../flip";
 import { count, mib, plural, seconds } from "../format";
-import { link, modelById, models, sinceSeen, status } from "../live";
+import { age, link, modelById, models, status } from "../live";
 import { Badge, Empty, Figure, PageHead, Progress, Search } from "../parts/bits";
 import { Icon } from "../parts/icon";
 import { MemoryBar, toneOf, type Segment } from "../parts/memory";
 import { usePoll } from "../poll";
 import { leaseOf, modelSays, placesOf, shareDone, slotSays, type Floor, type Occupant } from "../places";
 import { place, setParams } from "../route";
-import type { Lease, Model, Status } from "../types";
+import type { Lease, Model, Slot, Status } from "../types";
 import { ModelDrawer } from "./model";
 
 const pick = (model: string) => setParams({ model });
@@ -32,9 +32,10 @@ export function Stage() {
 
 function Whole({ seen }: { seen: Status }) {
   const names = useLeaseNames(seen);
-  const places = useMemo(() => placesOf(seen, names), [seen, names]);
+  const all = models.value;
+  const places = useMemo(() => placesOf(seen, all, names), [seen, all, names]);
   const box = useFlip(seen);
-  if (!seen.models.length && !seen.other_slots.length) return <NoModels />;
+  if (!all.length && !seen.other_slots.length) return <NoModels />;
   return (
     <div class="stage" ref={box}>
       <Figures seen={seen} />
@@ -73,16 +74,17 @@ function PlaceHead({ id, title, about, right }: { id: string; title: string; abo
 }
 
 function Figures({ seen }: { seen: Status }) {
-  const answering = seen.models.reduce((sum, model) => sum + model.in_flight, 0);
-  const failed = seen.models.filter((model) => model.status === "failed").length;
+  const all = models.value;
+  const answering = all.reduce((sum, model) => sum + model.in_flight, 0);
+  const failed = all.filter((model) => model.status === "failed").length;
   return (
     <div class="figures">
       <Figure value={count(answering)} name="answering" tone={answering ? "busy" : ""} />
       <Figure value={count(seen.queue.depth)} name="waiting" tone={seen.queue.depth ? "moving" : ""} />
       <Figure value={seen.queue.avg_wait_ms === null ? "–" : seconds(seen.queue.avg_wait_ms / 1000)} name="average wait" />
-      <Figure value={count(seen.models.filter((model) => model.tier === "ready").length)} name="ready" />
-      <Figure value={count(seen.models.filter((model) => model.tier === "asleep").length)} name="asleep" />
-      <Figure value={count(seen.models.length)} name="models" />
+      <Figure value={count(all.filter((model) => model.tier === "ready").length)} name="ready" />
+      <Figure value={count(all.filter((model) => model.tier === "asleep").length)} name="asleep" />
+      <Figure value={count(all.length)} name="models" />
       {failed > 0 && <Figure value={count(failed)} name="failed" tone="bad" />}
     </div>
   );
@@ -138,6 +140,7 @@ function segmentsOf({ device, occupants }: Floor): Segment[] {
 function Row({ occupant, flip }: { occupant: Occupant; flip: string }) {
   const { slot, model, name, isLease } = occupant;
   const said = slotSays(slot);
+  const later = age(model ?? status.value!);
   const body = (
     <>
       <i class={`swatch ${isLease ? "lease" : toneOf(name)}`} aria-hidden="true" />
@@ -151,8 +154,8 @@ function Row({ occupant, flip }: { occupant: Occupant; flip: string }) {
       <span class="amount">{occupant.mib ? mib(occupant.mib) : ""}</span>
       {slot.moving && slot.moving.since_s !== null && (
         <span class="row-progress">
-          <Progress share={shareDone(slot, sinceSeen.value)} label={`${name}: ${said.text}`} />
-          <span class="fine">{timing(occupant)}</span>
+          <Progress share={shareDone(slot, later)} label={`${name}: ${said.text}`} />
+          <span class="fine">{timing(slot, later)}</span>
         </span>
       )}
     </>
@@ -170,8 +173,8 @@ function Row({ occupant, flip }: { occupant: Occupant; flip: string }) {
   );
 }
 
-function timing({ slot }: Occupant): string {
-  const since = (slot.moving?.since_s ?? 0) + sinceSeen.value;
+function timing(slot: Slot, later: number): string {
+  const since = (slot.moving?.since_s ?? 0) + later;
   const eta = slot.moving?.eta_s;
   return eta == null ? seconds(since) : `${seconds(since)} of about ${seconds((slot.moving!.since_s ?? 0) + eta)}`;
 }

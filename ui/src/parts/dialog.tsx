@@ -16,6 +16,8 @@ export function Dialog({ title, onClose, kind = "box", children }: Props) {
   const titleId = useId();
   useEffect(() => {
     element.current?.showModal();
+    // Else the first button has the focus, which reads as if it were to be pressed.
+    element.current?.querySelector("h2")?.focus();
   }, []);
   // A press outside of the box lands on the dialog itself.
   const outside = (event: MouseEvent) => event.target === element.current && onClose();
@@ -23,7 +25,7 @@ export function Dialog({ title, onClose, kind = "box", children }: Props) {
     <dialog ref={element} class={kind} aria-labelledby={titleId} onClose={onClose} onMouseDown={outside}>
       <div class="dialog-body">
         <header>
-          <h2 id={titleId}>{title}</h2>
+          <h2 id={titleId} tabIndex={-1}>{title}</h2>
           <button type="button" class="quiet square" onClick={onClose} aria-label="Close">
             <Icon name="close" />
           </button>

@@ -18,6 +18,8 @@ interface Props<T> {
   columns: Column<T>[];
   rows: readonly T[];
   rowKey: (row: T) => string;
+  /** A row where the window is narrow, in two lines; without it the columns that are not `wide`. */
+  phone?: (row: T) => ComponentChildren;
   /** Makes rows pressable. */
   onPick?: (row: T) => void;
   isPicked?: (row: T) => boolean;
@@ -30,37 +32,43 @@ interface Props<T> {
 }
 
 const ROW_PX = 40;
+const PHONE_ROW_PX = 62;
+const HEAD_PX = 36;
+// A table that does not fit into the window scrolls by itself, but is never lower than this.
+const LOW_PX = 300;
 const EXTRA_ROWS = 8;
 const PHONE = matchMedia("(max-width: 760px)");
 
 export function Table<T>(props: Props<T>) {
   const { rows, rowKey, onPick } = props;
   const isPhone = usePhone();
-  const body = useRef<HTMLDivElement>(null);
-  const [first, last] = useWindow(body, rows.length);
+  const isTall = isPhone && props.phone !== undefined;
+  const rowPx = isTall ? PHONE_ROW_PX : ROW_PX;
+  const box = useRef<HTMLDivElement>(null);
+  const [first, last] = useWindow(box, rows.length, rowPx);
   useEffect(() => props.onRange?.(first), [first]);
   if (!rows.length && props.empty) return <>{props.empty}</>;
-  const columns = isPhone ? props.columns.filter((column) => !column.wide) : props.columns;
+  const columns = isTall ? [phoneColumn(props)] : props.columns.filter((column) => !(isPhone && column.wide));
   const tracks = { gridTemplateColumns: columns.map((column) => column.width ?? "minmax(0, 1fr)").join(" ") };
-  const shown = rows.slice(first, last);
+  const whole = rows.length * rowPx;
   return (
-    <div class="table" role="table" aria-label={props.label} aria-rowcount={rows.length + 1}>
-      <div class="thead" role="row" style={tracks}>
-        {columns.map((column) => (
-          <div key={column.name} role="columnheader" class={column.right ? "right" : ""}>
-            {column.name}
-          </div>
-        ))}
-      </div>
-      <div class="tbody" role="rowgroup" ref={body} tabIndex={0} aria-label={props.label}>
-        <div class="tspace" role="presentation" style={{ height: `${rows.length * ROW_PX}px` }}>
-          {shown.map((row, at) => (
+    <div class={isTall ? "table tall" : "table"} style={{ minHeight: `${Math.min(LOW_PX, whole + HEAD_PX + 2)}px` }}>
+      <div class="tscroll" role="table" aria-label={props.label} aria-rowcount={rows.length + 1} ref={box} tabIndex={0}>
+        <div class={isTall ? "thead unseen" : "thead"} role="row" style={tracks}>
+          {columns.map((column) => (
+            <div key={column.name} role="columnheader" class={column.right ? "right" : ""}>
+              {column.name || <span class="unseen">What can be done</span>}
+            </div>
+          ))}
+        </div>
+        <div class="tspace" role="rowgroup" style={{ height: `${whole}px` }}>
+          {rows.slice(first, last).map((row, at) => (
             <div
               key={rowKey(row)}
               role="row"
               aria-rowindex={first + at + 2}
               class={`trow ${onPick ? "pressable" : ""} ${props.isPicked?.(row) ? "picked" : ""} ${props.rowClass?.(row) ?? ""}`}
-              style={{ ...tracks, transform: `translateY(${(first + at) * ROW_PX}px)` }}
+              style={{ ...tracks, height: `${rowPx}px`, transform: `translateY(${(first + at) * rowPx}px)` }}
               tabIndex={onPick ? 0 : undefined}
               onClick={onPick && (() => onPick(row))}
               onKeyDown={onPick && ((event) => (event.key === "Enter" || event.key === " ") && press(event, () => onPick(row)))}
@@ -75,6 +83,20 @@ export function Table<T>(props: Props<T>) {
         </div>
       </div>
     </div>
+  );
+}
+
+function phoneColumn<T>(props: Props<T>): Column<T> {
+  return { name: props.label, cell: props.phone! };
+}
+
+/** The two lines of a row where the window is narrow. */
+export function Lines({ first, second }: { first: ComponentChildren; second: ComponentChildren }) {
+  return (
+    <>
+      <div class="line">{first}</div>
+      <div class="line second">{second}</div>
+    </>
   );
 }
 
@@ -95,14 +117,14 @@ export function usePhone(): boolean {
 }
 
 /** The rows that can be seen in a scrolled box, and some beyond: [first, end). */
-function useWindow(box: { current: HTMLDivElement | null }, count: number): [number, number] {
+function useWindow(box: { current: HTMLDivElement | null }, count: number, rowPx: number): [number, number] {
   const [range, setRange] = useState<[number, number]>([0, 40]);
   useEffect(() => {
     const element = box.current;
     if (!element) return undefined;
     const look = () => {
-      const first = Math.max(0, Math.floor(element.scrollTop / ROW_PX) - EXTRA_ROWS);
-      const end = Math.ceil((element.scrollTop + element.clientHeight) / ROW_PX) + EXTRA_ROWS;
+      const first = Math.max(0, Math.floor(element.scrollTop / rowPx) - EXTRA_ROWS);
+      const end = Math.ceil((element.scrollTop + element.clientHeight) / rowPx) + EXTRA_ROWS;
       setRange((was) => (was[0] === first && was[1] === end ? was : [first, end]));
     };
     const resized = new ResizeObserver(look);
@@ -112,6 +134,6 @@ function useWindow(box: { current: HTMLDivElement | null }, count: number): [num
       resized.disconnect();
       element.removeEventListener("scroll", look);
     };
-  }, [count > 0]);
+  }, [count > 0, rowPx]);
   return [Math.min(range[0], Math.max(0, count - 1)), Math.min(range[1], count)];
 }

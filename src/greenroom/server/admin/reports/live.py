@@ -44,9 +44,9 @@ class LiveState:
         self._period_s = period_s
         self._viewers: set[StateFeed] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # What each model looked like, and its JSON where a viewer was told it since.
+        # What each model looked like; and its JSON where a viewer was told it since, with the time that it is of.
         self._facts: dict[ModelId, object] = {}
-        self._rendered: dict[ModelId, msgspec.Raw] = {}
+        self._rendered: dict[ModelId, tuple[float, msgspec.Raw]] = {}
         self._waiting: Counter[ModelId] = Counter()
         self._rest = b""
 
@@ -77,13 +77,16 @@ class LiveState:
 
     def rendered(self, model: ModelId) -> msgspec.Raw | None:
         """This model as it is now; None if there is no such model any more."""
-        found = self._rendered.get(model)
-        if found is None:
+        now = self._gateway.clock()
+        at, found = self._rendered.get(model, (now, None))
+        # Older ones have changed in nothing but the times that pass by themselves, which are of the event all the same.
+        if found is None or now - at > self._period_s:
             entry = self._gateway.catalog.find(model)
             if entry is None or entry.id != model:
                 return None
             view = self._look().model(entry, to_operator=True, waiting=self._waiting[model])
-            found = self._rendered[model] = msgspec.Raw(view.model_dump_json().encode())
+            found = msgspec.Raw(view.model_dump_json().encode())
+            self._rendered[model] = now, found
         return found
 
     # --- looking ----------------------------------------------------------------------------------------------------
