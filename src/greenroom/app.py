@@ -140,6 +140,7 @@ class App:
         self.edge, self.metrics_edge = front.edge, front.metrics_edge
         self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
         self.downloads, self.usage, self.requestors = front.downloads, front.usage, front.requestors
+        self.limiter = front.limiter
         self.loads = self._wire_loads()
         self.updates = self._wire_updates()
         self.state_follower = StateFollower(self.updates, lambda: self.config)

@@ -128,6 +128,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/events"): admins(),
     ("GET", "/api/v1/requests"): admins(),
     ("GET", "/api/v1/queue"): admins(),
+    ("GET", "/api/v1/limits"): admins(),
     ("GET", "/api/v1/history"): admins(),
     ("GET", "/api/v1/timeline"): admins(),
     ("DELETE", "/api/v1/requests/{request_id}"): admins(404),

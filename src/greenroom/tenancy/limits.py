@@ -296,6 +296,15 @@ class Limiter:
             self._meters_of(caller)
         self.is_on = bool(self._meters)
 
+    @property
+    def meters(self) -> list[Meter]:
+        """Of all tenants, keys and models that are limited."""
+        return list(self._meters.values())
+
+    def now(self) -> float:
+        """By the clock that its minutes go by."""
+        return self._wall()
+
     def admit(self, caller: Caller, said_tenant: bytes | None, *, is_job: bool = False) -> Charge | None:
         """Count a request at its headers; None if neither tenant nor key are limited. Raises RateLimited."""
         meters = self._of(caller, said_tenant)

@@ -73,6 +73,7 @@ from greenroom.tenancy.governance.gate import Governance
 from greenroom.tenancy.governance.nonces import NonceJournal
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.requestors import Requestors
 from tests.runtime.memory.readings import gpu, reading
 
@@ -244,6 +245,7 @@ class FakeGateway:
         self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
         self.requestors = Requestors(self.clock)
+        self.limiter = Limiter(wall=self.clock)
         self.cloud_fallback = CloudFallback(Path("/nowhere"), _write_nothing, environ={})
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()

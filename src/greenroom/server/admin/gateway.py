@@ -42,6 +42,7 @@ from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.gate import Governance
 from greenroom.tenancy.key_ring import KeyRing
+from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.requestors import Requestors
 
 
@@ -248,6 +249,9 @@ class Gateway(Protocol):
     def usage(self) -> UsageStore | None:
         """None where none is kept."""
         ...
+
+    @property
+    def limiter(self) -> Limiter: ...
 
     @property
     def requestors(self) -> Requestors: ...

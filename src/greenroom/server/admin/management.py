@@ -42,6 +42,7 @@ from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.clients import ClientRoutes
 from greenroom.server.admin.reports.explaining import Explaining
 from greenroom.server.admin.reports.history import HistoryRoutes
+from greenroom.server.admin.reports.limits import LimitRoutes
 from greenroom.server.admin.reports.memory import Gpus
 from greenroom.server.admin.reports.queue import QueueRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -177,6 +178,7 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/api/v1/requests"): Permission.READ,
     ("GET", "/api/v1/queue"): Permission.READ,
     ("GET", "/api/v1/history"): Permission.READ,
+    ("GET", "/api/v1/limits"): Permission.READ,
     ("GET", "/api/v1/timeline"): Permission.READ,
     ("GET", "/api/v1/clients"): Permission.READ,
     ("GET", "/api/v1/config"): Permission.READ,
@@ -247,6 +249,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     ModelStatuses(gateway.catalog, look).add_to(app)
     QueueRoutes(gateway).add_to(app)
     HistoryRoutes(gateway).add_to(app)
+    LimitRoutes(gateway).add_to(app)
     Explaining(gateway).add_to(app)
     UsageRoutes(gateway).add_to(app)
     ClientRoutes(gateway).add_to(app)
