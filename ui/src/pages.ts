@@ -2,9 +2,12 @@
 import type { ComponentType } from "preact";
 import { Decisions } from "./pages/decisions";
 import { Leases } from "./pages/leases";
+import { Metrics } from "./pages/metrics";
 import { Queue } from "./pages/queue";
 import { Requests } from "./pages/requests";
 import { Stage } from "./pages/stage";
+import { Tenants } from "./pages/tenants";
+import { TimelinePage } from "./pages/timeline";
 
 export interface Page {
   /** Its address: #/path */
@@ -19,5 +22,8 @@ export const PAGES: Page[] = [
   { path: "queue", title: "Queue", group: "Now", view: Queue },
   { path: "requests", title: "Requests", group: "Now", view: Requests },
   { path: "leases", title: "Leases", group: "Now", view: Leases },
+  { path: "timeline", title: "Timeline", group: "Why", view: TimelinePage },
   { path: "decisions", title: "Decisions", group: "Why", view: Decisions },
+  { path: "tenants", title: "Tenants and limits", group: "Gateway", view: Tenants },
+  { path: "metrics", title: "Metrics", group: "Gateway", view: Metrics },
 ];

@@ -1,0 +1,215 @@
+// The last hour of every device: which model was there, its moves, and above them how many requests waited.
+import { useMemo, useState } from "preact/hooks";
+import { get } from "../api";
+import { clock, mib, plural, seconds } from "../format";
+import { useHistory, type History } from "../history";
+import { deviceNames } from "../live";
+import { Empty, PageHead, Problem, Readers } from "../parts/bits";
+import { toneOf } from "../parts/memory";
+import { usePoll } from "../poll";
+import { href } from "../route";
+import type { Decision } from "../types";
+import "./history.css";
+
+export interface Span {
+  slot: string;
+  model: string;
+  phase: string;
+  devices: Record<string, number>;
+  began: number;
+  ended: number | null;
+  outcome: string | null;
+  decision: Decision | null;
+}
+
+interface Timeline {
+  now: number;
+  since: number;
+  devices: string[];
+  spans: Span[];
+}
+
+const RANGES: [string, number][] = [
+  ["5 min", 300],
+  ["15 min", 900],
+  ["1 hour", 3600],
+];
+// Further models of a device are counted; each has a row of its own.
+const ROWS_MAX = 40;
+const TICKS = 6;
+const REST = new Set(["ready", "asleep"]);
+
+export function TimelinePage() {
+  const [range, setRange] = useState(900);
+  return (
+    <>
+      <PageHead title="Timeline" about="Which model was on which GPU, when it was swapped and why, with the requests that waited above.">
+        <div class="choice" role="group" aria-label="How far back">
+          {RANGES.map(([name, value]) => (
+            <button key={value} type="button" aria-pressed={range === value} onClick={() => setRange(value)}>
+              {name}
+            </button>
+          ))}
+        </div>
+      </PageHead>
+      <Readers>
+        <Chart range={range} />
+      </Readers>
+    </>
+  );
+}
+
+function Chart({ range }: { range: number }) {
+  const { data, error } = usePoll((signal) => get<Timeline>(`/api/v1/timeline?seconds=${range}`, { signal }), 2000, [range]);
+  const history = useHistory();
+  const [picked, setPicked] = useState<Span | null>(null);
+  if (!data) return <Problem>{error}</Problem>;
+  if (!data.spans.length) {
+    return (
+      <div class="panel">
+        <Empty title="No model was loaded in this time" command="greenroom chat MODEL">
+          Ask a model, and its load appears here.
+        </Empty>
+      </div>
+    );
+  }
+  return (
+    <>
+      <Problem>{error || history.error}</Problem>
+      <Details span={picked} now={data.now} />
+      <div class="panel gantt">
+        {history.data && <Waits history={history.data} range={data} />}
+        {data.devices.map((device) => (
+          <DeviceRows key={device} device={device} range={data} picked={picked} onPick={setPicked} />
+        ))}
+        <Axis range={data} />
+      </div>
+    </>
+  );
+}
+
+/** Where a time lies between the ends, in percent. */
+function at(time: number, { since, now }: Timeline): number {
+  return (100 * Math.min(Math.max(time - since, 0), now - since)) / (now - since);
+}
+
+/** Requests that waited, as an area over the same time as the rows below. */
+function Waits({ history, range }: { history: History; range: Timeline }) {
+  const places = history.at.map((time, index) => ({ time, index })).filter(({ time }) => time >= range.since - history.every_s);
+  const top = Math.max(1, ...places.map(({ index }) => history.queue[index] ?? 0));
+  const points = places.map(({ time, index }) => `${10 * at(time, range)},${60 - (56 * (history.queue[index] ?? 0)) / top}`);
+  const first = places[0];
+  const last = places.at(-1);
+  const longest = Math.max(0, ...places.map(({ index }) => history.mean_wait_s[index] ?? 0));
+  const said = `At most ${plural(top === 1 && !places.some(({ index }) => history.queue[index]) ? 0 : top, "request")} waited at once; the longest mean wait was ${seconds(longest)}.`;
+  return (
+    <div class="gantt-row waits">
+      <div class="gantt-name">
+        <b>Waiting</b>
+        <span class="fine">{said}</span>
+      </div>
+      <svg class="gantt-track" viewBox="0 0 1000 60" preserveAspectRatio="none" role="img" aria-label={said}>
+        {first && last && <polygon points={`${10 * at(first.time, range)},60 ${points.join(" ")} ${10 * at(last.time, range)},60`} />}
+      </svg>
+    </div>
+  );
+}
+
+function DeviceRows({ device, range, picked, onPick }: { device: string; range: Timeline; picked: Span | null; onPick: (span: Span) => void }) {
+  const rows = useMemo(() => rowsOf(device, range.spans), [device, range]);
+  const name = deviceNames.value.get(device) ?? (device === "host" ? "Host memory" : device);
+  if (!rows.length) return null;
+  return (
+    <section aria-label={name}>
+      <h2 class="gantt-device">{name}</h2>
+      {rows.slice(0, ROWS_MAX).map(([model, spans]) => (
+        <div key={model} class="gantt-row">
+          <div class="gantt-name" title={model}>
+            <a href={href("stage", { model })}>{model}</a>
+          </div>
+          <div class="gantt-track">
+            {spans.map((span) => (
+              <Bar key={`${span.slot} ${span.began}`} span={span} range={range} isPicked={span === picked} onPick={onPick} />
+            ))}
+          </div>
+        </div>
+      ))}
+      {rows.length > ROWS_MAX && <p class="fine gantt-more">and {plural(rows.length - ROWS_MAX, "model")} more that were there earlier</p>}
+    </section>
+  );
+}
+
+/** The models that were on this device with their spans there, the last that came first. */
+function rowsOf(device: string, spans: Span[]): [string, Span[]][] {
+  const rows = new Map<string, Span[]>();
+  for (const span of spans) {
+    if (!(device in span.devices)) continue;
+    const row = rows.get(span.model);
+    if (row) row.push(span);
+    else rows.set(span.model, [span]);
+  }
+  const latest = (row: Span[]) => Math.max(...row.map((span) => span.began));
+  return [...rows].sort(([, a], [, b]) => latest(b) - latest(a));
+}
+
+function Bar({ span, range, isPicked, onPick }: { span: Span; range: Timeline; isPicked: boolean; onPick: (span: Span) => void }) {
+  const left = at(span.began, range);
+  const right = at(span.ended ?? range.now, range);
+  const isRest = REST.has(span.phase);
+  const failed = span.outcome !== null && span.outcome !== "done";
+  const tone = `${isRest ? toneOf(span.model) : "move"} ${span.phase} ${failed ? "bad" : ""}`;
+  return (
+    <button
+      type="button"
+      class={`bar ${tone}`}
+      style={{ left: `${left}%`, width: `${Math.max(right - left, 0)}%` }}
+      title={says(span, range.now)}
+      aria-label={says(span, range.now)}
+      aria-pressed={isPicked}
+      onMouseEnter={() => onPick(span)}
+      onFocus={() => onPick(span)}
+      onClick={() => onPick(span)}
+    />
+  );
+}
+
+function says(span: Span, now: number): string {
+  const until = span.ended === null ? "until now" : `until ${clock(span.ended)}`;
+  const how = span.outcome && span.outcome !== "done" ? ` (${span.outcome})` : "";
+  return `${span.model}: ${span.phase}${how} from ${clock(span.began)} ${until}, ${seconds((span.ended ?? now) - span.began)}`;
+}
+
+/** What is known of the span under the pointer. Its place is always there, so that nothing jumps. */
+function Details({ span, now }: { span: Span | null; now: number }) {
+  if (!span) return <p class="panel gantt-details quiet-text">Point at a bar to see what happened and why.</p>;
+  const why = span.decision;
+  const held = Object.entries(span.devices).map(([device, held_mib]) => `${mib(held_mib)} on ${deviceNames.value.get(device) ?? device}`);
+  return (
+    <p class="panel gantt-details" role="status">
+      <b>{says(span, now)}</b>
+      <span class="quiet-text">{held.join(", ")}</span>
+      {why && (
+        <span>
+          Why: {String(why.why).replaceAll("_", " ")}
+          {why.for_model && <> for {why.for_model}</>}
+        </span>
+      )}
+    </p>
+  );
+}
+
+function Axis({ range }: { range: Timeline }) {
+  const step = (range.now - range.since) / TICKS;
+  return (
+    <div class="gantt-row axis" aria-hidden="true">
+      <div class="gantt-name" />
+      <div class="gantt-track">
+        {Array.from({ length: TICKS + 1 }, (_, tick) => (
+          <span key={tick} style={{ left: `${(100 * tick) / TICKS}%` }}>
+            {clock(range.since + tick * step).slice(0, 5)}
+          </span>
+        ))}
+      </div>
+    </div>
+  );
+}
