@@ -199,6 +199,10 @@ def _sections(folder: Path, gpus: Path) -> dict[str, Any]:
     return {
         "memory": {"probe": "file", "file": str(gpus), "look_every_s": 0.5, "gpu_margin_mib": 256},
         "library": {"roots": [str(folder / "models")], "downloads_max": 1},
+        "tenants": {
+            "research": {"requests_per_minute": 600, "tokens_per_minute": 200_000},
+            "website": {"requests_per_minute": 1_200, "concurrent_max": 32},
+        },
     }
 
 

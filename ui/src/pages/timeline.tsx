@@ -37,6 +37,7 @@ const RANGES: [string, number][] = [
 // Further models of a device are counted; each has a row of its own.
 const ROWS_MAX = 40;
 const TICKS = 6;
+const HOST = "host";
 const REST = new Set(["ready", "asleep"]);
 
 export function TimelinePage() {
@@ -117,7 +118,7 @@ function Waits({ history, range }: { history: History; range: Timeline }) {
 
 function DeviceRows({ device, range, picked, onPick }: { device: string; range: Timeline; picked: Span | null; onPick: (span: Span) => void }) {
   const rows = useMemo(() => rowsOf(device, range.spans), [device, range]);
-  const name = deviceNames.value.get(device) ?? (device === "host" ? "Host memory" : device);
+  const name = deviceNames.value.get(device) ?? (device === HOST ? "Host memory" : device);
   if (!rows.length) return null;
   return (
     <section aria-label={name}>
@@ -143,7 +144,9 @@ function DeviceRows({ device, range, picked, onPick }: { device: string; range: 
 function rowsOf(device: string, spans: Span[]): [string, Span[]][] {
   const rows = new Map<string, Span[]>();
   for (const span of spans) {
-    if (!(device in span.devices)) continue;
+    // What is asleep lies in host memory, also where nobody knows how much it takes.
+    const isThere = device in span.devices || (device === HOST && span.phase === "asleep");
+    if (!isThere) continue;
     const row = rows.get(span.model);
     if (row) row.push(span);
     else rows.set(span.model, [span]);
