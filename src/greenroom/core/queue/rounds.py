@@ -69,7 +69,8 @@ class Rounds:
                 continue
             record = state.claimants[model]
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
-            if asked >= few and mib >= least.get(devices, inf):
+            smallest = least.get(devices)
+            if asked >= few and smallest is not None and mib >= smallest:
                 continue
             if asked >= few + ASKED_MAX:
                 break
@@ -77,7 +78,7 @@ class Rounds:
             until_this, then = self._ask_for(queue, residents, now)
             until = min(until, until_this)
             if then is residents:
-                least[devices] = min(mib, least.get(devices, mib))
+                least[devices] = mib if smallest is None else min(mib, smallest)
             residents = then
         self.look_again_at(until, now)
 
