@@ -91,10 +91,12 @@ class HostedGateway(Gateway):
 
 
 @contextlib.contextmanager
-def hosted_gateway(home: Path, models: Mapping[str, Mapping[str, Any]], **sections: Any) -> Iterator[HostedGateway]:
+def hosted_gateway(
+    home: Path, models: Mapping[str, Mapping[str, Any]], *, interpreter: str = sys.executable, **sections: Any
+) -> Iterator[HostedGateway]:
     """A gateway with these models and sections of its configuration, its state in `home`."""
     models = {name: {"ttl_s": 0, **model} for name, model in models.items()}
-    with gateway(models, home=home, memory={"probe": "nvml"}, **sections) as found:
+    with gateway(models, home=home, python=interpreter, memory={"probe": "nvml"}, **sections) as found:
         yield HostedGateway(found.port, found.pid, found.config)
 
 
