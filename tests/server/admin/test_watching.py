@@ -238,6 +238,7 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "missing": None,
         "cache": None,
         "no_sleep": None,
+        "versioned": False,
         "pid": 42,
     }
     assert slot["id"] == "s-a"

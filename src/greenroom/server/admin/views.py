@@ -218,6 +218,8 @@ class ModelView(View):
     cache: CacheView | None
     no_sleep: str | None
     """Why it is unloaded where its engine could sleep; null if it sleeps, or its engine never does."""
+    versioned: bool
+    """Under version control: its weights can be changed while it serves."""
     pid: int | None
 
 

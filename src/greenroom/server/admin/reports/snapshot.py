@@ -237,6 +237,7 @@ class Snapshot:
             missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
             cache=cache_view(self._gateway.slots, slots),
             no_sleep=_no_sleep(entry),
+            versioned=entry.config.versions is not None,
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
 
