@@ -3,11 +3,14 @@ import type { ComponentType } from "preact";
 import { Decisions } from "./pages/decisions";
 import { Leases } from "./pages/leases";
 import { Metrics } from "./pages/metrics";
+import { Playground } from "./pages/playground/playground";
 import { Queue } from "./pages/queue";
 import { Requests } from "./pages/requests";
 import { Stage } from "./pages/stage";
+import { Tasks } from "./pages/tasks";
 import { Tenants } from "./pages/tenants";
 import { TimelinePage } from "./pages/timeline";
+import { Versions } from "./pages/versions";
 
 export interface Page {
   /** Its address: #/path */
@@ -24,6 +27,9 @@ export const PAGES: Page[] = [
   { path: "leases", title: "Leases", group: "Now", view: Leases },
   { path: "timeline", title: "Timeline", group: "Why", view: TimelinePage },
   { path: "decisions", title: "Decisions", group: "Why", view: Decisions },
+  { path: "playground", title: "Playground", group: "Models", view: Playground },
+  { path: "tasks", title: "Tasks and downloads", group: "Models", view: Tasks },
+  { path: "versions", title: "Versions", group: "Models", view: Versions },
   { path: "tenants", title: "Tenants and limits", group: "Gateway", view: Tenants },
   { path: "metrics", title: "Metrics", group: "Gateway", view: Metrics },
 ];

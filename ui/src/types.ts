@@ -59,6 +59,8 @@ export interface Model {
   missing: string | null;
   cache: { kv_used: number; prefix_queries: number | null; prefix_hits: number | null; kv_tokens: number | null } | null;
   no_sleep: string | null;
+  /** Its weights can be changed while it serves. */
+  versioned: boolean;
   pid: number | null;
   /** performance.now() when it was told: its times are of then. */
   told_at: number;
