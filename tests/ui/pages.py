@@ -1,0 +1,25 @@
+"""The pages of the dashboard: what each is called, and a word of the scene that proves its data have come."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from playwright.sync_api import Page, expect
+
+PAGES: Final[dict[str, tuple[str, str]]] = {
+    "stage": ("Stage", "qwen3-14b"),
+    "queue": ("Queue", "qwen3-coder-30b"),
+    "requests": ("Requests", "qwen3-14b"),
+    "leases": ("Leases", "blender"),
+    "decisions": ("Decisions", "mistral-small-24b"),
+    "playground": ("Playground", "phi-4-mini"),
+    "tasks": ("Tasks and downloads", "Qwen/Qwen3-4B"),
+    "versions": ("Versions", "tiny-chat-v2"),
+}
+
+
+def ready(shown: Page, page: str) -> None:
+    """Return when the page shows what the gateway says."""
+    title, proof = PAGES[page]
+    expect(shown.get_by_role("heading", name=title, level=1)).to_be_visible()
+    expect(shown.locator("#main").get_by_text(proof).first).to_be_attached()
