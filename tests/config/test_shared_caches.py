@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from greenroom.config.schema import Model
+from greenroom.config.sections.shared_caches import ARGUMENTS
 
 SHARING: list[tuple[str, list[str]]] = [
     ("llamacpp", ["--cache-ram", "1024"]),
@@ -26,6 +27,14 @@ SHARING: list[tuple[str, list[str]]] = [
     ("vllm", ["--kv-offloading-backend", "lmcache"]),
     ("vllm", ["--prefix-caching-hash-algo", "xxhash"]),
     ("vllm", ["--speculative-config", '{"method": "suffix"}']),
+    ("vllm", ["--speculative-config.method", "suffix"]),
+    ("vllm", ["-sc", '{"method": "suffix"}']),
+    ("vllm", ["--spec-method", "suffix"]),
+    # Their parsers take the beginning of a name for the whole.
+    ("vllm", ["--kv-transfer", "{}"]),
+    ("vllm", ["--prefix-caching-hash=xxhash"]),
+    ("sglang", ["--speculative-algo", "NGRAM"]),
+    ("sglang", ["--enable_lm"]),
     ("sglang", ["--hicache-storage-backend", "file"]),
     ("sglang", ["--enable-lmcache"]),
     ("sglang", ["--speculative-algorithm", "NGRAM"]),
@@ -37,7 +46,11 @@ HARMLESS: list[tuple[str, list[str]]] = [
     ("llamacpp", ["--lookup-cache-static", "/tmp/lookup"]),
     ("vllm", ["--no-enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor"]),
     ("vllm", ["--speculative-config", '{"method": "ngram"}']),
+    ("vllm", ["--spec-method", "mtp", "--spec-model", "/m/suffix"]),
+    ("vllm", ["--kv-events-config", "{}", "--kv-cache-dtype", "fp8"]),
     ("sglang", ["--enable-hierarchical-cache", "--speculative-algorithm", "EAGLE"]),
+    ("sglang", ["--speculative-algo", "EAGLE", "--hicache-ratio", "2"]),
+    ("llamacpp", ["--cache", "64"]),
     ("comfyui", ["--cache-ram", "8"]),
 ]
 PATHS = {"llamacpp": {"path": "/m/a.gguf"}, "comfyui": {"path": "/c", "workflow": "w", "inputs": {"prompt": "6.text"}}}
@@ -61,6 +74,24 @@ def test_an_argument_that_shares_is_refused_with_what_to_do(engine: str, args: l
 @pytest.mark.parametrize(("engine", "args"), HARMLESS)
 def test_other_arguments_are_the_operators_business(engine: str, args: list[str]) -> None:
     assert model(engine, args=args).args == tuple(args)
+
+
+def test_every_argument_of_the_table_is_tried() -> None:
+    """Words are compared with the table as they are written there: one of each row is above."""
+    tried = {(engine, args[0].partition("=")[0]) for engine, args in SHARING}
+    for engine, rows in ARGUMENTS.items():
+        for names in rows:
+            assert {(engine, name) for name in names.split()} & tried, (engine, names)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("args", [["--config", "a.yaml"], ["--config=a.yaml"], ["--conf", "a.yaml"]])
+def test_a_file_of_arguments_is_refused_because_it_may_hold_any(engine: str, args: list[str]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        model(engine, args=args)
+    (problem,) = refused.value.errors()[0]["ctx"]["problems"]
+    assert problem.where == ("args", 0) and "Write them in args" in problem.message
+    assert model(engine, args=args, isolate_tenants="off").args == tuple(args)
 
 
 def test_a_variable_that_says_the_same_is_refused_too() -> None:

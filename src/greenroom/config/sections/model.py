@@ -37,7 +37,7 @@ from greenroom.config.sections.engine_keys import (
     WITH_EMBEDDING,
     WITH_PATH,
 )
-from greenroom.config.sections.shared_caches import sharing_arguments, sharing_variables
+from greenroom.config.sections.shared_caches import files_of_arguments, sharing_arguments, sharing_variables
 from greenroom.config.sections.tenants import RateLimits
 from greenroom.config.sections.versions import ModelVersions
 
@@ -450,6 +450,9 @@ def _shared_caches(model: Model, engine: str) -> Iterator[Problem]:
     )
     for position, argument in sharing_arguments(engine, model.args):
         yield Problem(("args", position), f"{argument} {told}")
+    for position in files_of_arguments(engine, model.args):
+        unseen = "names a file of arguments, which may let tenants share what was computed for their prompts"
+        yield Problem(("args", position), f"{unseen}. Write them in args, or give the model isolate_tenants: off")
     for name in sharing_variables(engine, model.env):
         yield Problem(("env", name), told)
 

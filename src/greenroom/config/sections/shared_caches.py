@@ -27,7 +27,7 @@ def _with(*parts: str) -> Shares:
     return lambda value: any(part in value.lower() for part in parts)
 
 
-_SPELLINGS: Final[Mapping[str, Mapping[str, Shares]]] = {
+ARGUMENTS: Final[Mapping[str, Mapping[str, Shares]]] = {
     "llamacpp": {
         # A cache of prompts of all slots in host memory.
         "--cache-ram -cram": _unless("0"),
@@ -45,7 +45,8 @@ _SPELLINGS: Final[Mapping[str, Mapping[str, Shares]]] = {
         # Two prompts can be made to have the same hash.
         "--prefix-caching-hash-algo": lambda value: not value.startswith("sha256"),
         # It drafts from answers to all requests.
-        "--speculative-config": _with("suffix"),
+        "--speculative-config -sc": _with("suffix"),
+        "--spec-method": _with("suffix"),
     },
     "sglang": {
         "--hicache-storage-backend": _always,
@@ -54,10 +55,14 @@ _SPELLINGS: Final[Mapping[str, Mapping[str, Shares]]] = {
         "--speculative-algorithm": _with("ngram"),
     },
 }
-_ARGUMENTS: Final = {
+_BY_NAME: Final = {
     engine: {name: shares for names, shares in spelled.items() for name in names.split()}
-    for engine, spelled in _SPELLINGS.items()
+    for engine, spelled in ARGUMENTS.items()
 }
+# These are Python programs, whose parsers take the beginning of a name for the whole.
+_ABBREVIATING: Final = frozenset({"vllm", "sglang"})
+# With it they read further arguments from a file.
+_FILE: Final = "--config"
 # Variables by which llama-server is told the same.
 VARIABLES: Final[Mapping[str, Mapping[str, Shares]]] = {
     "llamacpp": {
@@ -70,17 +75,33 @@ VARIABLES: Final[Mapping[str, Mapping[str, Shares]]] = {
 
 def sharing_arguments(engine: str, args: Sequence[str]) -> Iterator[tuple[int, str]]:
     """The arguments that share, each with its position. They are written `--x y`, `--x=y`, `--x.part y` or `--x_y`."""
-    known = _ARGUMENTS.get(engine, {})
     for position, word in enumerate(args[:_WORDS_MAX]):
         said, is_joined, value = word.partition("=")
-        name = said.replace("_", "-") if said.startswith("--") else said
-        shares = known.get(name) or known.get(name.partition(".")[0])
+        shares = _rule(engine, _name(said))
         if shares is None:
             continue
         if not is_joined:
             value = args[position + 1] if position + 1 < len(args) else ""
         if shares(value):
             yield position, said
+
+
+def files_of_arguments(engine: str, args: Sequence[str]) -> Iterator[int]:
+    """The positions of arguments that name a file of further ones."""
+    if engine in _ABBREVIATING:
+        names = (_name(word.partition("=")[0]) for word in args[:_WORDS_MAX])
+        yield from (position for position, name in enumerate(names) if len(name) > 4 and _FILE.startswith(name))
+
+
+def _name(said: str) -> str:
+    return said.replace("_", "-").partition(".")[0] if said.startswith("--") else said
+
+
+def _rule(engine: str, name: str) -> Shares | None:
+    known = _BY_NAME.get(engine, {})
+    if name in known or engine not in _ABBREVIATING or not name.startswith("--") or name == "--":
+        return known.get(name)
+    return next((shares for whole, shares in known.items() if whole.startswith(name)), None)
 
 
 def sharing_variables(engine: str, env: Mapping[str, str]) -> Iterator[str]:
