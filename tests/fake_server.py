@@ -25,8 +25,10 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tests.fake_engine import Engine, Hung, error, parse_switches
+from tests.fake_answers import error
+from tests.fake_engine_acts import Engine, Hung
 from tests.fake_http import Connection, Request
+from tests.fake_switches import parse_switches
 
 FAULTS = frozenset(os.environ.get("FAKE_FAULTS", "").split())
 # What the first token after any prompt is worth, with the weights and without.

@@ -24,7 +24,9 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tests import fake_engine, fake_gpu
+from tests import fake_gpu
+from tests.fake_engine_acts import Engine
+from tests.fake_switches import parse_switches
 
 ARENA_MIB = 3
 KV_BYTES = 1024 * 1024
@@ -43,8 +45,8 @@ class Slot:
         self.id, self.model, self.folder = said["slot"], said["model"], Path(said["path"])
         self.fd = fd
         self.is_awake = False
-        self.switches = fake_engine.parse_switches(["--uds", said["socket"], "--name", said["model"]])
-        self.engine = fake_engine.Engine(self.switches)
+        self.switches = parse_switches(["--uds", said["socket"], "--name", said["model"]])
+        self.engine = Engine(self.switches)
         self.server: asyncio.Server | None = None
 
     @property

@@ -33,7 +33,7 @@ FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:
     """A model run by the fake engine with these switches."""
-    cmd = [sys.executable, str(FAKE_ENGINE), "--port", "${PORT}", "--name", name, *switches]
+    cmd = [sys.executable, "-I", "-S", str(FAKE_ENGINE), "--port", "${PORT}", "--name", name, *switches]
     return {"cmd": cmd, "memory_mib": 100, "stop_timeout_s": 2, **keys}
 
 

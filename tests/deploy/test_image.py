@@ -96,8 +96,8 @@ class Pod:
             place = self.image.root / mount["mountPath"].strip("/")
             place.mkdir(parents=True, exist_ok=True)
         (programs := self.folder / "models" / "tests").mkdir()
-        for name in ("__init__.py", FAKE_ENGINE.name, "fake_gpu.py", "fake_http.py"):
-            shutil.copy(FAKE_ENGINE.with_name(name), programs)
+        for program in (FAKE_ENGINE.with_name("__init__.py"), *FAKE_ENGINE.parent.glob("fake_*.py")):
+            shutil.copy(program, programs)
         fake = {"cmd": "python /models/tests/fake_engine.py --port ${PORT} --name fake", "memory_mib": 10}
         whole = {**yaml.safe_load(config), "models": {"fake": fake}}
         (self.folder / "config" / "greenroom.yaml").write_text(yaml.safe_dump(whole))

@@ -21,7 +21,7 @@ LOADS_S = ("--load-s", "0.5")
 def vllm(folder: Path) -> Path:
     """A program called `vllm`: the fake engine behind `vllm serve`."""
     path = folder / "vllm"
-    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {FAKE_ENGINE} "$@"\n')
+    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -I -S {FAKE_ENGINE} "$@"\n')
     path.chmod(0o700)
     return path
 
@@ -35,7 +35,10 @@ def recognised(folder: Path, journal: Journal) -> dict[str, Any]:
     """Models of `vllm serve`, without the key."""
     models = {name: fake(name, *LOADS_S, *journal.switches) for name in NAMES}
     program = str(vllm(folder))
-    return {name: {**model, "cmd": [program, "serve", *model["cmd"][2:]]} for name, model in models.items()}
+    return {
+        name: {**model, "cmd": [program, "serve", *model["cmd"][model["cmd"].index("--port") :]]}
+        for name, model in models.items()
+    }
 
 
 @pytest.mark.parametrize("models_of", [said, recognised])

@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S, until
 
 FILTERS = {"stripParams": "seed", "setParamsByID": {"${MODEL_ID}:hot": {"temperature": 2}}}
 SWAP = {
-    "macros": {"engine": f"{shlex.quote(sys.executable)} {shlex.quote(str(FAKE_ENGINE))} --port ${{PORT}}"},
+    "macros": {"engine": f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(FAKE_ENGINE))} --port ${{PORT}}"},
     "healthCheckTimeout": 60,
     "models": {
         "a": {"cmd": "${engine} --name a", "ttl": 300, "name": "The first", "filters": FILTERS},
