@@ -1,8 +1,9 @@
-"""What keys, limits and the counting of usage add to the cost of a request, beside a gateway without them in one run.
+"""What limits and the counting of usage add to the cost of a request, beside gateways without them in one run.
 
-CPU microseconds per request and per streamed chunk, as in `gateway.cost`. With them on, the key, its tenant and the
-model each have a limit on requests, on tokens and on requests at once, so that every check is made. Off, no key is
-asked for, nothing is limited and no usage is kept.
+CPU microseconds per request and per streamed chunk, as in `gateway.cost`, of three gateways. `all`: the key, its
+tenant and the model each have a limit on requests, on tokens and on requests at once, so that every check is made, and
+usage is kept. `key`: a key is asked for, as in `gateway.cost`, and nothing else; the goals are ratios to this. `none`:
+not even that.
 
     python -m benchmarks.gateway.limits [--compiled PYTHON] [--rounds 5] [--requests 20000]
 """
@@ -30,8 +31,12 @@ MODEL = {
     "concurrency": 512,
     "preload": True,
 }
-OFF: dict[str, Any] = {"models": {"mock": MODEL}, "server": {"usage_days": 0}}
-ON: dict[str, Any] = {
+NONE: dict[str, Any] = {"models": {"mock": MODEL}, "server": {"usage_days": 0}}
+JUST_KEY: dict[str, Any] = {
+    "models": {"mock": MODEL},
+    "server": {"usage_days": 0, "api_keys": [{"name": "bench", "key": KEY}]},
+}
+ALL: dict[str, Any] = {
     "models": {"mock": {**MODEL, "limits": LIMITS}},
     "server": {"api_keys": [{"name": "bench", "key": KEY, "tenant": "lab", "limits": LIMITS, "admin": True}]},
     "tenants": {"lab": LIMITS},
@@ -41,13 +46,13 @@ ON: dict[str, Any] = {
 def figures_of(python: str, options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         sides = {}
-        for name, config in (("off", OFF), ("on", ON)):
+        for name, config in (("none", NONE), ("key", JUST_KEY), ("all", ALL)):
             own = stack.enter_context(gateway(python=python, **config))
             # The gateway's engine is its child: its time is not the gateway's.
             sides[name] = (own.port, partial(own_cpu_s, own.pid))
         figures = compare(sides, options.rounds, requests=options.requests, streams=options.streams)
     for name in ("request", "chunk"):
-        figures[f"{name}_ratio"] = round(figures["on"][f"{name}_us"] / figures["off"][f"{name}_us"], 3)
+        figures[f"{name}_ratio"] = round(figures["all"][f"{name}_us"] / figures["key"][f"{name}_us"], 3)
     return figures
 
 
