@@ -1,4 +1,4 @@
-// Memory that programs other than models hold: who has it, until when, and how to take it back.
+// Memory that programs other than models hold, until when, and how to take it back.
 import { useState } from "preact/hooks";
 import { get } from "../api";
 import { mib, seconds } from "../format";

@@ -1,4 +1,4 @@
-// Who waits for what: position, time, reason. Only the rows in sight are asked for, however long the queue is.
+// What waits for what: position, time, reason. Only the rows in sight are asked for, however long the queue is.
 import type { ComponentChildren } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { get } from "../api";
@@ -83,7 +83,7 @@ function Waiting() {
         phone={(row) => <Phone row={row} cancel={cancel} />}
         empty={
           <div class="panel">
-            <Empty title="Nobody waits">Requests wait here while their model is loaded, or while it answers as many as it can.</Empty>
+            <Empty title="Nothing waits">Requests wait here while their model is loaded, or while it answers as many as it can.</Empty>
           </div>
         }
       />

@@ -117,7 +117,7 @@ function FloorPanel({ floor }: { floor: Floor }) {
         {floor.occupants.map((one) => (
           <Row key={one.slot.id} occupant={one} flip={`${one.name}`} />
         ))}
-        {!floor.occupants.length && <li class="nobody">Empty. A request for a model brings it here.</li>}
+        {!floor.occupants.length && <li class="nothing">Empty. A request for a model brings it here.</li>}
       </ul>
     </article>
   );
@@ -216,7 +216,7 @@ function Room({ seen, room }: { seen: Status; room: Occupant[] }) {
           {room.map((one) => (
             <Row key={one.slot.id} occupant={one} flip={one.name} />
           ))}
-          {!room.length && <li class="nobody">No model is asleep. Engines that can sleep send their models here.</li>}
+          {!room.length && <li class="nothing">No model is asleep. Engines that can sleep send their models here.</li>}
         </ul>
       </div>
     </section>
@@ -239,7 +239,7 @@ function Home({ home }: { home: Model[] }) {
         {found.length > HOME_SHOWN_MAX && (
           <p class="fine">and {count(found.length - HOME_SHOWN_MAX)} more: find them by name.</p>
         )}
-        {!found.length && <p class="nobody">{home.length ? "No model has that name." : "Every model is loaded or asleep."}</p>}
+        {!found.length && <p class="nothing">{home.length ? "No model has that name." : "Every model is loaded or asleep."}</p>}
       </div>
     </section>
   );

@@ -1,4 +1,4 @@
-// A bar of memory: who holds how much of it.
+// A bar of memory: what holds how much of it.
 import { mib } from "../format";
 
 export interface Segment {

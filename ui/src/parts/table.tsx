@@ -52,7 +52,7 @@ export function Table<T>(props: Props<T>) {
   const tracks = { gridTemplateColumns: columns.map((column) => column.width ?? "minmax(0, 1fr)").join(" ") };
   const whole = rows.length * rowPx;
   return (
-    <div class={isTall ? "table tall" : "table"} style={{ minHeight: `${Math.min(LOW_PX, whole + HEAD_PX + 2)}px` }}>
+    <div class={isTall ? "table tall" : "table"} style={{ minHeight: `${Math.min(LOW_PX, whole + (isTall ? 0 : HEAD_PX) + 2)}px` }}>
       <div class="tscroll" role="table" aria-label={props.label} aria-rowcount={rows.length + 1} ref={box} tabIndex={0}>
         <div class={isTall ? "thead unseen" : "thead"} role="row" style={tracks}>
           {columns.map((column) => (
