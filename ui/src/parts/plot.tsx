@@ -42,7 +42,7 @@ export function Plot({ label, lines, data, height = 160, format = String, isTime
         cursor: { y: false, points: { size: 6 } },
         scales: { x: { time: isTime }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(max ?? 0, high ?? 0) || 1] } },
         axes: [
-          { ...axis, space: 70, values: isTime ? (_, ticks) => ticks.map((at) => new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" })) : undefined },
+          { ...axis, size: 28, space: 70, values: isTime ? (_, ticks) => ticks.map((at) => new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" })) : undefined },
           { ...axis, size: 64, space: 36, values: (_, ticks) => ticks.map(format) },
         ],
         series: [
