@@ -313,10 +313,14 @@ class App:
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
+    async def reread(self) -> Config:
+        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
+        return await asyncio.to_thread(self._reread or self._read_file)
+
     async def reload(self) -> Changes:
         """Read the file again and apply what changed. Raises ConfigError, and then nothing has changed."""
         async with self._reloading:
-            config = await asyncio.to_thread(self._reread or self._read_file)
+            config = await self.reread()
             changes = diff(self.config, config)
             refuse_restart(changes)
             _refuse_open_door(config)

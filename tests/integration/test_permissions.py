@@ -134,6 +134,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("DELETE", "/api/v1/requests/{request_id}"): admins(404),
     ("GET", "/api/v1/clients"): admins(),
     ("GET", "/api/v1/config"): admins(),
+    ("GET", "/api/v1/config/effective"): admins(),
     ("PUT", "/api/v1/config"): admins(200, {"allowCloudFallback": True}),
     ("GET", "/api/v1/remotes"): admins(),
     ("GET", "/api/v1/decisions"): admins(),

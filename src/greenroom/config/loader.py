@@ -286,7 +286,7 @@ _PATTERNS = {
     "api_key_env": "must be the name of an environment variable, not the key itself",
 }
 # Values below these keys may be secrets and are never shown.
-_SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
+SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
 
 
 def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
@@ -360,7 +360,7 @@ def _message(where: Where, detail: ErrorDetails) -> str:
 
 
 def _not_this(where: Where, value: object) -> str:
-    return "" if _SECRET_KEYS.intersection(where) else f", not {shown(value)}"
+    return "" if SECRET_KEYS.intersection(where) else f", not {shown(value)}"
 
 
 _BY_SHARE = "how often a busy model gives way is said by scheduler.away_share"

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
+from greenroom.config import loader
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.effects import Effects
@@ -241,6 +242,7 @@ class FakeGateway:
 
     def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
         self.config = Config(models=dict(models or {}), server=Server(**server))
+        self.path: Path | None = None
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
@@ -310,6 +312,9 @@ class FakeGateway:
 
     def must_fetch(self, model: str) -> bool:
         return False
+
+    async def reread(self) -> Config:
+        return loader.load(self.path).config
 
     async def reload(self) -> Changes:
         if self.reload_error is not None:

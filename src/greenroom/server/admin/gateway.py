@@ -6,6 +6,7 @@ Protocols only. `app.py` passes in the real gateway, tests a small one with real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from greenroom.config.diff import Changes
@@ -305,6 +306,15 @@ class Gateway(Protocol):
 
         Raises EngineFault, in bounded time.
         """
+        ...
+
+    @property
+    def path(self) -> Path | None:
+        """The configuration file; None without one."""
+        ...
+
+    async def reread(self) -> Config:
+        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
         ...
 
     async def reload(self) -> Changes:

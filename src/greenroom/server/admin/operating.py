@@ -29,6 +29,7 @@ from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
+from greenroom.server.admin.reports.configuration import ConfigRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
 from greenroom.server.admin.reports.streams import (
     PLAIN,
@@ -108,6 +109,7 @@ class Operating:
         app.get(f"{_ONE}/logs")(self.logs)
         app.get(f"{_ONE}/logs/stream", response_class=Response, responses=_STREAM_KINDS)(self.stream_logs)
         app.post("/api/v1/reload")(self.reload)
+        ConfigRoutes(self._gateway).add_to(app)
 
     async def load(
         self,

@@ -1,0 +1,153 @@
+"""`/api/v1/config/effective`: every value that counts, where it is from, and what the file says by now.
+
+Reads the file again and applies nothing. For admins: a configuration names paths, tenants and other machines. What may
+be a secret is never told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fastapi import FastAPI
+
+from greenroom.config import environment, loader
+from greenroom.config.diff import diff
+from greenroom.config.loader import LoadedConfig
+from greenroom.config.problems import problems
+from greenroom.config.reader import Where, dotted
+from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.views import View
+
+PATH: Final = "/api/v1/config/effective"
+# Commands and their arguments may hold keys for what they start.
+_HIDDEN: Final = loader.SECRET_KEYS | {"cmd", "cmd_stop", "args"}
+
+
+class ConfigValue(View):
+    key: str
+    """As in messages: `models.qwen.ctx_size`."""
+    value: Any
+    """As it counts, with defaults and absolute paths; `(hidden)` if it may be a secret."""
+    source: Literal["file", "environment", "default", "other"] | None
+    """other: the command line, or what another key implies. Null while the file cannot be used."""
+    variable: str | None
+    """The environment variable that says it."""
+
+
+class ConfigCheck(View):
+    """What `greenroom check` says of the keys of the file, as it is now."""
+
+    problems: list[str]
+    """Why a reload would be refused; empty if it would not."""
+    warnings: list[str]
+
+
+class PendingChanges(View):
+    """What differs between what runs and what would be read now: ids of models, and keys."""
+
+    added: list[str]
+    changed: list[str]
+    relabelled: list[str]
+    removed: list[str]
+    at_once: list[str]
+    needs_restart: list[str]
+    """While there is one, a reload is refused."""
+
+
+class EffectiveConfig(View):
+    file: str | None
+    """Null where the gateway was started without one."""
+    values: list[ConfigValue]
+    """All keys outside models; of each model those that differ from their defaults."""
+    check: ConfigCheck
+    pending: PendingChanges | None
+    """What a reload would do; null if there is nothing to read, or it cannot be used."""
+
+
+class ConfigRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(PATH)(self.effective_config)
+
+    async def effective_config(self) -> EffectiveConfig:
+        """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
+        gateway = self._gateway
+        loaded, wrong = await asyncio.to_thread(_read, gateway.path)
+        warnings = problems(gateway.config) if loaded is None else loaded.warnings
+        return EffectiveConfig(
+            file=None if gateway.path is None else str(gateway.path),
+            values=list(_values(gateway.config, loaded)),
+            check=ConfigCheck(problems=wrong, warnings=list(warnings)),
+            pending=None if loaded is None else await self._pending(),
+        )
+
+    async def _pending(self) -> PendingChanges | None:
+        try:
+            changes = diff(self._gateway.config, await self._gateway.reread())
+        except ConfigError:
+            # There is no file, or it has become unusable just now.
+            return None
+        return PendingChanges(
+            added=list(changes.added),
+            changed=list(changes.changed),
+            relabelled=list(changes.relabelled),
+            removed=list(changes.removed),
+            at_once=list(changes.at_once),
+            needs_restart=list(changes.needs_restart),
+        )
+
+
+def _read(path: Path | None) -> tuple[LoadedConfig | None, list[str]]:
+    try:
+        return loader.load(path, to_serve=True), []
+    except ConfigError as error:
+        return None, error.message.splitlines()
+
+
+def _values(config: Config, loaded: LoadedConfig | None) -> Iterator[ConfigValue]:
+    defaults = dict(_leaves((), Config().model_dump(mode="json", exclude={"models"})))
+    variables = environment.said(os.environ).names
+    for where, value in _all(config):
+        variable, is_default = variables.get(where), where in defaults and defaults[where] == value
+        source: Literal["file", "environment", "default", "other"] | None
+        if variable is not None:
+            source = "environment"
+        elif loaded is not None and where in loaded.places:
+            source = "file"
+        else:
+            source = "default" if is_default else "other" if loaded is not None else None
+        yield ConfigValue(key=dotted(where), value=_told(where, value), source=source, variable=variable)
+
+
+def _all(config: Config) -> Iterator[tuple[Where, Any]]:
+    yield from _leaves((), config.model_dump(mode="json", exclude={"models"}))
+    for name, model in config.models.items():
+        yield from _leaves(("models", name), model.model_dump(mode="json", exclude_defaults=True))
+
+
+def _leaves(where: Where, value: Any) -> Iterator[tuple[Where, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves((*where, str(key)), inner)
+    else:
+        yield where, value
+
+
+def _told(where: Where, value: Any) -> Any:
+    """The value without secrets, which may be inside of lists, too."""
+    if _HIDDEN.intersection(where) and value not in (None, [], {}):
+        return environment.HIDDEN
+    if isinstance(value, Mapping):
+        return {key: _told((*where, str(key)), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_told((*where, at), inner) for at, inner in enumerate(value)]
+    # An address with a user's name has a password, too.
+    return environment.HIDDEN if isinstance(value, str) and "://" in value and "@" in value else value
