@@ -11,10 +11,14 @@ PAGES: Final[dict[str, tuple[str, str]]] = {
     "queue": ("Queue", "qwen3-coder-30b"),
     "requests": ("Requests", "qwen3-14b"),
     "leases": ("Leases", "blender"),
+    "timeline": ("Timeline", "qwen3-14b"),
     "decisions": ("Decisions", "mistral-small-24b"),
     "playground": ("Playground", "phi-4-mini"),
     "tasks": ("Tasks and downloads", "Qwen/Qwen3-4B"),
     "versions": ("Versions", "tiny-chat-v2"),
+    "tenants": ("Tenants and limits", "website"),
+    "config": ("Config", "memory.look_every_s"),
+    "metrics": ("Metrics", "Requests"),
 }
 
 

@@ -1,5 +1,6 @@
 // Every page there is, in the order of the navigation.
 import type { ComponentType } from "preact";
+import { Config } from "./pages/config";
 import { Decisions } from "./pages/decisions";
 import { Leases } from "./pages/leases";
 import { Metrics } from "./pages/metrics";
@@ -31,5 +32,6 @@ export const PAGES: Page[] = [
   { path: "tasks", title: "Tasks and downloads", group: "Models", view: Tasks },
   { path: "versions", title: "Versions", group: "Models", view: Versions },
   { path: "tenants", title: "Tenants and limits", group: "Gateway", view: Tenants },
+  { path: "config", title: "Config", group: "Gateway", view: Config },
   { path: "metrics", title: "Metrics", group: "Gateway", view: Metrics },
 ];

@@ -41,7 +41,7 @@ function Main({ page }: { page: Page }) {
   useEffect(() => element.current?.scrollTo(0, 0), [page]);
   const View = page.view;
   return (
-    <main id="main" tabIndex={-1} ref={element}>
+    <main id="main" tabIndex={0} ref={element}>
       {link.value === "locked" ? <Locked /> : <View key={page.path} />}
     </main>
   );
