@@ -231,8 +231,11 @@ class Actions:
     def start_planned(self, now: float) -> None:
         """Start every planned move that has its memory free; call off plans that are hopeless or no longer wanted."""
         state, going_from = self._state, self._slots.going_from()
+        # Nothing below frees memory, so that a plan that does not fit now does not fit later either.
+        startable = set(state.ledger.startable())
         for slot in [state.slots[slot] for slot in state.ledger.promises]:
-            self._start(slot, now)
+            if slot.id in startable:
+                self._start(slot, now)
             if slot.model not in state.waitlist.queues:
                 self._slots.call_off_if_in_time(slot)
                 # Victims that were still busy stay.

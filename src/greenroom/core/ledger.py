@@ -30,6 +30,8 @@ class Ledger:
         # Leases held through other gateways, and their sum per device.
         self.others: tuple[OtherLease, ...] = ()
         self._others_mib: dict[DeviceId, int] = {}
+        # What slots may use per device: all but what undeclared processes and other gateways use.
+        self._usable_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
         # The sum of all holdings per device, kept because every decision reads it.
         self._held_mib: dict[DeviceId, int] = {}
@@ -38,10 +40,12 @@ class Ledger:
 
     def set_devices(self, devices: Iterable[Device]) -> None:
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        self._sum_usable()
 
     def set_foreign(self, foreign_mib: Mapping[DeviceId, int]) -> None:
         for device in sorted(foreign_mib):
             self.foreign[device] = foreign_mib[device]
+        self._sum_usable()
 
     def set_others(self, leases: Iterable[OtherLease]) -> None:
         self.others = tuple(sorted(leases, key=lambda lease: lease.id))
@@ -49,6 +53,10 @@ class Ledger:
         for lease in self.others:
             for device, mib in lease.claim.items():
                 self._others_mib[device] = self._others_mib.get(device, 0) + mib
+        self._sum_usable()
+
+    def _sum_usable(self) -> None:
+        self._usable_mib = {on: there.usable_mib - self.outside_mib(on) for on, there in self.devices.items()}
 
     def promise(self, slot: SlotId, claim: Claim) -> None:
         self.promises[slot] = claim
@@ -90,8 +98,7 @@ class Ledger:
         return larger(holding.claim, holding.seen) if holding.seen else holding.claim
 
     def usable_mib(self, device: DeviceId) -> int:
-        there = self.devices.get(device)
-        return 0 if there is None else there.usable_mib - self.outside_mib(device)
+        return self._usable_mib.get(device, 0)
 
     def outside_mib(self, device: DeviceId) -> int:
         """MiB that no slot here can give back: undeclared processes and leases of other gateways."""
@@ -99,18 +106,34 @@ class Ledger:
 
     def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
         """MiB that plans may still use, per device: promises are deducted, and the slots in `without` count as gone."""
-        free = {device: self.usable_mib(device) for device in self.devices}
+        free, holdings = dict(self._usable_mib), self.holdings
         for device, mib in self._held_mib.items():
             free[device] = free.get(device, 0) - mib
         for slot in without:
             for device, mib in self.held_by(slot).items():
                 free[device] += mib
         for slot, promised in self.promises.items():
-            if slot not in without:
-                held = self.held_by(slot)
-                for device, mib in promised.items():
-                    free[device] = free.get(device, 0) - max(0, mib - held.get(device, 0))
+            if slot in without:
+                continue
+            held = self.held_by(slot) if slot in holdings else NO_CLAIM
+            for device, mib in promised.items():
+                if (more_mib := mib - held.get(device, 0) if held else mib) > 0:
+                    free[device] = free.get(device, 0) - more_mib
         return free
+
+    def startable(self) -> list[SlotId]:
+        """Slots whose promise fits beside all current holdings, each on its own, in the order of their promises."""
+        held, usable, holdings = self._held_mib, self._usable_mib, self.holdings
+        found = []
+        for slot, promised in self.promises.items():
+            own = self.held_by(slot) if slot in holdings else NO_CLAIM
+            for device, mib in promised.items():
+                more_mib = mib - own.get(device, 0) if own else mib
+                if more_mib > 0 and held.get(device, 0) + more_mib > usable.get(device, 0):
+                    break
+            else:
+                found.append(slot)
+        return found
 
     def can_start(self, slot: SlotId, claim: Claim) -> bool:
         """True if this claim fits beside all current holdings. What the slot already holds is not counted twice."""

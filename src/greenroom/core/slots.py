@@ -173,7 +173,7 @@ class SlotWriter:
     def going_from(self) -> set[DeviceId]:
         """Devices on which slots that are leaving still hold memory."""
         state = self._state
-        going = (slot.id for slot in state.slots.values() if slot.is_going)
+        going = [slot.id for slot in state.slots.values() if slot.leaving_to is not None]
         return {device for slot in going for device in state.ledger.held_by(slot)}
 
     def is_hopeless(self, slot: Slot, going_from: set[DeviceId]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from greenroom.core.decide import placement
+from greenroom.core.decide.placement import Way
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits, Timer
 from greenroom.core.ledger import Ledger
@@ -220,10 +221,13 @@ class State:
         is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
         return self.claimants[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
+    def open_ways(self, ways: list[Way], model: ModelId) -> list[Way]:
+        """Those of a model's ways where no device is kept for another model."""
+        kept = frozenset[DeviceId]().union(*(on for other, on in self.still_kept() if other != model))
+        return [way for way in ways if kept.isdisjoint(way.on)]
+
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
         """Models for which one of these devices is kept."""
-        if not self.kept:
-            return ()
         return tuple(model for model, kept in self.still_kept() if model != but and not kept.isdisjoint(devices))
 
     def still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
@@ -312,7 +316,7 @@ class State:
 
     def room_mib(self) -> dict[DeviceId, int]:
         """Free memory per device: promises are deducted, and slots that are leaving count as gone."""
-        going = [slot for slot in self.slots.values() if slot.is_going]
+        going = [slot for slot in self.slots.values() if slot.leaving_to is not None]
         room = self.ledger.free_mib(without=frozenset(slot.id for slot in going))
         for slot in going:
             if slot.leaving_to is Tier.ASLEEP:
@@ -327,9 +331,12 @@ class State:
         Only pinned models and the model `stays` stay, but not those in `leaving`.
         """
         most = {device.id: device.usable_mib for device in self.ledger.devices.values()}
-        for slot in self.slots.values():
-            is_fixed = (slot.spec.pinned and slot.lease is None) or slot.model == stays
-            if is_fixed and slot is not but and slot.model not in leaving and not slot.is_going and not slot.lost:
+        # Every round asks this of all slots, and few of them are pinned.
+        slots = self.slots.values()
+        fixed = [slot for slot in slots if slot.spec.pinned or (stays is not None and slot.spec.id == stays)]
+        for slot in fixed:
+            is_lease = slot.lease is not None and slot.model != stays
+            if not is_lease and slot is not but and slot.model not in leaving and not slot.is_going and not slot.lost:
                 _take(most, slot.claim if slot.planned or slot.move else self.ledger.held_by(slot.id))
         return most
 

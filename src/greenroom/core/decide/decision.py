@@ -173,7 +173,7 @@ def _decide_swap(
         # A waiter that is queued stays queued; a new one is refused, so that its caller can go elsewhere.
         waits = waiter.id in state.waitlist
         return Wait(WaitReason.STORE_DOWN, spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
-    open_ways = [way for way in ways if not state.keepers(way.on, spec.id)]
+    open_ways = state.open_ways(ways, spec.id) if state.kept else ways
     if not open_ways:
         return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
@@ -313,9 +313,15 @@ def _keeps(
         if not stays:
             for device, mib in resident.gives_mib.items():
                 room_mib[device] += mib
+    has_rules = state.limits.company is not None or bool(target.apart)
     for way in ways:
         if _fits(way.wants, room_mib):
-            then = [resident.fixed(stays) for resident, stays in zip(there, stay, strict=True)]
+            # Only coresidency concerns residents that stay, or that are elsewhere.
+            then = [
+                one if one.is_fixed is stays else one.fixed(stays)
+                for one, stays in zip(there, stay, strict=True)
+                if has_rules or not (stays or way.wants.keys().isdisjoint(one.gives_mib))
+            ]
             only = replace(target, options=(way.wants,))
             # Coresidency, or another swapper, may still object.
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)
@@ -328,8 +334,9 @@ def _stays(state: State, urgency: Urgency, queue: Queue, resident: Resident, soo
     if not resident.cannot_leave:
         return _askable_at(state, urgency, queue, resident, now) > soon
     own = state.waitlist.queues.get(resident.model)
-    visit_s = own.waiting * own.service_s / own.at_once if own is not None else 0.0
-    return state.slots[resident.slot].spec.pinned or now + visit_s > soon
+    if own is not None and now + own.waiting * own.service_s / own.at_once > soon:
+        return True
+    return state.slots[resident.slot].spec.pinned
 
 
 def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:

@@ -37,7 +37,7 @@ class Residents:
     def after_swap(self) -> Residents:
         """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
         after, slots = Residents(self._state, self._now, self._places, self.may_keep), self._state.slots
-        after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or _is_tied(slots[slot]))}
+        after._cold = {slot: one for slot, one in self._cold.items() if one.cannot_leave is _is_tied(slots[slot])}
         return after
 
     @property
@@ -84,7 +84,7 @@ class Residents:
         if made is None and not may_sleep and True in self._made and not self.may_fall_asleep:
             made = self._made[False] = self._made[True]
         if made is None:
-            made = self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
+            made = self._made[may_sleep] = self._make(may_sleep)
         if but is None:
             return made
         others = [resident for resident in made if resident.slot != but.id]
@@ -113,15 +113,22 @@ class Residents:
             held = self._fixed[resident] = resident.fixed()
         return held
 
-    def _stay(self) -> list[Slot]:
+    def _make(self, may_sleep: bool) -> list[Resident]:
         slots = self._state.slots.values()
-        return [slot for slot in slots if slot.leaving_to is None and not slot.lost and not slot.spec.is_remote]
+        stay = [slot for slot in slots if slot.leaving_to is None and not slot.lost and not slot.spec.is_remote]
+        known = self._cold
+        return [
+            known[slot.id]
+            if slot.id in known and known[slot.id].cannot_leave
+            else self._resident(slot, may_sleep, None)
+            for slot in stay
+        ]
 
     @property
     def may_fall_asleep(self) -> bool:
         """True if any resident would leave to the green room."""
         if self._may_fall_asleep is None:
-            self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.those(True, None))
+            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self.those(True, None)]
         return self._may_fall_asleep
 
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
@@ -155,7 +162,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     # A lease is recalled; its answers are not waited for.
     is_busy = lease is None and bool(in_flight)
     is_ready = lease is None and (tier is Tier.READY or slot.is_arriving)
-    if _is_tied(slot):
+    if spec.pinned or slot.move is not None or slot.planned is not None:
         # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
             slot.id,

@@ -122,6 +122,10 @@ class ByMemory:
         if must is None:
             return None
         willing = [resident for resident in residents if not resident.is_fixed and resident not in must]
+        # Most questions end here: nothing may leave yet.
+        options = _within(target.options, _could_free(willing, must, room_mib))
+        if not options:
+            return None
         # Devices where a resident that falls asleep takes memory.
         sleeper_devices = {
             device
@@ -132,7 +136,7 @@ class ByMemory:
         }
         found = [
             (_badness(victims, target, claim, room_mib), Eviction(claim, victims))
-            for claim in target.options
+            for claim in options
             if (victims := _victims(target, claim, willing, sleeper_devices, must, room_mib)) is not None
         ]
         return min(found, key=lambda pair: pair[0])[1] if found else None
@@ -188,13 +192,9 @@ def _victims(
         _give(lacking, resident)
     if not any(mib > 0 for mib in lacking.values()):
         return must
-    if not willing:
-        return None
     # Where memory is missing, or will be once a resident falls asleep there.
     short = [device for device, mib in lacking.items() if mib > 0 or device in sleeper_devices]
     useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
-    if not _can_free(useful, lacking):
-        return None
     for level in sorted({_level(resident, target) for resident in useful}):
         allowed = [resident for resident in useful if _level(resident, target) <= level]
         if (chosen := _cheapest(allowed, lacking)) is not None:
@@ -202,15 +202,33 @@ def _victims(
     return None
 
 
-def _can_free(useful: Sequence[Resident], lacking: Mapping[DeviceId, int]) -> bool:
-    """False if even all of them free too little. Most questions end here: nothing may leave yet."""
-    for device, mib in lacking.items():
-        if mib > 0:
-            for resident in useful:
-                mib -= max(0, resident.gives_mib.get(device, 0))
+def _could_free(
+    willing: Sequence[Resident], must: tuple[Resident, ...], room_mib: Mapping[DeviceId, int]
+) -> Mapping[DeviceId, int]:
+    """The most that could be free per device: no set of victims frees more."""
+    if not willing and not must:
+        return room_mib
+    could_mib = dict(room_mib)
+    for resident in must:
+        for device, mib in resident.gives_mib.items():
+            could_mib[device] = could_mib.get(device, 0) + mib
+    for resident in willing:
+        for device, mib in resident.gives_mib.items():
             if mib > 0:
-                return False
-    return True
+                could_mib[device] = could_mib.get(device, 0) + mib
+    return could_mib
+
+
+def _within(options: tuple[Claim, ...], most_mib: Mapping[DeviceId, int]) -> list[Claim]:
+    # Hot path: a loop is cheaper than a generator for each claim.
+    found = []
+    for claim in options:
+        for device, mib in claim.items():
+            if mib > most_mib[device]:
+                break
+        else:
+            found.append(claim)
+    return found
 
 
 def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:
