@@ -106,7 +106,7 @@ class Server(Engine):
         key = (str(body.get("cache_salt")), json.dumps(body.get("messages") or body.get("prompt")))
         self.queries += 10
         self.hits += 10 if key in self.seen else 0
-        self.journal.note("asked", salt=body.get("cache_salt"), is_cached=key in self.seen)
+        self.journal.note("asked", salt=body.get("cache_salt"), is_cached=key in self.seen, fields=sorted(body))
         self.seen.add(key)
 
     def _probed(self) -> dict[str, Any]:

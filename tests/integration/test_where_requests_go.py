@@ -92,6 +92,8 @@ async def test_a_remote_request_goes_to_its_provider_whatever_the_caller_sends(
             assert call.headers["host"] == f"localhost:{there.port}" and call.target.startswith("/api/v1/")
             assert "127.0.0.1" not in call.target and call.headers["authorization"] == f"Bearer {KEY}"
             assert not set(HEADERS) & set(call.headers)
+            # A provider that is a gateway itself may follow them, with its own key.
+            assert not {"api_base", "base_url", "api_key", "custom_llm_provider", "litellm_params"} & set(call.body)
         assert not other.connections
 
 
@@ -108,3 +110,30 @@ async def test_a_request_for_a_local_server_stays_there_whatever_the_caller_send
             plain = await http(app, "POST", path, {**body, "model": "m"}, headers=other.headers())
             assert plain.status == 200 and journal.count("asked") == before + 1, (path, plain.body)
         assert not other.connections
+
+
+# Fields by which a part of one server is told where another is, to fetch what that computed.
+PEERS = {
+    "vllm": {
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1},
+        "ec_transfer_params": {"peer_host": "127.0.0.1", "peer_port": 1},
+    },
+    "sglang": {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1},
+}
+
+
+@pytest.mark.parametrize("kind", PEERS)
+async def test_callers_name_no_other_host_to_a_local_server(tmp_path: Path, kind: str) -> None:
+    journal = Journal(tmp_path)
+    model = served(kind, tmp_path / "server", *journal.switches, routes=["/v1/**"])
+    async with gateway(tmp_path, {"m": model}) as app:
+        body = {"model": "m", "messages": MESSAGES, "max_tokens": 9}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            assert (await http(app, "POST", path, {**body, **PEERS[kind]})).status == 200
+        before = journal.count("asked")
+        assert before == 2 and not any(set(PEERS[kind]) & set(line["fields"]) for line in journal.lines("asked"))
+        for name, value in PEERS[kind].items():
+            passed = await http(app, "POST", "/upstream/m/v1/chat/completions", {**body, name: value})
+            assert (passed.status, passed.error["param"]) == (400, name), passed.body
+        assert (await http(app, "POST", "/upstream/m/v1/chat/completions", body)).status == 200
+        assert journal.count("asked") == before + 1

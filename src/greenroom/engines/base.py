@@ -195,6 +195,8 @@ class Describing(ABC):
     upstream_paths: tuple[str, ...] | None = None
     # Paths of APIs other than OpenAI's that it answers itself. What it does not is translated to chat, or refused.
     speaks: frozenset[str] = frozenset()
+    # Fields of requests by which it is told of another host to connect to. What callers say there is not passed on.
+    peer_fields: frozenset[str] = frozenset()
     # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
     fetches_media: bool = False
     # Its answers keep to a `response_format` of JSON, whatever the model says.

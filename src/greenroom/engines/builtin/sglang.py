@@ -44,6 +44,7 @@ class SglangEngine(FolderServer):
     host_copy = True
     figure_names = ("sglang:token_usage", "sglang:prompt_tokens_total", "sglang:cached_tokens_total")
     upstream_paths = (*ANSWERING_PATHS, "/get_model_info", "/generate", "/encode")
+    peer_fields = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
 
     def kv_tokens(self, metrics: bytes) -> int | None:
         tokens = metric_sum(metrics, "sglang:max_total_num_tokens")

@@ -58,6 +58,7 @@ class VllmEngine(FolderServer):
     figure_names = ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
     upstream_paths = (*ANSWERING_PATHS, "/pooling")
     speaks = frozenset({*VLLM_PATHS, "/v1/messages/count_tokens"})
+    peer_fields = frozenset({"kv_transfer_params", "ec_transfer_params"})
 
     def kv_tokens(self, metrics: bytes) -> int | None:
         # Labels of one series for each of its engines.

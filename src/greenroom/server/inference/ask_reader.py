@@ -61,9 +61,12 @@ _READING: Final = (b"GET", b"HEAD")
 _IF_ASKED: Final = UsageSource.ASK
 # Fields of llama.cpp that say how many answers are wanted.
 _COUNTS: Final = ("n", "n_cmpl")
-# By these a caller would choose another model or another price at a provider than the operator did.
+# By these a caller would choose another model, price, address or account at a provider than the operator did.
 _CHOICES_AT_PROVIDERS: Final = frozenset(
-    ("models", "fallbacks", "route", "provider", "plugins", "service_tier", "chat_template_kwargs")
+    (
+        *("models", "fallbacks", "route", "provider", "plugins", "service_tier", "chat_template_kwargs"),
+        *("api_base", "base_url", "api_key", "api_version", "custom_llm_provider", "litellm_params", "user_config"),
+    )
 )
 # The fields that an operator sets (encoded) and strips for one revision of a model.
 _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
@@ -271,7 +274,8 @@ class AskReader:
         target = path + (b"?" + head.query if head.query else b"")
         ask = self._ask(exchange, route, caller, settings, name, None, target=target)
         if ask.entry.engine.fetches_media and not is_upload(head.get(b"content-type")):
-            check_body(exchange.body, ask.entry.config.media_hosts, settings.body_max)
+            refused = ask.entry.engine.peer_fields
+            check_body(exchange.body, ask.entry.config.media_hosts, settings.body_max, refused)
         ask.rewritten = lambda: exchange.body
         return ask
 
@@ -424,7 +428,7 @@ def _name_in_engine(entry: Entry) -> str | None:
 
 def _stripped(entry: Entry) -> frozenset[str]:
     """The fields of callers that its engine is not sent."""
-    stripped = frozenset(entry.config.strip_params)
+    stripped = entry.engine.peer_fields.union(entry.config.strip_params)
     return stripped | _CHOICES_AT_PROVIDERS if entry.facts.is_remote else stripped
 
 

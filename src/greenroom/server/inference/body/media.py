@@ -55,8 +55,9 @@ def is_upload(content_type: bytes | None) -> bool:
     return (content_type or b"").lower().startswith(b"multipart/")
 
 
-def check_body(body: Chunked, hosts: Sequence[str], bytes_max: int) -> None:
-    """The same for what is passed on to a path of the engine's own: all of it, as JSON. Raises BadRequest if it is not.
+def check_body(body: Chunked, hosts: Sequence[str], bytes_max: int, refused: frozenset[str] = frozenset()) -> None:
+    """The same for what is passed on to a path of the engine's own: all of it, as JSON. Raises BadRequest if it is not,
+    or if it has one of the `refused` fields.
 
     What cannot be read here might still be read there.
     """
@@ -65,6 +66,9 @@ def check_body(body: Chunked, hosts: Sequence[str], bytes_max: int) -> None:
     if len(body) > bytes_max:
         raise BodyTooLarge(f"The body has more than {bytes_max:,} bytes.")
     said = _decoded(body.read())
+    for one in said if isinstance(said, list) else (said,):
+        if isinstance(one, dict) and (names := sorted(refused & one.keys())):
+            raise BadRequest(f"{names[0]} tells the engine of another host; leave it out.", param=names[0])
     if isinstance(said, dict):
         said = {name: value for name, value in said.items() if name not in _NO_CONTENT}
     _walk(said, hosts)
