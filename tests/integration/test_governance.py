@@ -42,6 +42,7 @@ NEEDS_NO_TOKEN = {
     ("DELETE", "/api/v1/leases/{lease_id}"): "gives memory back",
     ("POST", "/api/v1/leases/{lease_id}/renew"): "keeps what is held",
     ("POST", "/api/v1/explain"): "changes nothing",
+    ("POST", "/api/v1/simulate"): "changes nothing",
     ("DELETE", "/api/v1/requests/{request_id}"): "ends a request, and moves no model",
     ("POST", "/api/show"): "changes nothing",
 }

@@ -140,6 +140,8 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/decisions"): admins(),
     ("GET", "/api/v1/gpus"): admins(),
     ("POST", "/api/v1/explain"): admins(200, {"model": "m"}),
+    ("GET", "/api/v1/simulate"): admins(),
+    ("POST", "/api/v1/simulate"): admins(400, {"policy": ["none"]}),
     ("POST", "/api/v1/models/{model_id:path}/load"): admins(),
     ("POST", "/api/v1/models/{model_id:path}/unload"): admins(),
     ("POST", "/api/v1/models/{model_id:path}/sleep"): admins(422),

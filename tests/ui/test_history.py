@@ -55,3 +55,19 @@ def test_tenants_and_what_is_left_for_them(looking: Tab) -> None:
     expect(usage.get_by_role("cell", name="phi-4-mini")).to_be_visible()
     clients = page.get_by_role("table", name="Clients")
     expect(clients.get_by_role("cell", name="research").first).to_be_visible()
+
+
+def test_simulate_compares_hardware(looking: Tab) -> None:
+    page = _shown(looking, "simulate", "Simulate")
+    # Two GPUs now, and three beside them; requests were recorded.
+    expect(page.get_by_label("Number of GPUs")).to_have_value("2, 3")
+    expect(page.get_by_text("that this gateway remembers")).to_be_visible()
+    page.get_by_role("button", name="Play").click()
+    line = page.get_by_role("status", name="Bottom line")
+    expect(line).to_contain_text("As it is (default, 2 GPUs)")
+    swaps = page.get_by_role("region", name="Swaps")
+    expect(swaps.get_by_text("default, 3 GPUs")).to_be_visible()
+    # What is no number is told before anything is asked.
+    page.get_by_label("Green room, MiB").fill("much")
+    page.get_by_role("button", name="Play").click()
+    expect(page.get_by_role("alert")).to_have_text("Green room: much is not a number.")

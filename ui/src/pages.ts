@@ -7,6 +7,7 @@ import { Metrics } from "./pages/metrics";
 import { Playground } from "./pages/playground/playground";
 import { Queue } from "./pages/queue";
 import { Requests } from "./pages/requests";
+import { Simulate } from "./pages/simulate";
 import { Stage } from "./pages/stage";
 import { Tasks } from "./pages/tasks";
 import { Tenants } from "./pages/tenants";
@@ -28,6 +29,7 @@ export const PAGES: Page[] = [
   { path: "leases", title: "Leases", group: "Now", view: Leases },
   { path: "timeline", title: "Timeline", group: "Why", view: TimelinePage },
   { path: "decisions", title: "Decisions", group: "Why", view: Decisions },
+  { path: "simulate", title: "Simulate", group: "Why", view: Simulate },
   { path: "playground", title: "Playground", group: "Models", view: Playground },
   { path: "tasks", title: "Tasks and downloads", group: "Models", view: Tasks },
   { path: "versions", title: "Versions", group: "Models", view: Versions },

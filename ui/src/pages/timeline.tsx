@@ -37,6 +37,7 @@ const RANGES: [string, number][] = [
 // Further models of a device are counted; each has a row of its own.
 const ROWS_MAX = 40;
 const TICKS = 6;
+const SHORTEST_S = 60;
 const HOST = "host";
 const REST = new Set(["ready", "asleep"]);
 
@@ -61,7 +62,7 @@ export function TimelinePage() {
 }
 
 function Chart({ range }: { range: number }) {
-  const { data, error } = usePoll((signal) => get<Timeline>(`/api/v1/timeline?seconds=${range}`, { signal }), 2000, [range]);
+  const { data, error } = usePoll(async (signal) => fitted(await get<Timeline>(`/api/v1/timeline?seconds=${range}`, { signal })), 2000, [range]);
   const history = useHistory();
   const [picked, setPicked] = useState<Span | null>(null);
   if (!data) return <Problem>{error}</Problem>;
@@ -87,6 +88,12 @@ function Chart({ range }: { range: number }) {
       </div>
     </>
   );
+}
+
+/** Begins with the first span, where the gateway has not run for longer. */
+function fitted(seen: Timeline): Timeline {
+  const first = Math.min(seen.now - SHORTEST_S, ...seen.spans.map((span) => span.began));
+  return { ...seen, since: Math.max(seen.since, first) };
 }
 
 /** Where a time lies between the ends, in percent. */
@@ -209,7 +216,7 @@ function Axis({ range }: { range: Timeline }) {
       <div class="gantt-track">
         {Array.from({ length: TICKS + 1 }, (_, tick) => (
           <span key={tick} style={{ left: `${(100 * tick) / TICKS}%` }}>
-            {clock(range.since + tick * step).slice(0, 5)}
+            {clock(range.since + tick * step).slice(0, step < 60 ? 8 : 5)}
           </span>
         ))}
       </div>

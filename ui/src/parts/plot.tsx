@@ -25,6 +25,12 @@ interface Props {
   max?: number;
 }
 
+/** Values without neighbours, which no line shows. */
+function lonely(plot: uPlot, series: number): number[] {
+  const values = plot.data[series]!;
+  return [...values.keys()].filter((at) => values[at] != null && values[at - 1] == null && values[at + 1] == null);
+}
+
 export function Plot({ label, lines, data, height = 160, format = String, isTime = true, max }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -49,7 +55,7 @@ export function Plot({ label, lines, data, height = 160, format = String, isTime
           {},
           ...lines.map((line, at) => {
             const stroke = colour(line.colour ?? `--c${at % 8}`);
-            return { label: line.name, stroke, width: 1.5, fill: line.filled ? `${stroke}22` : undefined, points: { show: false } };
+            return { label: line.name, stroke, width: 1.5, fill: line.filled ? `${stroke}22` : undefined, points: { show: true, size: 4, fill: stroke, filter: lonely } };
           }),
         ],
       },

@@ -79,12 +79,17 @@ class ActivityRecorder:
 
 def _row(record: Record) -> str:
     text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(activity_row(record))
+    return text.getvalue()
+
+
+def activity_row(record: Record) -> list[str]:
+    """The row of a request that has ended, by `ACTIVITY_COLUMNS`."""
     # An unknown length stays empty: 0 would mean an answer that took no time.
     lengths = (record.prompt_tokens, record.completion_tokens)
     times = ("" if seconds is None else f"{seconds:.3f}" for seconds in (record.wait_s, record.total_s))
     row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority, *times)
-    csv.writer(text, lineterminator="").writerow(row)
-    return text.getvalue()
+    return ["" if cell is None else str(cell) for cell in row]
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

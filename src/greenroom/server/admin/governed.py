@@ -192,6 +192,7 @@ UNGOVERNED: Final = frozenset(
         ("POST", "/api/v1/leases/{lease_id}/renew"),
         ("DELETE", "/api/v1/requests/{request_id}"),
         ("POST", "/api/v1/explain"),
+        ("POST", "/api/v1/simulate"),
         ("POST", "/api/show"),
     }
 )

@@ -49,6 +49,7 @@ from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.admin.reports.usage import UsageRoutes
 from greenroom.server.admin.reports.watching import Watching
+from greenroom.server.admin.simulating import Simulating
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.asgi import Message, scope_of
 from greenroom.server.inference.jobs.routes import JobRoutes
@@ -187,6 +188,8 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/api/v1/gpus"): Permission.READ,
     ("GET", "/api/v1/operations"): Permission.READ,
     ("POST", "/api/v1/explain"): Permission.READ,
+    ("GET", "/api/v1/simulate"): Permission.READ,
+    ("POST", "/api/v1/simulate"): Permission.READ,
     ("GET", "/api/v1/models/{model_id:path}/logs"): Permission.READ,
     ("GET", "/api/v1/models/{model_id:path}/logs/stream"): Permission.READ,
     ("GET", OPENAPI_PATH): Permission.READ,
@@ -251,6 +254,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     HistoryRoutes(gateway).add_to(app)
     LimitRoutes(gateway).add_to(app)
     Explaining(gateway).add_to(app)
+    Simulating(gateway).add_to(app)
     UsageRoutes(gateway).add_to(app)
     ClientRoutes(gateway).add_to(app)
     RemoteRoutes(gateway).add_to(app)

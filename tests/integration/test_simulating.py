@@ -1,0 +1,59 @@
+"""The traffic that was recorded, played again with other hardware: in a process of its own, and one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from greenroom.app import App
+from tests.harness import fake, gateway
+from tests.integration.raw import Answer, chat, http
+
+PATH = "/api/v1/simulate"
+MODELS: dict[str, Any] = {"a": fake("a", memory_mib=900, aliases=["other"]), "b": fake("b", memory_mib=900)}
+ONE_GPU: dict[str, Any] = {"gpus": [{"memory_mib": 1_500, "margin_mib": 0}]}
+
+
+async def post(app: App, path: str, body: dict[str, Any]) -> Answer:
+    return await http(app, "POST", path, body)
+
+
+async def test_recorded_requests_are_played_with_other_hardware(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, **ONE_GPU) as app:
+        refused = await post(app, PATH, {})
+        assert (refused.status, refused.error["param"]) == (400, "rate")
+        for name in ("a", "b", "other"):
+            assert (await chat(app, name)).status == 200
+        there = (await http(app, "GET", PATH)).json()
+        assert (there["requests"], there["source"], there["gpus"], there["gpu_mib"]) == (3, "memory", 1, 1_500)
+        assert {"default", "fifo"} <= set(there["policies"])
+        both, again = await asyncio.gather(post(app, PATH, {"gpus": [1, 2]}), post(app, PATH, {}))
+        assert sorted((both.status, again.status)) == [200, 503], (both.body, again.body)
+        said = (both if both.status == 200 else await post(app, PATH, {"gpus": [1, 2]})).json()
+    assert [(case["gpus"], case["requests"], case["served"]) for case in said["cases"]] == [(1, 3, 3), (2, 3, 3)]
+    # The two models fit on one GPU only one after the other.
+    first, second = (case["waits"]["max_s"] for case in said["cases"])
+    assert first > second
+    assert said["bottom_line"]
+    assert not [sentence for sentence in said["assumed"] if "/tmp" in sentence or str(tmp_path) in sentence]
+
+
+async def test_orders_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, **ONE_GPU) as app:
+        await chat(app, "a")
+        many = await post(app, PATH, {"gpus": [1, 2, 3, 4], "concurrency": [1, 2, 3, 4]})
+        assert many.status == 400 and "16 cases" in many.error["message"]
+        strange = await post(app, PATH, {"policy": ["default,fifo"]})
+        assert (strange.status, strange.error["param"]) == (400, "policy")
+        assert (await post(app, PATH, {"gpus": [0]})).status == 400
+
+
+async def test_a_recording_is_played_where_there_is_one(tmp_path: Path) -> None:
+    recorded = tmp_path / "activity.csv"
+    rows = [f"{1_700_000_000 + 60 * number}.000,{'ab'[number % 2]},20,10,,1,0.000,0.500" for number in range(10)]
+    head = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
+    recorded.write_text("\n".join([head, *rows, "gone,wrong"]) + "\n")
+    async with gateway(tmp_path, MODELS, server={"record_activity": str(recorded)}, **ONE_GPU) as app:
+        there = (await http(app, "GET", PATH)).json()
+        assert (there["requests"], there["seconds"], there["source"]) == (10, 540.0, "recording")
