@@ -30,8 +30,8 @@ from tests.models import tiny as tiny_model
 
 ADMIN = {"authorization": "Bearer an-admin"}
 KEYS = [{"name": "root", "key": "an-admin", "admin": True}]
-# These never end.
-STREAMS = ("/api/v1/events", "/api/v1/models/{model_id}/logs/stream")
+# These never end, or take as long as they are told to.
+STREAMS = ("/api/v1/events", "/api/v1/models/{model_id}/logs/stream", "/api/v1/simulate")
 # Engines of tests do not sleep, and keep no pictures. A lease is renewed by its token only, and soon over. No model
 # here has versions. Files of loaded models are not deleted: one that is not is deleted at the end.
 MAY_FAIL = {

@@ -67,7 +67,7 @@ class SimulationOrder(Order):
     concurrency: Annotated[tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Field(max_length=VALUES_MAX)] = ()
     """Requests that a model answers at once."""
     policy: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=VALUES_MAX)] = ()
-    rate: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """Draw so many requests a second for an hour, instead of those that were recorded."""
 
 
