@@ -1,6 +1,7 @@
 // Data that one page alone reads: asked for while the page is open and the tab visible.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { words } from "./api";
+import { onEvent } from "./live";
 
 export interface Polled<T> {
   data: T | null;
@@ -47,4 +48,22 @@ export function usePoll<T>(ask: (signal: AbortSignal) => Promise<T>, everyMs: nu
     };
   }, deps);
   return { data, error, reload: () => again.current() };
+}
+
+/** Calls `reload` soon after something happened, at most once a second. */
+export function useReloadOnEvents(reload: () => void): void {
+  const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
+  useEffect(() => {
+    const stop = onEvent(() => {
+      if (timer.current !== undefined) return;
+      timer.current = setTimeout(() => {
+        timer.current = undefined;
+        reload();
+      }, 1000);
+    });
+    return () => {
+      stop();
+      clearTimeout(timer.current);
+    };
+  }, []);
 }

@@ -16,8 +16,11 @@ const isKeyOpen = signal(false);
 
 export function Shell() {
   const page = PAGES.find((one) => one.path === place.value.page) ?? PAGES[0]!;
+  const depth = status.value?.queue.depth ?? 0;
   useEffect(() => {
-    document.title = `${page.title} · Greenroom`;
+    document.title = `${depth ? `(${count(depth)}) ` : ""}${page.title} · Greenroom`;
+  }, [page, depth]);
+  useEffect(() => {
     isMenuOpen.value = false;
   }, [page]);
   return (
@@ -49,7 +52,7 @@ function Main({ page }: { page: Page }) {
 
 function Locked() {
   return (
-    <section class="panel locked">
+    <section class="panel key-page">
       <h1>This gateway asks for a key</h1>
       <p class="about">{key.value ? trouble.value : "Enter an API key. What you may see and do depends on it."}</p>
       <KeyForm />

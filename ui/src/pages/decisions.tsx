@@ -1,11 +1,11 @@
 // What the scheduler decided and why, in words; and what it would decide about a request that came now.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { get, post, words } from "../api";
 import { clock } from "../format";
-import { models, onEvent } from "../live";
+import { models } from "../live";
 import { Badge, Empty, PageHead, Problem, Readers } from "../parts/bits";
 import { Lines, Table, type Column } from "../parts/table";
-import { usePoll } from "../poll";
+import { usePoll, useReloadOnEvents } from "../poll";
 import { decided, explains, explainsMore, verdict, type Explained } from "../reasons";
 import { place, setParams } from "../route";
 import type { Decision } from "../types";
@@ -44,7 +44,7 @@ function List({ model, what }: { model: string; what: string }) {
     0,
     [query],
   );
-  useReloadOn(reload);
+  useReloadOnEvents(reload);
   if (!data) return <Problem>{error}</Problem>;
   return (
     <>
@@ -63,24 +63,6 @@ function List({ model, what }: { model: string; what: string }) {
       />
     </>
   );
-}
-
-/** Read again soon after a decision, at most once a second. */
-function useReloadOn(reload: () => void): void {
-  const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
-  useEffect(() => {
-    const stop = onEvent(({ kind }) => {
-      if (kind === "state" || timer.current !== undefined) return;
-      timer.current = setTimeout(() => {
-        timer.current = undefined;
-        reload();
-      }, 1000);
-    });
-    return () => {
-      stop();
-      clearTimeout(timer.current);
-    };
-  }, []);
 }
 
 const COLUMNS: Column<Decision>[] = [

@@ -2,20 +2,22 @@
 import { useMemo, useState } from "preact/hooks";
 import { get } from "../api";
 import { useFlip } from "../flip";
-import { count, mib, plural, seconds } from "../format";
+import { clock, count, mib, plural, seconds } from "../format";
 import { age, link, modelById, models, status } from "../live";
 import { Badge, Empty, Figure, PageHead, Progress, Search } from "../parts/bits";
 import { Icon } from "../parts/icon";
 import { MemoryBar, toneOf, type Segment } from "../parts/memory";
-import { usePoll } from "../poll";
+import { usePoll, useReloadOnEvents } from "../poll";
 import { leaseOf, modelSays, placesOf, shareDone, slotSays, type Floor, type Occupant } from "../places";
-import { place, setParams } from "../route";
-import type { Lease, Model, Slot, Status } from "../types";
+import { decided } from "../reasons";
+import { href, place, setParams } from "../route";
+import type { Decision, Lease, Model, Slot, Status } from "../types";
 import { ModelDrawer } from "./model";
 
 const pick = (model: string) => setParams({ model });
 // More chips than this make a wall; a search finds the rest.
 const HOME_SHOWN_MAX = 240;
+const LATEST = 3;
 
 export function Stage() {
   const seen = status.value;
@@ -38,7 +40,10 @@ function Whole({ seen }: { seen: Status }) {
   if (!all.length && !seen.other_slots.length) return <NoModels />;
   return (
     <div class="stage" ref={box}>
-      <Figures seen={seen} />
+      <div class="stage-top">
+        <Figures seen={seen} />
+        <Latest />
+      </div>
       <section aria-labelledby="on-stage">
         <PlaceHead id="on-stage" title="On stage" about="Answers at once" />
         <div class="floors">
@@ -87,6 +92,27 @@ function Figures({ seen }: { seen: Status }) {
       <Figure value={count(all.length)} name="models" />
       {failed > 0 && <Figure value={count(failed)} name="failed" tone="bad" />}
     </div>
+  );
+}
+
+/** The last decisions, so that a move is seen with its reason. */
+function Latest() {
+  const { data, reload } = usePoll(async () => (await get<{ decisions: Decision[] }>(`/api/v1/decisions?limit=${LATEST}`)).decisions.reverse(), 0);
+  useReloadOnEvents(reload);
+  if (!data?.length) return null;
+  return (
+    <ul class="latest" aria-label="Latest decisions">
+      {data.map((one) => {
+        const { subject, text } = decided(one);
+        return (
+          <li key={one.seq}>
+            <a href={href("decisions")}>
+              <time>{clock(one.at)}</time> <b>{subject}</b> {text}
+            </a>
+          </li>
+        );
+      })}
+    </ul>
   );
 }
 
@@ -150,6 +176,9 @@ function Row({ occupant, flip }: { occupant: Occupant; flip: string }) {
       </span>
       {isLease && <Badge>lease</Badge>}
       {model && model.waiting > 0 && <Badge tone="moving">{count(model.waiting)} waiting</Badge>}
+      {slot.unload_in_s !== null && !slot.moving && (
+        <span class="fine wide-only">leaves in {seconds(Math.max(0, slot.unload_in_s - later))}</span>
+      )}
       <State text={said.text} tone={said.tone} />
       <span class="amount">{occupant.mib ? mib(occupant.mib) : ""}</span>
       {slot.moving && slot.moving.since_s !== null && (
@@ -225,7 +254,9 @@ function Room({ seen, room }: { seen: Status; room: Occupant[] }) {
 
 function Home({ home }: { home: Model[] }) {
   const [wanted, setWanted] = useState("");
-  const found = wanted ? home.filter((model) => model.id.toLowerCase().includes(wanted.toLowerCase())) : home;
+  const named = wanted ? home.filter((model) => model.id.toLowerCase().includes(wanted.toLowerCase())) : home;
+  // What is asked for comes first, then what needs a look.
+  const found = named.toSorted((one, two) => rank(one) - rank(two));
   return (
     <section aria-labelledby="at-home">
       <PlaceHead id="at-home" title="At home" about="On disk, loads when asked for" right={plural(home.length, "model")} />
@@ -243,6 +274,10 @@ function Home({ home }: { home: Model[] }) {
       </div>
     </section>
   );
+}
+
+function rank(model: Model): number {
+  return model.waiting > 0 ? 0 : modelSays(model).tone === "cold" ? 2 : 1;
 }
 
 function Chip({ model }: { model: Model }) {
@@ -269,7 +304,7 @@ function Limited() {
   if (link.value === "connecting" || link.value === "lost") return <p class="fine">Asking the gateway …</p>;
   if (!models.value.length) return <NoModels />;
   return (
-    <div class="panel">
+    <div class="panel stack">
       <p class="about">This key sees its models, but not the GPUs, the queue or other tenants.</p>
       <ul class="chips">
         {models.value.map((model) => (

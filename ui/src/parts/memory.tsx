@@ -1,11 +1,13 @@
 // A bar of memory: what holds how much of it.
+import { computed } from "@preact/signals";
 import { mib } from "../format";
+import { models } from "../live";
 
 export interface Segment {
   key: string;
   label: string;
   mib: number;
-  /** One of the classes c0 … c7, "foreign", "margin", "lease". */
+  /** A class: c0 … c7, "foreign", "margin", "lease", "free". */
   tone: string;
 }
 
@@ -26,9 +28,19 @@ export function MemoryBar({ label, total, segments }: { label: string; total: nu
   );
 }
 
-/** A colour of its own for each name, the same on every page and every day. */
+const TONES = 8;
+
+/** The colour of a model: by its place in the configuration, so that neighbours differ, and the same on every page. */
 export function toneOf(name: string): string {
-  let hash = 2166136261;
-  for (let at = 0; at < name.length; at += 1) hash = Math.imul(hash ^ name.charCodeAt(at), 16777619);
-  return `c${(hash >>> 0) % 8}`;
+  const place = places.value.get(name) ?? places.value.get(name.replace(/@\d+$/, ""));
+  return `c${(place ?? hash(name)) % TONES}`;
+}
+
+const places = computed(() => new Map(models.value.map((model, at) => [model.id, at])));
+
+/** For names that are not configured any more. */
+function hash(name: string): number {
+  let sum = 0;
+  for (let at = 0; at < name.length; at += 1) sum = (sum * 31 + name.charCodeAt(at)) >>> 0;
+  return sum;
 }
