@@ -334,6 +334,14 @@ class App:
             self._apply(config, changes, draft, keys)
             return changes
 
+    async def pin(self, model: ModelId, pinned: bool) -> None:
+        """Let nothing evict this model, or no longer. A reload that is under way ends first."""
+        async with self._reloading:
+            spec = self.catalog.pin(model, pinned)
+            if spec is not None:
+                self.post(ConfigChanged(self.clock(), models=(self.updates.still_held(spec),)))
+                self.hub.publish("pin", {"model": model, "pinned": pinned})
+
     def _govern(self, rules: Rules | None) -> None:
         """Apply the rules for signed operations, drafted before; None where there are none."""
         self.governance.rules = rules

@@ -146,6 +146,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("POST", "/api/v1/models/{model_id:path}/unload"): admins(),
     ("POST", "/api/v1/models/{model_id:path}/sleep"): admins(422),
     ("POST", "/api/v1/models/{model_id:path}/prepare"): admins(422),
+    ("POST", "/api/v1/models/{model_id:path}/pin"): admins(),
     ("GET", "/api/v1/models/{model_id:path}/logs"): admins(),
     ("GET", "/api/v1/models/{model_id:path}/logs/stream"): admins(),
     ("POST", "/api/v1/reload"): admins(),

@@ -177,6 +177,15 @@ class Catalog:
             return drafted
         return now
 
+    def pin(self, model: ModelId, pinned: bool) -> ModelSpec | None:
+        """Keep it where it is, or no longer, until its configuration changes. Returns its new spec, if there is one."""
+        entry = self._entries.get(model)
+        if entry is None:
+            return None
+        spec = replace(entry.spec, pinned=pinned)
+        self._replace({**self._entries, model: replace(entry, spec=spec)})
+        return spec
+
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def _with_weights(self, config: Config) -> Iterator[tuple[str, Model]]:

@@ -316,6 +316,9 @@ class FakeGateway:
     async def reread(self) -> Config:
         return loader.load(self.path).config
 
+    async def pin(self, model: ModelId, pinned: bool) -> None:
+        assert self.catalog.pin(model, pinned) is not None
+
     async def reload(self) -> Changes:
         if self.reload_error is not None:
             raise self.reload_error

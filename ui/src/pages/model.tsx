@@ -67,6 +67,11 @@ function Orders({ model }: { model: Model }) {
     });
     setBusy("");
   };
+  const pin = () =>
+    tryTo(async () => {
+      const { pinned } = await post<{ pinned: boolean }>(modelPath(model.id, "pin"), { pinned: !model.pinned });
+      return pinned ? `${model.id} stays where it is` : `${model.id} may leave again`;
+    });
   return (
     <div class="actions">
       {ORDERS.filter((one) => one.fits(model) || busy === one.order).map((one) => (
@@ -80,6 +85,11 @@ function Orders({ model }: { model: Model }) {
           {busy === one.order ? `${one.text} …` : one.text}
         </button>
       ))}
+      {model.engine !== "remote" && (
+        <button type="button" aria-pressed={model.pinned} title="Never evicted, and never unloaded for being idle, until a restart" onClick={() => void pin()}>
+          {model.pinned ? "Unpin" : "Pin"}
+        </button>
+      )}
     </div>
   );
 }

@@ -166,14 +166,14 @@ function Nothing({ title }: { title: string }) {
 }
 
 const CLIENT_COLUMNS: Column<Client>[] = [
-  { name: "Client", width: "minmax(6rem, 1.4fr)", cell: (row) => row.client ?? <span class="quiet-text">not named</span> },
-  { name: "Tenant", cell: (row) => row.tenant ?? "–" },
+  { name: "Client", width: "minmax(4rem, 1.4fr)", cell: (row) => row.client ?? <span class="quiet-text">not named</span> },
+  { name: "Tenant", width: "minmax(4rem, 1fr)", cell: (row) => row.tenant ?? "–" },
   { name: "Key", wide: true, cell: (row) => row.key ?? "–" },
-  { name: "Per minute", right: true, width: "6rem", cell: (row) => count(row.requests_per_minute) },
+  { name: "Per min", right: true, width: "3.6rem", cell: (row) => count(row.requests_per_minute) },
   { name: "Requests", right: true, wide: true, width: "6rem", cell: (row) => count(row.requests) },
   { name: "Asks mostly", wide: true, width: "minmax(6rem, 1.4fr)", cell: (row) => row.models[0]?.model ?? "–" },
   { name: "Errors", wide: true, width: "minmax(6rem, 1.2fr)", cell: (row) => row.errors.map((error) => `${error.code} ${count(error.count)}`).join(", ") || "–" },
-  { name: "Last seen", right: true, width: "6.5rem", cell: (row) => (row.cooling_down_s === null ? ago(row.last_seen_s) : <Badge tone="bad">cools down {seconds(row.cooling_down_s)}</Badge>) },
+  { name: "Last seen", right: true, width: "minmax(4.6rem, .8fr)", cell: (row) => (row.cooling_down_s === null ? ago(row.last_seen_s < 120 ? row.last_seen_s : 60 * Math.round(row.last_seen_s / 60)) : <Badge tone="bad">cools down {seconds(row.cooling_down_s)}</Badge>) },
 ];
 
 function Clients() {

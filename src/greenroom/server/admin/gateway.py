@@ -317,6 +317,10 @@ class Gateway(Protocol):
         """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
         ...
 
+    async def pin(self, model: ModelId, pinned: bool) -> None:
+        """Let nothing evict this model, or no longer."""
+        ...
+
     async def reload(self) -> Changes:
         """Read the configuration again. Raises ConfigError, and then nothing has changed."""
         ...

@@ -176,6 +176,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", "/update-model"): _update,
     ("POST", f"{_ONE}/update"): _by_path("model-update", "/update"),
     ("POST", f"{_ONE}/rollback"): _by_path("model-update", "/rollback"),
+    ("POST", f"{_ONE}/pin"): _reload,
     ("POST", "/api/v1/reload"): _reload,
     ("PUT", "/api/v1/config"): _reload,
     ("POST", "/api/v1/leases"): _lease,

@@ -35,6 +35,7 @@ from greenroom.server.admin.models.loads import LoadRoutes
 from greenroom.server.admin.models.model_openapi import with_model_routes
 from greenroom.server.admin.models.native import NativeRoutes
 from greenroom.server.admin.models.ollama import OllamaRoutes
+from greenroom.server.admin.models.pinning import PinRoutes
 from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.remote import RemoteRoutes
@@ -248,6 +249,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     CapabilityRoutes(gateway, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)
+    PinRoutes(gateway).add_to(app)
     VersionRoutes(gateway).add_to(app)
     ModelStatuses(gateway.catalog, look).add_to(app)
     QueueRoutes(gateway).add_to(app)
