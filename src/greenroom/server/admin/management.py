@@ -217,10 +217,21 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
 _DESCRIPTION = "Ask models; see which there are and what they are doing; order them about."
 
 
+# Named by its place in the document: given as a class, it would be compiled again for every route.
+_SCHEMAS: Final = "#/components/schemas/"
+_ERROR_ANSWER: Final = {
+    "description": "What went wrong.",
+    "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{ErrorBody.__name__}"}}},
+}
+
+
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """Describes the routes to models too, which this application does not serve."""
-        return with_model_routes(super().openapi())
+        """Describes errors, and the routes to models too, which this application does not serve."""
+        document = super().openapi()
+        body = ErrorBody.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas = {**document["components"]["schemas"], **body.pop("$defs"), ErrorBody.__name__: body}
+        return with_model_routes({**document, "components": {**document["components"], "schemas": schemas}})
 
 
 def make_management(gateway: Gateway, streams: Streams | None = None) -> Management:
@@ -280,7 +291,7 @@ def _empty_app() -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_route_name,
-        responses={"default": {"model": ErrorBody, "description": "What went wrong."}},
+        responses={"default": _ERROR_ANSWER},
         # The gateway has its own metrics; no environment variable may make the framework send data.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
