@@ -147,6 +147,7 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/api/v1/limits",
         "/api/v1/queue",
         "/api/v1/timeline",
+        "/api/v1/simulate",
         "/api/v1/remotes",
         "/v1/models/download",
         "/v1/models/download/{job_id}",
