@@ -1,8 +1,9 @@
-"""What holds for every test: signals as a terminal gives them, and an end to tests that cannot be taken down."""
+"""What holds for every test: signals as a terminal gives them, which garbage is looked for, and an end to teardowns."""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -28,6 +29,17 @@ _UNCAPTURED = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_UNCAPTURED] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live until the end. Garbage collectors that look at them again took a sixth of all the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
