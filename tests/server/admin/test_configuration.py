@@ -17,6 +17,7 @@ server:
   port: 9000
   api_keys:
     - {name: ops, sha256: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa, admin: true}
+tenants: {lab: {requests_per_minute: 5}}
 leases: {store: "redis://:hunter2@leases.example:6379/0"}
 models:
   "qwen2.5":
@@ -50,6 +51,7 @@ async def test_each_value_says_where_it_is_from(tmp_path: Path) -> None:
     found = await values(gateway_of(tmp_path))
     assert (found["server.port"]["value"], found["server.port"]["source"]) == (9000, "file")
     assert found["server.ui"]["source"] == "default"
+    assert [key for key in found if key.startswith("tenants")] == ["tenants.lab.requests_per_minute"]
     assert found['models."qwen2.5".memory_mib'] == {
         "key": 'models."qwen2.5".memory_mib',
         "value": 100,

@@ -28,13 +28,15 @@ PATH: Final = "/api/v1/config/effective"
 # Commands and their arguments may hold keys for what they start.
 _HIDDEN: Final = loader.SECRET_KEYS | {"cmd", "cmd_stop", "args"}
 
+Source = Literal["file", "environment", "default", "other"]
+
 
 class ConfigValue(View):
     key: str
     """As in messages: `models.qwen.ctx_size`."""
     value: Any
     """As it counts, with defaults and absolute paths; `(hidden)` if it may be a secret."""
-    source: Literal["file", "environment", "default", "other"] | None
+    source: Source | None
     """other: the command line, or what another key implies. Null while the file cannot be used."""
     variable: str | None
     """The environment variable that says it."""
@@ -64,7 +66,7 @@ class EffectiveConfig(View):
     file: str | None
     """Null where the gateway was started without one."""
     values: list[ConfigValue]
-    """All keys outside models; of each model those that differ from their defaults."""
+    """All keys of sections; of models, tenants and what else has names those that differ from their defaults."""
     check: ConfigCheck
     pending: PendingChanges | None
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
@@ -113,24 +115,24 @@ def _read(path: Path | None) -> tuple[LoadedConfig | None, list[str]]:
 
 
 def _values(config: Config, loaded: LoadedConfig | None) -> Iterator[ConfigValue]:
-    defaults = dict(_leaves((), Config().model_dump(mode="json", exclude={"models"})))
+    defaults = dict(_leaves((), Config().model_dump(mode="json")))
+    said = dict(_leaves((), config.model_dump(mode="json", exclude_defaults=True)))
+    filled = {where[:size] for where in said for size in range(len(where))}
     variables = environment.said(os.environ).names
-    for where, value in _all(config):
-        variable, is_default = variables.get(where), where in defaults and defaults[where] == value
-        source: Literal["file", "environment", "default", "other"] | None
-        if variable is not None:
-            source = "environment"
-        elif loaded is not None and where in loaded.places:
-            source = "file"
-        else:
-            source = "default" if is_default else "other" if loaded is not None else None
+    places = None if loaded is None else loaded.places
+    for where, value in (defaults | said).items():
+        # Of a mapping that is empty by default, what it holds is told instead.
+        if where in filled:
+            continue
+        variable = variables.get(where)
+        source = "environment" if variable is not None else _source(where, places, is_default=where not in said)
         yield ConfigValue(key=dotted(where), value=_told(where, value), source=source, variable=variable)
 
 
-def _all(config: Config) -> Iterator[tuple[Where, Any]]:
-    yield from _leaves((), config.model_dump(mode="json", exclude={"models"}))
-    for name, model in config.models.items():
-        yield from _leaves(("models", name), model.model_dump(mode="json", exclude_defaults=True))
+def _source(where: Where, places: frozenset[Where] | None, *, is_default: bool) -> Source | None:
+    if places is not None and where in places:
+        return "file"
+    return "default" if is_default else "other" if places is not None else None
 
 
 def _leaves(where: Where, value: Any) -> Iterator[tuple[Where, Any]]:

@@ -237,9 +237,14 @@ class Snapshot:
             missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
             cache=cache_view(self._gateway.slots, slots),
             no_sleep=_no_sleep(entry),
-            versioned=entry.config.versions is not None,
+            versioned=self._is_versioned(entry.id),
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
+
+    def _is_versioned(self, model: ModelId) -> bool:
+        """False for a version that is on its way: it has the configuration of its model, under a name of its own."""
+        configured = self._gateway.config.models.get(model)
+        return configured is not None and configured.versions is not None
 
     def _slot(self, slot: SlotFacts, *, to_operator: bool) -> views.SlotView:
         return views.SlotView(
