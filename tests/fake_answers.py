@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 
 class Answer:
-    """One completion: the name of the engine, then numbers, one token each."""
+    """One completion: the name of the engine, then numbers, one token each; or the words that it is told to say."""
 
     def __init__(self, switches: argparse.Namespace, path: str, body: dict[str, Any]) -> None:
         self.is_stream = body.get("stream") is True
-        self.count = int(body.get("tokens", switches.tokens))
+        self._words = re.findall(r"\s*\S+", switches.say) if switches.say else None
+        self.count = len(self._words) if self._words else int(body.get("tokens", switches.tokens))
         self.token_s = float(body.get("token_s", switches.token_s))
         self.stall_after = body.get("stall_after", switches.stall_after)
         self.crash_at = body.get("crash_at", switches.crash_at)
@@ -30,6 +32,8 @@ class Answer:
         self._prompt_tokens = len(json.dumps(body.get("messages") or body.get("prompt") or "").split())
 
     def tokens(self) -> Iterator[str]:
+        if self._words:
+            return iter(self._words[: self.count])
         return (self._name if number == 0 else f" {number}" for number in range(self.count))
 
     def whole(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def parse_switches(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split-bytes", type=int, default=0, help="events are sent in pieces of this size")
     parser.add_argument("--load-s", type=float, default=0.0, help="/health answers 503 until then")
     parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--say", metavar="TEXT", help="the answer, word by word, instead of its name and numbers")
     parser.add_argument("--token-s", type=float, default=0.0, help="pause before each token")
     parser.add_argument("--no-usage", action="store_true")
     parser.add_argument("--memory-file", metavar="FILE", help="accepted and ignored, as engines take a model file")

@@ -29,6 +29,17 @@ from tests.waiting import until_now
 FIRST, SECOND = "GPU-4f1d2c7a", "GPU-9be03158"
 CHAT = "/v1/chat/completions"
 REPO = "org/tiny-chat"
+# What two of the models answer.
+SAYINGS = (
+    "A **green room** is where performers wait before they go on stage.\n\n"
+    "In *Greenroom* it is host memory:\n\n"
+    "- a model that is **ready** is on a GPU and answers at once,\n"
+    "- one that is **asleep** waits in the green room and wakes in a moment,\n"
+    "- one that is **cold** is on disk.\n\n"
+    "```bash\ngreenroom sleep qwen3-14b\n```",
+    "It is the lounge of a theatre: close to the stage, and comfortable. "
+    "Here it holds models whose weights are in memory, but not on a GPU.",
+)
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}).encode()
 # Longer than any test: what this holds up stays as it is until the scene ends.
 FOR_EVER_S = "100000"
@@ -139,7 +150,8 @@ def _models(folder: Path, gpus: Path) -> dict[str, Any]:
         return fake(name, *memory, *switches, **{"memory_mib": mib, "abilities": ["chat", "completions"]} | keys)
 
     def sleeper(name: str, mib: int, **keys: Any) -> dict[str, Any]:
-        made = served("vllm", folder / f"server-{name}", "--tokens", "12", memory_mib=mib, **keys)
+        switches = ("--say", SAYINGS[0], "--token-s", "0.02")
+        made = served("vllm", folder / f"server-{name}", *switches, memory_mib=mib, **keys)
         _weights(Path(made["path"]), mib * 2**18)
         return made
 
@@ -147,20 +159,20 @@ def _models(folder: Path, gpus: Path) -> dict[str, Any]:
         env = {"CUDA_FAKE_GPUS": str(gpus)}
         return Folder(folder, name, mib=mib, arena_mib=mib - 400, tokens=12).model(memory_mib=mib, env=env, **keys)
 
-    chat = folder / "models" / "tiny-chat"
+    chat, saying = folder / "models" / "tiny-chat", ("--say", SAYINGS[1], "--token-s", "0.01")
     return {
         "qwen3-14b": on_gpu("qwen3-14b", 11_200, "--tokens", "100000", "--token-s", "0.2", devices=[FIRST]),
         "qwen3-coder-30b": on_gpu("coder", 19_500, devices=[FIRST], description="For code."),
         "gemma-3-4b": hosted("gemma", 5_000, devices=[SECOND], aliases=["small"], abilities=["chat"]),
         "phi-4-mini": sleeper("phi", 2_600, devices=[SECOND]),
-        "mistral-small-24b": on_gpu("mistral", 9_000, "--load-s", FOR_EVER_S, devices=[SECOND], load_timeout_s=3_600),
+        "mistral-7b": on_gpu("mistral", 6_400, "--load-s", FOR_EVER_S, devices=[FIRST], load_timeout_s=3_600),
         "nomic-embed": on_gpu("nomic", 600, pinned=True, abilities=["embeddings"], devices=[FIRST]),
         "flux-schnell": on_gpu("flux", 12_000, abilities=["images"], devices=[FIRST]),
         "whisper-large": on_gpu("whisper", 3_100, abilities=["transcription"], devices=[FIRST]),
         "kokoro": on_gpu("kokoro", 700, abilities=["speech"], devices=[FIRST]),
         "llama-3-8b": on_gpu("llama", 6_000, "--crash-at", "load", devices=[SECOND]),
         "tiny-chat": {
-            **served("vllm", folder / "server-tiny", memory_mib=900, devices=[SECOND]),
+            **served("vllm", folder / "server-tiny", *saying, memory_mib=4_000, devices=[SECOND]),
             "path": str(_weights(chat)),
             "versions": {"repo_id": REPO, "keep": 3},
         },
@@ -211,7 +223,7 @@ def _sections(folder: Path, gpus: Path) -> dict[str, Any]:
 
 def _play(played: Scene, *, hostile: bool) -> None:
     """Bring everything under way, step by step: each waits until the one before can be seen."""
-    steps = [_fail, _sleep_and_wake, _versions, _downloads, _requests, _leases, _loads_and_queue]
+    steps = [_fail, _sleep_and_wake, _versions, _downloads, _requests, _load, _leases, _queue]
     for step in [*steps, *([_attacks] if hostile else [])]:
         step(played)
 
@@ -230,8 +242,7 @@ def _sleep_and_wake(played: Scene) -> None:
 
 def _versions(played: Scene) -> None:
     second = _weights(played.folder / "models" / "tiny-chat-v2", 2**19)
-    wanted = {"model_repo_id": str(second)}
-    done = played.post("/update-model?wait=true", wanted)
+    done = played.post("/update-model?wait=true", {"model_repo_id": second.name})
     assert done["status"] == "completed", done
 
 
@@ -275,9 +286,12 @@ def _requests(played: Scene) -> None:
     until_now(lambda: played.model("qwen3-14b")["in_flight"] == 1, "an answer streams")
 
 
-def _loads_and_queue(played: Scene) -> None:
-    played.begin("/api/v1/models/mistral-small-24b/load", {})
-    until_now(lambda: played.model("mistral-small-24b")["moving"], "a model loads")
+def _load(played: Scene) -> None:
+    played.begin("/api/v1/models/mistral-7b/load", {})
+    until_now(lambda: played.model("mistral-7b")["moving"], "a model loads")
+
+
+def _queue(played: Scene) -> None:
     for number, tenant in enumerate(("website", "research", "website", "nightly")):
         asked = {"model": "qwen3-coder-30b", "messages": _said(f"Task {number}"), "x_priority": number % 3}
         played.begin(CHAT, asked, **{"X-Tenant-ID": tenant})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from playwright.sync_api import Browser, Route, expect
 
 from tests.ui.browser import Tab, tab
@@ -57,6 +58,49 @@ def _repeat(route: Route) -> None:
     question = route.request.post_data_json["messages"][-1]["content"]
     chunk = {"choices": [{"index": 0, "delta": {"content": question}}]}
     route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+
+def test_a_download_is_ordered_and_cancelled(looking: Tab, stage: Scene) -> None:
+    stage.hub.repos["org/another"] = {"config.json": b"{}", "model.safetensors": bytes(100_000)}
+    page = looking.open("tasks")
+    page.get_by_label("Model on the hub").fill("org/another")
+    page.get_by_role("button", name="Pull").click()
+    row = page.get_by_role("listitem").filter(has_text="org/another")
+    page.get_by_role("button", name="Cancel the download of org/another").click()
+    expect(row.get_by_text("cancelled", exact=True)).to_be_visible()
+
+
+def test_a_model_on_disk_is_deleted_when_that_is_confirmed(looking: Tab, stage: Scene) -> None:
+    page = looking.open("tasks")
+    page.get_by_role("button", name="Delete org/finished").click()
+    dialog = page.get_by_role("dialog", name="Delete org/finished?")
+    dialog.get_by_role("button", name="Keep it").click()
+    expect(dialog).to_have_count(0)
+    page.get_by_role("button", name="Delete org/finished").click()
+    dialog.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_role("button", name="Delete org/finished")).to_have_count(0)
+    assert "org/finished" not in [one["id"] for one in stage.get("/v1/models/inventory")["data"]]
+
+
+def test_an_earlier_version_serves_again(looking: Tab) -> None:
+    page = looking.open("versions")
+    page.get_by_role("button", name="Go back to version 1").click()
+    expect(page.get_by_text("version 3 serves", exact=True)).to_be_visible()
+
+
+def test_a_changed_file_is_told_and_reloaded(looking: Tab, stage: Scene) -> None:
+    file = stage.folder / "greenroom.yaml"
+    whole = yaml.safe_load(file.read_text())
+    file.write_text("models: 3\n")
+    page = looking.open("config")
+    expect(page.get_by_text("cannot be used", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Reload")).to_be_disabled()
+    whole["models"]["nomic-embed"]["description"] = "Texts to vectors."
+    file.write_text(yaml.safe_dump(whole))
+    page.reload()
+    expect(page.get_by_text("A reload would change")).to_be_visible()
+    page.get_by_role("button", name="Reload").click()
+    expect(page.get_by_text("The gateway runs what the file says.")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

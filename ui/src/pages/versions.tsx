@@ -125,7 +125,9 @@ function List({ versions, model, isBusy, onBegun }: Begun & { versions: Version[
         <tr>
           <th scope="col">Version</th>
           <th scope="col">Weights</th>
-          <th scope="col">Since</th>
+          <th scope="col" class="since">
+            Since
+          </th>
           <th scope="col">
             <span class="unseen">Action</span>
           </th>
@@ -139,7 +141,7 @@ function List({ versions, model, isBusy, onBegun }: Begun & { versions: Version[
               {one.model_repo_id}
               {one.commit && <span class="fine mono"> {one.commit.slice(0, 10)}</span>}
             </td>
-            <td>{ago(Date.now() / 1000 - one.since)}</td>
+            <td class="since">{ago(Date.now() / 1000 - one.since)}</td>
             <td>
               {one.serves ? (
                 <Badge tone="ready">serves</Badge>
