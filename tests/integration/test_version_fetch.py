@@ -280,6 +280,28 @@ async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next
         assert files(tmp_path, "alpha") and files(tmp_path, "charlie") and not files(tmp_path, "bravo")
 
 
+async def test_what_an_update_was_fetching_when_the_gateway_ended_is_fetched_by_the_next_one_and_is_its_own(
+    hub: StandinHub, tmp_path: Path
+) -> None:
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+    with hub.lock:
+        async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+            await http(app, "POST", "/update-model", {"model_repo_id": "org/bravo"})
+            await until(lambda: _states(app) == ["done", "running"], "it is being fetched")
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        # Nobody waits for it any more: it does not go on by itself.
+        assert _states(app) == ["done", "failed"]
+        await update(app, "org/bravo")
+        assert files(tmp_path, "bravo") and not files(tmp_path, "alpha")
+        await update(app, "org/charlie")
+        assert not files(tmp_path, "bravo")
+
+
+def _states(app: App) -> list[str]:
+    return [row.status.value for row in reversed(list(app.downloads.newest_first()))]
+
+
 @pytest.mark.slow
 def test_what_a_gateway_that_is_killed_did_not_delete_is_deleted_by_the_next_start(
     hub: StandinHub, tmp_path: Path

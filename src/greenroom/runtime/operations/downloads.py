@@ -1,8 +1,8 @@
 """Downloads: orders to fetch models, carried out a few at a time by programs of their own.
 
 Owns which of the waiting downloads runs, how far each is, and what its end means. The rows and their files are those of
-`table.py`. A download that ran when the gateway ended waits again at the next start, and goes on where it was. Fetches
-no byte itself: `library/fetcher.py` starts the program that does.
+`table.py`. A download that ran when the gateway ended waits again at the next start, and goes on where it was; one
+for an update, which has ended with the gateway, does not. Fetches nothing itself: `library/fetcher.py` does.
 """
 
 from __future__ import annotations
@@ -193,10 +193,11 @@ class Downloads:
         """What may be ordered now."""
         return self._services.rules()
 
-    async def submit(self, order: DownloadOrder, *, tenant: str, key: str) -> Operation:
+    async def submit(self, order: DownloadOrder, *, tenant: str, key: str, retry: bool = True) -> Operation:
         """Keep this order; it is carried out when its turn comes. Raises BadRequest if it has no place to go to.
 
-        Also raises ShuttingDown, OperationsFull and OperationStoreFull.
+        Without `retry` it does not go on after a restart; a later order does, with what it has fetched. Also raises
+        ShuttingDown, OperationsFull and OperationStoreFull.
         """
         if self._services.is_draining():
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
@@ -211,7 +212,7 @@ class Downloads:
             model=order.name,
             route=ROUTE,
             priority=PRIORITY,
-            retry=True,
+            retry=retry,
         )
         self.pump()
         return row

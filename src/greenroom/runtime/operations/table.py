@@ -101,7 +101,8 @@ class OperationTable:
         size = self._files.result_bytes(row.id)
         if row.status.is_over:
             return row if row.result_bytes == (size or 0) else replace(row, result_bytes=size or 0)
-        if row.status is OperationStatus.QUEUED and not row.kind.is_move:
+        is_lost = row.kind.is_move or (row.kind is OperationKind.DOWNLOAD and not row.retry)
+        if row.status is OperationStatus.QUEUED and not is_lost:
             return row
         if size is not None:
             now = self._wall()

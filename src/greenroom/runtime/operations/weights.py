@@ -87,7 +87,8 @@ class Weights:
         # What somebody else has put there since the last look is not fetched for this.
         await self._library.refresh()
         known = {record.path for record in self._library.records}
-        row = await downloads.submit(wanted, tenant=TENANT, key=TENANT)
+        # What it fetches without an update that waits for it would be nobody's, and never be deleted.
+        row = await downloads.submit(wanted, tenant=TENANT, key=TENANT, retry=False)
         state = await downloads.ended(row.id)
         if state is None or state.status is not OperationStatus.DONE:
             why = "it was cancelled" if state is None or state.error is None else state.error.message
