@@ -70,6 +70,37 @@ routing:
 peers:
   tower: {proxy: "https://tower.example:8443", apiKey: "${env.TOWER_KEY}", models: [llama-405b]}
 """
+# Names for purposes, switches for the evening, a program with pages of its own, and another machine with filters.
+PURPOSES = """
+sendLoadingState: true
+includeAliasesInList: true
+unloadTimeout: 5
+macros: {ctx: 4096, "run": "llama-server --port ${PORT} -c ${ctx}"}
+models:
+  "llama-70b":
+    macros: {ctx: 16384}
+    cmd: ${run} -m /srv/llama-70b.gguf
+    cmdStop: kill -INT ${PID}
+    unloadTimeout: 30
+    filters:
+      setParamsByID:
+        "${MODEL_ID}:exact": {temperature: 0}
+    metadata: {context: "${ctx}"}
+  small: {cmd: "${run} -m /srv/small.gguf", timeouts: {responseHeader: 120}, compat: {ignoreWebsockets: true}}
+  comfyui_auto: {cmd: "python main.py --listen 127.0.0.1 --port ${PORT}", checkEndpoint: /system_stats}
+selectors:
+  fast: {strategy: warm, targets: [small, llama-70b, tower/big], description: whatever is there}
+  spread: {strategy: spillover, targets: [small, llama-70b]}
+profiles:
+  evening: {description: Games, pins: {llama-70b: null}}
+hooks: {on_startup: {preload: [small, nobody]}}
+peers:
+  tower:
+    proxy: http://192.168.1.5:8080
+    models: [big]
+    filters: {stripParams: "temperature, top_p", setParams: {max_tokens: 100}}
+    timeouts: {connect: 5, responseHeader: 300, idleConn: 60}
+"""
 
 
 @pytest.mark.parametrize(
@@ -86,8 +117,25 @@ peers:
             {"big", "org/small", "eye", "tower/llama-405b"},
             ["apiKeys", "routing.scheduler.settings.fifo.priority", "routing.scheduler.use"],
         ),
+        (
+            PURPOSES,
+            {"llama-70b", "small", "comfyui_auto", "tower/big"},
+            [
+                "hooks.on_startup.preload",
+                "includeAliasesInList",
+                "models.comfyui_auto",
+                "models.small.compat.ignoreWebsockets",
+                "models.small.timeouts.responseHeader",
+                "peers.tower.timeouts.idleConn",
+                "profiles.evening.description",
+                "profiles.evening.pins.llama-70b",
+                "selectors.fast",
+                "selectors.spread",
+                "sendLoadingState",
+            ],
+        ),
     ],
-    ids=["turns", "containers", "sets"],
+    ids=["turns", "containers", "sets", "purposes"],
 )
 def test_a_whole_file_is_served_with_the_same_ids(text: str, ids: set[str], named: list[str], tmp_path: Path) -> None:
     made = imported(tmp_path, text)
@@ -110,3 +158,19 @@ def test_what_they_say_is_what_is_served(tmp_path: Path) -> None:
     assert sets.remotes["tower"].api_key_env == "TOWER_KEY" and sets.models["tower/llama-405b"].aliases == (
         "llama-405b",
     )
+
+
+def test_what_purposes_and_peers_say_is_what_is_served(tmp_path: Path) -> None:
+    config = served(tmp_path, imported(tmp_path, PURPOSES))
+    large, small = config.models["llama-70b"], config.models["small"]
+    assert (large.cmd, large.cmd_stop) == (
+        "llama-server --port ${PORT} -c 16384 -m /srv/llama-70b.gguf",
+        "kill -INT ${PID}",
+    )
+    assert (large.stop_timeout_s, small.stop_timeout_s, large.metadata) == (30, 5, {"context": 16384})
+    assert small.cmd == "llama-server --port ${PORT} -c 4096 -m /srv/small.gguf" and small.preload
+    assert config.tasks["fast"].candidates == ("small", "llama-70b", "tower/big") and "spread" not in config.tasks
+    assert config.tasks["llama-70b:exact"].set_params == {"temperature": 0}
+    tower, big = config.remotes["tower"], config.models["tower/big"]
+    assert (tower.connect_timeout_s, tower.first_byte_timeout_s) == (5, 300)
+    assert (big.strip_params, big.set_params) == (("temperature", "top_p"), {"max_tokens": 100})
