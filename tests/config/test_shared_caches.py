@@ -30,7 +30,10 @@ SHARING: list[tuple[str, list[str]]] = [
     ("vllm", ["--speculative-config.method", "suffix"]),
     ("vllm", ["-sc", '{"method": "suffix"}']),
     ("vllm", ["--spec-method", "suffix"]),
+    ("vllm", ["-sc.method", "suffix"]),
+    ("vllm", ["-sc.method=suffix"]),
     # Their parsers take the beginning of a name for the whole.
+    ("vllm", ["-s", '{"method": "suffix"}']),
     ("vllm", ["--kv-transfer", "{}"]),
     ("vllm", ["--prefix-caching-hash=xxhash"]),
     ("sglang", ["--speculative-algo", "NGRAM"]),

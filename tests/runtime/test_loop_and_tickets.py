@@ -156,6 +156,19 @@ def test_lost_ticket_waits_again() -> None:
     assert posts.events[2:] == [RequestGone(2.0, RequestId("r"))]
 
 
+def test_lost_ticket_that_was_cut_meanwhile_does_not_wait_again() -> None:
+    posts = Posts()
+    tickets = Tickets(posts, lambda: 2.0)
+    ticket = tickets.arrive(arrival())
+    ticket.grant(some_slot(), 1.0)
+    tickets.cancel("r", error := QueueFull("cancelled"))
+    tickets.lost(ticket)
+    assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
+    assert ticket.rejection is error
+    tickets.close(ticket)
+    assert len(posts.events) == 2
+
+
 def test_arrival_that_cannot_be_handled_leaves_no_ticket() -> None:
     def refuse(event: Event) -> None:
         raise ValueError("broken")

@@ -104,6 +104,15 @@ async def test_resuming_from_an_id_that_never_was_gives_all_that_is_remembered(a
     assert [(await next_of(subscription)).id for _ in range(2)] == [1, 2]
 
 
+async def test_ids_of_an_earlier_run_are_told_from_those_of_this_one() -> None:
+    hub = Hub(begins_after=1_000, past_max=2)
+    for _ in range(3):
+        hub.publish("tick", {})
+    subscription = hub.subscribe(after=500)
+    assert await next_of(subscription) == Event(1_001, "dropped", {"count": 1})
+    assert await subscription.several(10) == [Event(1_002, "tick", {}), Event(1_003, "tick", {})]
+
+
 async def test_resuming_when_nothing_ever_happened_waits_for_the_first() -> None:
     hub = Hub()
     subscription = hub.subscribe(after=0)

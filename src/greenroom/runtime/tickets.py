@@ -110,7 +110,12 @@ class Tickets:
     def lost(self, ticket: Ticket) -> None:
         """The engine was lost before its first byte: the request waits again, or is rejected the second time."""
         ticket.slot = None
-        self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
+        if ticket.cut_error is not None:
+            # It was cut meanwhile, and must not wait again.
+            self._post(ServeDone(self._clock(), ticket.id))
+            ticket.reject(ticket.cut_error)
+        else:
+            self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
 
     def cancel(self, request: str, error: GreenroomError) -> None:
         """End an open request with this error: it leaves the queue, or its running answer is cut."""

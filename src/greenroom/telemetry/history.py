@@ -63,8 +63,9 @@ class History:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
 
     def start(self) -> None:
-        self.look()
+        # First, so that one look that fails is not the last.
         self._timer = asyncio.get_running_loop().call_later(self.every_s, self.start)
+        self.look()
 
     def close(self) -> None:
         if self._timer is not None:

@@ -25,7 +25,7 @@ DROPPED = "dropped"
 
 
 class Event(NamedTuple):
-    """One thing that happened. Ids count up from 1 and start over when the gateway does."""
+    """One thing that happened. Ids count up."""
 
     id: int
     kind: str
@@ -33,12 +33,20 @@ class Event(NamedTuple):
 
 
 class Hub:
-    def __init__(self, *, past_max: int = PAST_MAX, queue_max: int = QUEUE_MAX, subscribers_max: int = SUBSCRIBERS_MAX):
+    def __init__(
+        self,
+        *,
+        begins_after: int = 0,
+        past_max: int = PAST_MAX,
+        queue_max: int = QUEUE_MAX,
+        subscribers_max: int = SUBSCRIBERS_MAX,
+    ):
+        """`begins_after` is the id before the first event's: above all of an earlier run, ids are never used twice."""
         self._past: deque[Event] = deque(maxlen=past_max)
         self._queue_max = queue_max
         self._subscribers_max = subscribers_max
         self._subscriptions: set[EventSubscription] = set()
-        self._last_id = 0
+        self._begins_after = self._last_id = begins_after
         self._closed = False
 
     @property
@@ -47,7 +55,7 @@ class Hub:
 
     @property
     def last_id(self) -> int:
-        """The id of the last event; 0 before the first."""
+        """The id of the last event; before the first, the id before it."""
         return self._last_id
 
     def publish(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -83,8 +91,8 @@ class Hub:
         self._subscriptions.discard(subscription)
 
     def _replay(self, subscription: EventSubscription, after: int) -> None:
-        # An id from the future was given before a restart: every event is new to that listener.
-        seen = after if 0 <= after <= self._last_id else 0
+        # Another id was given before a restart: every event is new to that listener.
+        seen = after if self._begins_after <= after <= self._last_id else self._begins_after
         oldest = self._past[0].id if self._past else self._last_id + 1
         subscription.miss(oldest - 1 - seen, oldest - 1)
         for event in self._past:
@@ -113,14 +121,18 @@ class EventSubscription(AsyncIterator[Event]):
         self.close()
 
     async def __anext__(self) -> Event:
-        while True:
-            if self._missed:
-                return self._take_missed()
-            if self._queue:
-                return self._queue.popleft()
-            if self._finished:
-                raise StopAsyncIteration
+        for event in await self.several(1):
+            return event
+        raise StopAsyncIteration
+
+    async def several(self, at_most: int) -> list[Event]:
+        """The next event and those that already follow it; none at the end."""
+        while not (self._missed or self._queue or self._finished):
             await self._something()
+        events = [self._take_missed()] if self._missed else []
+        while self._queue and len(events) < at_most:
+            events.append(self._queue.popleft())
+        return events
 
     def close(self) -> None:
         """Stop listening and drop what was not read. May be called again."""

@@ -5,6 +5,7 @@ Owns how these are made and joined. They know nothing of moves or HTTP.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def wire_common(
     is_named_tenant: Callable[[str], bool],
     timeouts: Timeouts,
 ) -> CommonParts:
-    catalog, slots, hub = Catalog(), LiveSlots(), Hub()
+    catalog, slots, hub = Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
     aliases = None if server.metrics_aliases is None else RunnerAliases()
     metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, aliases)
     observer = Observer(hub, metrics)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from greenroom.core.model import Tier
 from greenroom.server.admin.reports import live
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model
+from tests.waiting import until
 
 STATE = "/api/v1/events?state=true"
 
@@ -64,15 +66,54 @@ async def test_later_only_what_changed_is_sent() -> None:
 
 async def test_nothing_is_sent_while_nothing_changes() -> None:
     gateway = FakeGateway({"a": model()})
-    client = Client(gateway)
-    async with client.stream(STATE) as quiet, client.stream(STATE) as call:
-        await quiet.until(lambda: len(_states(quiet)) == 1)
-        await call.until(lambda: len(_states(call)) == 1)
-        # Time passes, and nothing else: after an event no state has come.
+    looks = 0
+
+    def look() -> live.Snapshot:
+        nonlocal looks
+        looks += 1
         gateway.now += 60
-        gateway.hub.publish("load", {"model": "a"})
-        await quiet.until_seen(b"event: load")
-    assert [kind for kind, _ in _events(quiet)] == ["state", "load"]
+        return live.Snapshot(gateway, 0.0)
+
+    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, look, 0.001), None)
+    assert b"event: state" in (await feed.piece() or b"")
+    # Time passes, and nothing else.
+    before = looks
+    await until(lambda: looks >= before + 5)
+    gateway.hub.publish("load", {"model": "a"})
+    piece = await feed.piece() or b""
+    feed.close()
+    assert b"event: load" in piece and b"event: state" not in piece
+
+
+async def test_one_look_that_fails_is_not_the_last() -> None:
+    gateway = FakeGateway({"a": model()})
+    failures: list[Exception] = []
+
+    def look() -> live.Snapshot:
+        if failures:
+            raise failures.pop()
+        return live.Snapshot(gateway, 0.0)
+
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, look, 0.001), None)
+    await feed.piece()
+    failures.append(RuntimeError("once"))
+    await until(lambda: bool(told))
+    gateway.add_slot("a", Tier.READY)
+    assert b'"tier":"ready"' in (await asyncio.wait_for(feed.piece(), 30) or b"")
+    feed.close()
+    assert [str(error) for error in told] == ["once"]
+
+
+async def test_events_that_wait_are_sent_together() -> None:
+    gateway = FakeGateway({"a": model()})
+    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, lambda: live.Snapshot(gateway, 0.0), 60.0), None)
+    for number in range(60):
+        gateway.hub.publish("load", {"number": number})
+    first, second = await feed.piece() or b"", await feed.piece() or b""
+    feed.close()
+    assert (first.count(b"event: "), second.count(b"event: ")) == (50, 11)
 
 
 async def test_one_who_joins_later_gets_times_as_they_are_then() -> None:

@@ -94,12 +94,13 @@ def files_of_arguments(engine: str, args: Sequence[str]) -> Iterator[int]:
 
 
 def _name(said: str) -> str:
-    return said.replace("_", "-").partition(".")[0] if said.startswith("--") else said
+    name = said.partition(".")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _rule(engine: str, name: str) -> Shares | None:
     known = _BY_NAME.get(engine, {})
-    if name in known or engine not in _ABBREVIATING or not name.startswith("--") or name == "--":
+    if name in known or engine not in _ABBREVIATING or not name.startswith("-") or name in ("-", "--"):
         return known.get(name)
     return next((shares for whole, shares in known.items() if whole.startswith(name)), None)
 

@@ -19,7 +19,7 @@ from greenroom.core.model import ModelId
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.snapshot import Snapshot, is_failing
-from greenroom.server.admin.reports.streams import event_frame
+from greenroom.server.admin.reports.streams import EVENTS_MAX, event_frame
 from greenroom.telemetry.hub import DROPPED, Event, Hub
 
 # Models of one event. More are spread over several, so that requests are served in between.
@@ -95,16 +95,18 @@ class LiveState:
         self._timer = asyncio.get_running_loop().call_later(self._period_s, self._compare)
 
     def _compare(self) -> None:
-        before, self._facts = self._facts, self._facts_now()
+        # First, so that one comparison that fails is not the last.
+        self._arm()
+        facts, rest = self._facts_now(), self._rest_now()
+        before, self._facts = self._facts, facts
         changed = [model for model, facts in self._facts.items() if before.get(model) != facts]
         changed += [model for model in before if model not in self._facts]
         for model in changed:
             self._rendered.pop(model, None)
-        rest_before, self._rest = self._rest, self._rest_now()
+        rest_before, self._rest = self._rest, rest
         if changed or self._rest != rest_before:
             for viewer in self._viewers:
                 viewer.tell(changed)
-        self._arm()
 
     def _facts_now(self) -> dict[ModelId, object]:
         """What viewers are told about each model, without times that pass by themselves."""
@@ -126,13 +128,14 @@ class LiveState:
                 len(slot.in_flight),
                 slot.concurrency,
                 slot.last_used,
+                slot.last_priority,
                 tuple(state.ledger.held_by(slot.id).values()),
-                slot.id in live and live[slot.id].figures,
+                slot.id in live and (live[slot.id].figures, live[slot.id].child),
             )
             for slot in state.slots_of(entry.id)
         )
-        failed = None if record is None else (record.failures, is_failing(record, now))
-        return (entry.spec, waiting, slots, failed, gateway.mover.failures.get(entry.id))
+        known = None if record is None else (record.need, record.failures, is_failing(record, now))
+        return (entry.spec, waiting, slots, known, gateway.mover.failures.get(entry.id))
 
     def _rest_now(self) -> bytes:
         return self._look().status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()
@@ -166,9 +169,9 @@ class StateFeed:
             self._subscription.put(Event(self._hub.last_id, STATE, {}))
 
     async def piece(self) -> bytes | None:
-        event = await anext(self._subscription, None)
-        if event is None:
-            return None
+        return b"".join([self._frame(event) for event in await self._subscription.several(EVENTS_MAX)]) or None
+
+    def _frame(self, event: Event) -> bytes:
         if event.kind == STATE:
             return event_frame(Event(event.id, STATE, self._state()))
         if event.kind == DROPPED:

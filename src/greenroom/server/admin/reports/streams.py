@@ -28,6 +28,8 @@ LOOK_S = 1.0
 LAST_WORD_S = 0.05
 # Dashboards and shells; each costs a connection and a queue.
 STREAMS_MAX = 200
+# Events that are sent together where more than one waits: many at once cost little more than one.
+EVENTS_MAX = 50
 # How long a browser waits before it comes back.
 _RETRY = b"retry: 2000\n\n"
 _COMMENT = b": still here\n\n"
@@ -74,8 +76,7 @@ class EventFeed:
         self._subscription = hub.subscribe(after)
 
     async def piece(self) -> bytes | None:
-        event = await anext(self._subscription, None)
-        return None if event is None else event_frame(event)
+        return b"".join(map(event_frame, await self._subscription.several(EVENTS_MAX))) or None
 
     def close(self) -> None:
         self._subscription.close()
