@@ -42,8 +42,9 @@ TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m py
 # `make test` leaves out what is marked slow, `make test-slow` runs just that. Neither soaks, nor needs a GPU.
 QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
-# Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
-NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS)
+# Run by themselves: layers as part of `check`, core for its coverage, integration last because a unit that is broken
+# explains it.
+NOT_UNITS := tests/test_layers.py tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS)
 
 .PHONY: constraints setup system torch serve ui ui-check test test-slow test-ui test-vllm check format compiled \
   test-compiled wheel bench soak sim sim-shared clean
