@@ -101,8 +101,13 @@ async def test_a_stream_has_no_head(target: str) -> None:
 # --- the schema and its page ----------------------------------------------------------------------------------------
 
 
-async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
-    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    """Read only, and the same for every gateway. To make it takes half a second."""
+    return asyncio.run(Client(_gateway()).get("/api/v1/openapi.json")).json
+
+
+def test_the_schema_names_every_route_once_with_its_shapes(schema: dict[str, Any]) -> None:
     assert set(schema["paths"]) == {
         "/v1/models",
         "/v1/models/{model_id}",
@@ -131,6 +136,7 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/api/v1/models/{model_id}/unload",
         "/api/v1/models/{model_id}/sleep",
         "/api/v1/models/{model_id}/prepare",
+        "/api/v1/models/{model_id}/pin",
         "/v1/cache/flush",
         "/v1/jobs",
         "/v1/jobs/{job_id}",
@@ -173,22 +179,19 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
     assert schema["components"]["schemas"]["StatusView"]["properties"]["models"]["items"]["$ref"].endswith("/ModelView")
 
 
-async def test_the_schema_is_valid_openapi() -> None:
-    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+def test_the_schema_is_valid_openapi(schema: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(schema).validate()
     for shape in schema["components"]["schemas"].values():
         jsonschema_rs.meta.validate(shape)
 
 
-async def test_the_schema_has_the_answer_to_a_load_that_is_not_waited_for() -> None:
-    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+def test_the_schema_has_the_answer_to_a_load_that_is_not_waited_for(schema: dict[str, Any]) -> None:
     answers = schema["paths"]["/api/v1/models/{model_id}/load"]["post"]["responses"]
     assert answers["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/LoadTaken")
 
 
 @pytest.mark.parametrize("path", DOCUMENTED)
-async def test_the_schema_says_how_models_are_asked(path: bytes) -> None:
-    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+def test_the_schema_says_how_models_are_asked(path: bytes, schema: dict[str, Any]) -> None:
     operation, route = schema["paths"][path.decode()]["post"], MODEL_ROUTES[path]
     [(kind, content)] = operation["requestBody"]["content"].items()
     assert kind == ("multipart/form-data" if route.form else "application/json")
