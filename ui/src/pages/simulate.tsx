@@ -130,7 +130,7 @@ function Form({ input }: { input: Input }) {
 function about(input: Input): string {
   if (!input.requests) return "No request was recorded yet, so they are drawn: independent callers, models by popularity.";
   const from = input.source === "recording" ? "from the recording of this gateway" : "that this gateway remembers";
-  return `${plural(input.requests, "request")} over ${seconds(input.seconds)} ${from}. For more, set server.record_activity.`;
+  return `${plural(input.requests, "request")} ${input.seconds < 1 ? "within a second" : `over ${seconds(input.seconds)}`} ${from}. For more, set server.record_activity.`;
 }
 
 function Field({ name, value, hint, onChange }: { name: string; value: string; hint: string; onChange: (value: string) => void }) {

@@ -3,7 +3,7 @@ import { useMemo, useState } from "preact/hooks";
 import { get } from "../api";
 import { clock, mib, plural, seconds } from "../format";
 import { useHistory, type History } from "../history";
-import { deviceNames } from "../live";
+import { deviceNames, status } from "../live";
 import { Empty, PageHead, Problem, Readers } from "../parts/bits";
 import { toneOf } from "../parts/memory";
 import { usePoll } from "../poll";
@@ -85,6 +85,12 @@ function Chart({ range }: { range: number }) {
           <DeviceRows key={device} device={device} range={data} picked={picked} onPick={setPicked} />
         ))}
         <Axis range={data} />
+        <p class="gantt-legend fine">
+          <span class="key">ready</span>
+          <span class="key asleep">asleep</span>
+          <span class="key move">loads, wakes, leaves</span>
+          <span class="key failed">failed or lost</span>
+        </p>
       </div>
     </>
   );
@@ -103,13 +109,14 @@ function at(time: number, { since, now }: Timeline): number {
 
 /** Requests that waited, as an area over the same time as the rows below. */
 function Waits({ history, range }: { history: History; range: Timeline }) {
-  const places = history.at.map((time, index) => ({ time, index })).filter(({ time }) => time >= range.since - history.every_s);
-  const top = Math.max(1, ...places.map(({ index }) => history.queue[index] ?? 0));
-  const points = places.map(({ time, index }) => `${10 * at(time, range)},${60 - (56 * (history.queue[index] ?? 0)) / top}`);
-  const first = places[0];
-  const last = places.at(-1);
-  const longest = Math.max(0, ...places.map(({ index }) => history.mean_wait_s[index] ?? 0));
-  const said = `At most ${plural(top === 1 && !places.some(({ index }) => history.queue[index]) ? 0 : top, "request")} waited at once; the longest mean wait was ${seconds(longest)}.`;
+  const from = history.at.findIndex((time) => time >= range.since - history.every_s);
+  const known = from < 0 ? [] : history.at.slice(from).map((time, index): [number, number] => [time, history.queue[from + index] ?? 0]);
+  // Up to this moment, which no sample has yet.
+  const depths: [number, number][] = [...known, [range.now, status.value?.queue.depth ?? known.at(-1)?.[1] ?? 0]];
+  const most = Math.max(...depths.map(([, depth]) => depth));
+  const points = depths.map(([time, depth]) => `${10 * at(time, range)},${60 - (56 * depth) / Math.max(1, most)}`);
+  const longest = from < 0 ? 0 : Math.max(0, ...history.mean_wait_s.slice(from).map((wait) => wait ?? 0));
+  const said = `At most ${plural(most, "request")} waited at once; the longest mean wait was ${seconds(longest)}.`;
   return (
     <div class="gantt-row waits">
       <div class="gantt-name">
@@ -117,7 +124,7 @@ function Waits({ history, range }: { history: History; range: Timeline }) {
         <span class="fine">{said}</span>
       </div>
       <svg class="gantt-track" viewBox="0 0 1000 60" preserveAspectRatio="none" role="img" aria-label={said}>
-        {first && last && <polygon points={`${10 * at(first.time, range)},60 ${points.join(" ")} ${10 * at(last.time, range)},60`} />}
+        <polygon points={`${10 * at(depths[0]![0], range)},60 ${points.join(" ")} 1000,60`} />
       </svg>
     </div>
   );
@@ -191,7 +198,7 @@ function says(span: Span, now: number): string {
 
 /** What is known of the span under the pointer. Its place is always there, so that nothing jumps. */
 function Details({ span, now }: { span: Span | null; now: number }) {
-  if (!span) return <p class="panel gantt-details quiet-text">Point at a bar to see what happened and why.</p>;
+  if (!span) return <p class="panel gantt-details quiet-text">Point at a bar, or press it, to see what happened and why.</p>;
   const why = span.decision;
   const held = Object.entries(span.devices).map(([device, held_mib]) => `${mib(held_mib)} on ${deviceNames.value.get(device) ?? device}`);
   return (
