@@ -12,7 +12,10 @@ import type { RequestRecord } from "../types";
 import { ModelFilter, ModelName } from "./names";
 
 const EVERY_MS = 1000;
-const SHOWN_MAX = 500;
+// Asked for every second; all that the gateway keeps, only when asked, and less often.
+const FEW = 150;
+const ALL = 2000;
+const ALL_EVERY_MS = 5000;
 type Which = "all" | "running" | "failed";
 
 export function Requests() {
@@ -49,10 +52,11 @@ function Choice({ value, onChange }: { value: Which; onChange: (value: Which) =>
 }
 
 function List({ model, which }: { model: string; which: Which }) {
-  const query = `limit=${SHOWN_MAX}${model && `&model=${encodeURIComponent(model)}`}`;
+  const [limit, setLimit] = useState(FEW);
+  const query = `limit=${limit}${model && `&model=${encodeURIComponent(model)}`}`;
   const { data, error, reload } = usePoll(
     async (signal) => (await get<{ requests: RequestRecord[] }>(`/api/v1/requests?${query}`, { signal })).requests,
-    EVERY_MS,
+    limit === FEW ? EVERY_MS : ALL_EVERY_MS,
     [query],
   );
   const picked = place.value.params.get("id");
@@ -73,6 +77,14 @@ function List({ model, which }: { model: string; which: Which }) {
         isPicked={(row) => row.id === picked}
         empty={<None model={model} which={which} />}
       />
+      {data.length === FEW && limit === FEW && (
+        <p class="fine">
+          The latest {FEW}.{" "}
+          <button type="button" class="quiet" onClick={() => setLimit(ALL)}>
+            Show all that are kept
+          </button>
+        </p>
+      )}
       {picked && <Details id={picked} onClose={close} onChange={reload} />}
     </>
   );
