@@ -61,6 +61,8 @@ async def test_browsers_are_led_to_it_and_programs_are_not(tmp_path: Path) -> No
         for path in ("/", "/ui"):
             led = await ask(app, path, **BROWSER)
             assert (led.status, led.headers["location"]) == (302, "ui/")
+            assert "default-src 'none'" in led.headers["content-security-policy"]
+            assert led.headers["x-content-type-options"] == "nosniff"
         plain = await ask(app, "/")
         assert (plain.status, plain.body) == (200, b"Greenroom is running\n")
 
@@ -70,10 +72,24 @@ async def test_it_is_packed_and_not_sent_twice(locked: App) -> None:
     packed = await ask(locked, "/ui/app.js", Accept_Encoding="gzip, br")
     assert packed.headers["content-encoding"] == "gzip"
     assert gzip.decompress(packed.body) == plain.body
+    assert packed.headers["etag"] != plain.headers["etag"]
     again = await ask(locked, "/ui/app.js", If_None_Match=plain.headers["etag"])
-    assert (again.status, again.body) == (304, b"")
+    assert (again.status, again.body, again.headers["etag"]) == (304, b"", plain.headers["etag"])
+    again = await ask(locked, "/ui/app.js", If_None_Match=packed.headers["etag"], Accept_Encoding="gzip")
+    assert (again.status, again.headers["etag"]) == (304, packed.headers["etag"])
+    other = await ask(locked, "/ui/app.js", If_None_Match=packed.headers["etag"])
+    assert (other.status, other.body) == (200, plain.body)
     head = await ask(locked, "/ui/app.js", "HEAD")
     assert (head.status, head.body) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "packed"),
+    [("gzip;q=0", False), ("br, gzip; q=0.000", False), ("x-gzip-like", False), ("br, GZIP;q=0.1", True)],
+)
+async def test_it_is_packed_only_for_those_that_take_it(locked: App, accepted: str, packed: bool) -> None:
+    answer = await ask(locked, "/ui/app.js", Accept_Encoding=accepted)
+    assert ("content-encoding" in answer.headers) is packed
 
 
 async def test_it_can_be_turned_off(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ _NAMES: Final = {PAGE: _INDEX} | {PAGE + name.encode(): name for name in _KINDS}
 _ROOT: Final = b"/"
 _BARE: Final = PAGE.rstrip(b"/")
 _READING: Final = (b"GET", b"HEAD")
+_ZERO: Final = re.compile(rb"q=0(\.0*)?")
 # Nothing inline, nothing from elsewhere. Pictures and sounds of the playground are blobs of the page itself.
 POLICY: Final = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
@@ -54,6 +56,7 @@ class _File:
     plain: bytes
     packed: bytes
     tag: bytes
+    packed_tag: bytes
 
 
 def serves(head: Head) -> bool:
@@ -69,16 +72,17 @@ def respond(exchange: Exchange) -> None:
     name = _NAMES.get(head.path)
     if name is None:
         # Relative: a proxy may serve the gateway below a path of its own.
-        target = b"ui/"
-        exchange.respond(302, [(b"location", target), (b"vary", b"accept"), (b"cache-control", b"no-store")], b"")
+        exchange.respond(302, [*_GUARDS, (b"location", b"ui/"), (b"vary", b"accept")], b"")
         return
     file = _read(name)
-    headers: Headers = [*_GUARDS, (b"etag", file.tag), (b"vary", b"accept-encoding")]
-    if file.tag in (head.get(b"if-none-match") or b""):
+    is_packed = _takes_gzip(head.get(b"accept-encoding") or b"")
+    tag = file.packed_tag if is_packed else file.tag
+    headers: Headers = [*_GUARDS, (b"etag", tag), (b"vary", b"accept-encoding")]
+    if tag in (head.get(b"if-none-match") or b""):
         exchange.respond(304, headers, b"")
         return
     headers.append((b"content-type", file.kind))
-    if b"gzip" in (head.get(b"accept-encoding") or b""):
+    if is_packed:
         exchange.respond(200, [*headers, (b"content-encoding", b"gzip")], file.packed)
     else:
         exchange.respond(200, headers, file.plain)
@@ -88,8 +92,17 @@ def _is_browser(head: Head) -> bool:
     return b"text/html" in (head.get(b"accept") or b"")
 
 
+def _takes_gzip(accepted: bytes) -> bool:
+    """True if Accept-Encoding names gzip, and not with a weight of zero."""
+    for one in accepted.lower().split(b","):
+        name, _, weight = one.replace(b" ", b"").replace(b"\t", b"").partition(b";")
+        if name == b"gzip":
+            return _ZERO.fullmatch(weight) is None
+    return False
+
+
 @cache
 def _read(name: str) -> _File:
     plain = (ASSETS / name).read_bytes()
-    tag = b'"%b"' % hashlib.sha256(plain).hexdigest()[:16].encode()
-    return _File(_KINDS[name], plain, gzip.compress(plain, 9, mtime=0), tag)
+    mark = hashlib.sha256(plain).hexdigest()[:16].encode()
+    return _File(_KINDS[name], plain, gzip.compress(plain, 9, mtime=0), b'"%b"' % mark, b'"%b-gzip"' % mark)
