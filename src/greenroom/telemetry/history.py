@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 EVERY_S: Final = 10.0
@@ -72,11 +72,21 @@ class History:
             self._timer.cancel()
 
     def look(self) -> None:
-        """Take a sample now."""
-        self._samples.append(self._take())
+        """Take a sample now. If the clock was set back, earlier samples move with it: times always ascend."""
+        sample = self._take()
+        if self._samples and self._samples[-1].at >= sample.at:
+            step = self._samples[-1].at + self.every_s - sample.at
+            moved = [replace(one, at=round(one.at - step, 3)) for one in self._samples]
+            self._samples = deque(moved, maxlen=SAMPLES_MAX)
+        self._samples.append(sample)
 
     def since(self, at: float) -> list[Sample]:
-        """Samples after this time, the oldest first, and the one before them: rates need it."""
+        """Samples after this time, the oldest first, and the one before them: rates need it.
+
+        All of them if the newest is older than this time, which was read before the clock was set back.
+        """
         samples = list(self._samples)
+        if samples and samples[-1].at < at:
+            return samples
         later = next((place for place, sample in enumerate(samples) if sample.at > at), len(samples))
         return samples[max(0, later - 1) :]

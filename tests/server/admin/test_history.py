@@ -47,6 +47,23 @@ async def test_history_gives_what_came_since() -> None:
     assert (await client.get(f"/api/v1/history?since={START + 40}")).json["at"] == []
 
 
+async def test_history_goes_on_when_the_clock_is_set_back() -> None:
+    gateway = FakeGateway({"a": model()})
+    client = Client(gateway)
+    for _ in range(3):
+        gateway.history.look()
+        gateway.now += 10
+    gateway.now -= 3_600
+    gateway.history.look()
+    back = START + 30 - 3_600
+    # A page that has the sample of the former time is given everything, with times that ascend.
+    assert (await client.get(f"/api/v1/history?since={START + 20}")).json["at"] == [back - 20, back - 10, back]
+    gateway.now += 10
+    gateway.history.look()
+    assert (await client.get(f"/api/v1/history?since={back}")).json["at"] == [back + 10]
+    assert (await client.get("/api/v1/history")).json["at"] == [back - 20, back - 10, back, back + 10]
+
+
 async def test_history_is_bounded() -> None:
     gateway = FakeGateway({"a": model()})
     for _ in range(1_000):
