@@ -20,8 +20,11 @@ async def test_a_waiting_request_is_listed_and_cancelled(tmp_path: Path) -> None
         row = page["requests"][0]
         assert (row["position"], row["model"], row["plan"], row["behind"]) == (1, "slow", "join", [])
         assert row["route"] == "chat"
+        events = app.hub.subscribe()
         said = await http(app, "DELETE", f"/api/v1/requests/{row['id']}")
         assert (said.status, said.json()) == (200, {"id": row["id"], "state": "waiting"})
+        told = await anext(event async for event in events if event.kind == "cancel")
+        assert told.data == {"request": row["id"], "model": "slow", "state": "waiting", "key": "anyone"}
         status, headers = await raw.head()
         answer = await raw.rest(status, headers)
         assert (status, answer.json()["error"]["code"]) == (410, "cancelled")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 
 from greenroom.core.explain import Wait
 from greenroom.core.model import ModelId, RequestId
@@ -18,6 +18,7 @@ from greenroom.errors import Cancelled, NotFound
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.explaining import action_of
 from greenroom.server.admin.views import View
+from greenroom.server.asgi import caller_of
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.telemetry.logs import get_logger
 
@@ -90,15 +91,16 @@ class QueueRoutes:
         rows = [self._row(caller, offset + place, reasons) for place, caller in enumerate(page, 1)]
         return QueuePage(depth=len(callers), max=state.limits.queue_depth_max, requests=rows)
 
-    async def cancel_request(self, request_id: str) -> CancelledView:
+    async def cancel_request(self, request: Request, request_id: str) -> CancelledView:
         """End a request: one that waits leaves the queue, a running answer is cut. Its caller gets 410 `cancelled`."""
         record = self._gateway.activity.get(request_id)
         if record is None or record.state == "done" or request_id not in self._gateway.tickets.open:
             raise NotFound(f"There is no request {request_id} that waits or is answered.")
         state: Literal["waiting", "serving"] = "waiting" if record.state == "waiting" else "serving"
         self._gateway.tickets.cancel(request_id, Cancelled("An operator cancelled this request."))
-        _log.info("cancelled", request=request_id, model=record.model, state=state)
-        self._gateway.hub.publish("cancel", {"request": request_id, "model": record.model, "state": state})
+        told = {"request": request_id, "model": record.model, "state": state, "key": caller_of(request).name}
+        _log.info("cancelled", **told)
+        self._gateway.hub.publish("cancel", told)
         return CancelledView(id=request_id, state=state)
 
     def _reasons(self, page: Sequence[WaitingCaller]) -> dict[ModelId, dict[str, object]]:
