@@ -20,6 +20,7 @@ from .conftest import Loads
                 '"*" alone allows every host': ["*.example.org", "models.*", "**"],
                 "a host is named alone": ["https://a.example", "a.example:8443", "a.example/x", "127.0.0.1:80"],
                 "is no name or address": ["", " a.example", "a..b", "-a.lan", "a_b-.lan", "a b", "modèles.lan", "a@b"],
+                "is no address of a host": ["192.168.1.300", "10.1", "10.0.0.1.2", "8210", "256.256.256.256."],
                 "is every address": ["0.0.0.0", "::", "[::]"],
                 "names a network interface": ["fe80::1%eth0"],
             }.items()

@@ -110,6 +110,28 @@ def test_other_origins_may_not(origin: bytes) -> None:
         NAMED.check(b"models.example.org:8210", origin)
 
 
+def test_public_url_allows_its_own_host_and_pages() -> None:
+    rule = HostRule(["127.0.0.1"], public_url="https://models.example.org/ai/")
+    # A proxy that passes Host on, and one that does not.
+    rule.check(b"models.example.org", b"https://models.example.org")
+    rule.check(b"127.0.0.1:8210", b"https://models.example.org")
+    for origin in (b"http://models.example.org", b"https://models.example.org:8443", b"https://example.org"):
+        with pytest.raises(HostNotAllowed):
+            rule.check(b"127.0.0.1:8210", origin)
+    with pytest.raises(HostNotAllowed):
+        rule.check(b"example.org", None)
+    HostRule(public_url="http://[fd00::2]:8443").check(b"[fd00:0::2]", b"http://[fd00::2]:8443")
+
+
+def test_the_port_that_a_scheme_has_anyway_may_be_named() -> None:
+    rule = HostRule([], ["https://chat.example.org:443", "http://a:80/", "https://b:80"], public_url="https://c:443")
+    for origin in (b"https://chat.example.org", b"http://a", b"http://a:80", b"https://b:80", b"https://c"):
+        rule.check(b"localhost", origin)
+    for origin in (b"http://chat.example.org", b"https://b", b"https://a:80", b"https://a"):
+        with pytest.raises(HostNotAllowed):
+            rule.check(b"localhost", origin)
+
+
 def test_memory_of_allowed_pairs_is_bounded() -> None:
     rule = HostRule(["*"])
     for number in range(1000):

@@ -185,6 +185,8 @@ def _host_problem(host: str) -> str | None:
             return "is every address, not one that callers name"
     except ValueError:
         labels = host.removesuffix(".").split(".")
+        if labels[-1].isascii() and labels[-1].isdigit():
+            return "is no address of a host: browsers take a name that ends in a number for an IPv4 address"
         if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
             return "is no name or address of a host (letters, digits, - and .; other letters as xn--…)"
     return "names a network interface" if "%" in bare else None

@@ -252,6 +252,7 @@ def routed_path(head: Head) -> bytes:
 
 
 ANY: Final = "*"
+_DEFAULT_PORTS: Final = (("https://", ":443"), ("http://", ":80"))
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "ip6-localhost", "ip6-loopback"))
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::[0-9]{1,5})?")
 # Pairs that were found allowed are remembered. Bounded, because clients choose them.
@@ -261,17 +262,25 @@ _REMEMBERED_MAX: Final = 256
 class HostRule:
     """Allows loopback, the addresses we listen on and the names given; any port. `*` allows everything.
 
+    `public_url` adds its host and its origin: a proxy in front may send the gateway's own address as Host.
     When we listen on every address (0.0.0.0 or ::) any literal address is allowed: rebinding needs a name.
     """
 
     __slots__ = ("_any_address", "_any_host", "_any_origin", "_hosts", "_origins", "_remembered")
 
-    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+    def __init__(
+        self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, public_url: str | None = None
+    ) -> None:
         names = {host.strip().lower() for host in hosts}
+        if public_url is not None:
+            scheme, _, rest = public_url.partition("://")
+            authority = rest.partition("/")[0]
+            names.add(_host_name(authority.encode()))
+            origins = [*origins, f"{scheme}://{authority}"]
         self._any_host = ANY in names
         self._hosts = frozenset(_canonical(name) for name in names if name != ANY)
         self._any_address = bool(self._hosts & {"0.0.0.0", "::"})
-        self._origins = frozenset(origin.strip().lower().rstrip("/") for origin in origins)
+        self._origins = frozenset(_canonical_origin(origin.strip()) for origin in origins)
         self._any_origin = ANY in self._origins
         self._remembered: set[tuple[bytes | None, bytes | None]] = set()
 
@@ -312,7 +321,7 @@ class HostRule:
         return self._any_address and _is_address(name)
 
     def _allows_origin(self, origin: bytes, host_name: str) -> bool:
-        text = origin.decode("latin-1").lower().rstrip("/")
+        text = _canonical_origin(origin.decode("latin-1"))
         if self._any_origin or text in self._origins:
             return True
         scheme, _, authority = text.partition("://")
@@ -320,6 +329,15 @@ class HostRule:
             return False
         name = _host_name(authority.encode("latin-1"))
         return bool(name) and (name == host_name or _is_loopback(name))
+
+
+def _canonical_origin(origin: str) -> str:
+    """Lower case, without a last slash, and without the port that its scheme has anyway: browsers leave that out."""
+    text = origin.lower().rstrip("/")
+    for scheme, port in _DEFAULT_PORTS:
+        if text.startswith(scheme):
+            return text.removesuffix(port)
+    return text
 
 
 def _host_name(host: bytes | None) -> str:

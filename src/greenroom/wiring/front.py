@@ -92,7 +92,8 @@ class FrontParts:
         self.tasks.configure(config)
         self.reader.tasks = self.tasks if self.tasks else None
         self.door.serves_ui = server.ui
-        self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
+        hosts = (server.host, *server.allowed_hosts)
+        self.door.hosts = HostRule(hosts, server.allowed_origins, public_url=server.public_url)
         self.keys.use(server, look)
         self.use_keys(config)
         self.downloads.pump()

@@ -55,7 +55,7 @@ class Server(Section):
     """Web origins whose pages may call this server, such as https://chat.example.org; "*" alone allows all."""
     public_url: PublicUrl | None = None
     """How callers reach this server, such as https://models.example.org, for URLs in answers; else by the Host they
-    sent."""
+    sent. Its host and its pages are allowed."""
     default_model: str | None = None
     """The model of calls to llama.cpp's own routes (/completion, /tokenize …) that name none; without it they are
     refused."""
