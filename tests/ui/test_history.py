@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.ui.browser import Tab
@@ -57,6 +58,7 @@ def test_tenants_and_what_is_left_for_them(looking: Tab) -> None:
     expect(clients.get_by_role("cell", name="research").first).to_be_visible()
 
 
+@pytest.mark.slow
 def test_simulate_compares_hardware(looking: Tab) -> None:
     page = _shown(looking, "simulate", "Simulate")
     # Two GPUs now, and three beside them; requests were recorded.
