@@ -23,6 +23,7 @@ def gate(tmp_path: Path) -> Iterator[GatewayProcess]:
     models = {
         "alpha": fake("alpha", "--talkative", abilities=["chat"]),
         "bravo": Folder(tmp_path, "bravo").model(abilities=["chat"]),
+        "media": fake("media", abilities=["images", "speech", "transcription"]),
     }
     with gateway_process(tmp_path, models) as started:
         yield started
@@ -101,6 +102,22 @@ def test_stop_ends_the_answer(opened: Tab, gate: GatewayProcess) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     until_now(lambda: _running(gate) == 0, "the request has ended")
+
+
+def test_pictures_speech_and_transcription(opened: Tab, tmp_path: Path) -> None:
+    page = opened.open("playground?kind=images")
+    page.get_by_label("What the picture shows").fill("A stage.")
+    page.get_by_role("button", name="Draw").click()
+    expect(page.get_by_role("img", name="Picture 1: A stage.")).to_be_attached()
+    page.get_by_role("link", name="Speech").click()
+    page.get_by_role("button", name="Speak").click()
+    expect(page.get_by_label("What the model said")).to_be_visible()
+    page.get_by_role("link", name="Transcription").click()
+    sound = tmp_path / "sound.wav"
+    sound.write_bytes(b"RIFF")
+    page.get_by_label("Sound file").set_input_files(sound)
+    page.get_by_role("button", name="Write it down").click()
+    expect(page.get_by_text("media heard")).to_be_visible()
 
 
 def _endless(body: dict[str, object]) -> dict[str, object]:
