@@ -237,8 +237,8 @@ class Engine:
 
     async def _generate(self, connection: Connection, answer: Answer) -> None:
         weird = self.switches.sse_weird if answer.is_stream else None
-        if weird == "error-500":
-            connection.send_json(500, error("the engine failed as told", "server_error"))
+        if weird is not None and weird.startswith("error-5"):
+            connection.send_json(int(weird[-3:]), error("the engine failed as told", "server_error"))
         elif weird == "non-sse-200" or not answer.is_stream:
             async for _ in self._paced(connection, answer):
                 pass

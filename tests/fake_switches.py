@@ -6,7 +6,7 @@ import argparse
 import functools
 
 HUGE_LINE_BYTES = 2 * 1024 * 1024
-SSE_WEIRD = ("no-done", "no-end", "broken-event", "error-event", "huge-line", "non-sse-200", "error-500")
+SSE_WEIRD = ("no-done", "no-end", "broken-event", "error-event", "huge-line", "non-sse-200", "error-500", "error-503")
 
 
 def parse_switches(words: list[str] | None = None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from greenroom.core.decide.decision import Refuse
 from greenroom.core.decide.estimate import TRY_AGAIN_S
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, Learned
-from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
+from greenroom.core.model import ModelId, MoveKind, Need, Outcome, RequestId, Tier
 
 from .test_candidates import served_by
 from .world import Engine, Fate, World, gpu, host, model
@@ -195,6 +195,51 @@ def test_a_load_that_fails_while_a_request_waits_turns_it_to_the_next_local_mode
     world.arrive("x", "a", "r", "b", choice=REMOTE, takes_s=1.0)
     world.run(60.0)
     assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "b"
+
+
+def test_after_a_load_that_failed_no_candidate_is_left_beside_the_last() -> None:
+    world = world_with({"a": "cold"})
+    world.outcome_of = lambda move: Outcome.FAILED
+    world.arrive("x", "a", "r", choice=REMOTE, takes_s=None)
+    world.run(30.0)
+    assert world.fate("x") is Fate.GRANTED and served_by(world, "x") == "r"
+    assert world.scheduler.candidates_left(RequestId("x")) == ()
+
+
+def test_candidates_that_are_left_are_those_that_were_not_tried() -> None:
+    world = world_with({"a": "ready", "b": "ready"})
+    assert world.scheduler.candidates_left(RequestId("x")) == ()
+    world.arrive("x", "a", "r", "b", choice=REMOTE)
+    left = []
+    while world.fate("x") is Fate.GRANTED:
+        left.append(world.scheduler.candidates_left(RequestId("x")))
+        world.finish("x", lost=True)
+    assert left == [("r", "b"), ("r",), ()]
+
+
+def test_a_busy_model_sends_a_request_to_other_local_ones_and_never_to_the_last_resort() -> None:
+    world = world_with({"a": "ready", "b": "ready"})
+    world.arrive("x", "a", "r", "b", choice=REMOTE)
+    world.finish("x", lost=True, busy=True)
+    assert served_by(world, "x") == "b" and world.scheduler.candidates_left(RequestId("x")) == ()
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
+
+
+@pytest.mark.parametrize(("b", "code"), [("failing", RejectCode.LOAD_FAILED), ("too_large", RejectCode.TOO_LARGE)])
+def test_after_a_busy_model_one_that_cannot_serve_does_not_lead_to_the_last_resort(b: str, code: RejectCode) -> None:
+    world = world_with({"a": "ready", "b": b})
+    world.arrive("x", "a", "r", "b", choice=REMOTE)
+    world.finish("x", lost=True, busy=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is code
+
+
+@pytest.mark.parametrize("others", [(), ("r",)])
+def test_a_busy_model_is_not_asked_again(others: tuple[str, ...]) -> None:
+    world = world_with({"a": "ready"})
+    world.arrive("x", "a", *others, choice=REMOTE)
+    world.finish("x", lost=True, busy=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
 
 
 def test_requests_with_a_choice_get_a_free_place_in_order_of_priority() -> None:

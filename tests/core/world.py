@@ -284,13 +284,13 @@ class World(Recorder):
         answer_by = None if budget_s is None else self.now + budget_s
         return self.arrival(Call(name, 0, wanted, priority, TenantId(tenant), None), answer_by=answer_by, choice=choice)
 
-    def finish(self, name: str, *, lost: bool = False) -> None:
-        """A granted request ends."""
+    def finish(self, name: str, *, lost: bool = False, busy: bool = False) -> None:
+        """A granted request ends. `busy` is why it was lost."""
         call = self.calls_by_id[name]
         assert call.fate is Fate.GRANTED and not call.is_lease
         call.fate, call.ended_at = (Fate.WAITING if lost else Fate.SERVED), self.now
         call.slot = None
-        self.post(ev.ServeDone(self.now, RequestId(name), lost))
+        self.post(ev.ServeDone(self.now, RequestId(name), lost, busy))
 
     def go(self, name: str) -> None:
         """A client leaves."""

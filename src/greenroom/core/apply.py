@@ -79,6 +79,11 @@ class Actions:
             self._state.waitlist.strike(waiter, model)
         self._keep_waiting(waiter, other or model)
 
+    def strike_last_resort(self, waiter: Waiter) -> None:
+        """Remove its candidates of last resort."""
+        for name in waiter.choice.last_resort if waiter.choice is not None else ():
+            self._state.waitlist.strike(waiter, name)
+
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """Remove this waiter from its queue, if it waits."""
         waiter = self._state.waitlist.remove(waiter_id, self._state.accounts, served_at)

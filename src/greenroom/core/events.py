@@ -155,11 +155,15 @@ class RequestGone:
 
 @dataclass(slots=True)
 class ServeDone:
-    """A granted request has ended. If it was lost before its first byte, it goes back to its place, once."""
+    """A granted request has ended. If it was lost before its first byte, it goes back to its place, once.
+
+    `was_busy`: it was lost because the model has no room for it, which is no reason to turn to a last resort.
+    """
 
     now: float
     request: RequestId
     lost_before_first_byte: bool = False
+    was_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,13 @@ class Scheduler:
         options = weigh(self.state, waiter, arrival.now, Places())
         return options, choose(options, waiter)
 
+    def candidates_left(self, request: RequestId) -> tuple[ModelId, ...]:
+        """The models that a request can still turn to if the one that it was granted fails. Changes nothing."""
+        if (grant := self._granted(request)) is None:
+            return ()
+        model = self.state.slots[grant.slot].model
+        return tuple(name for name in grant.waiter.candidates if name != model and name in self.state.models)
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def _on_request_arrived(self, event: ev.RequestArrived) -> Dirty:
@@ -167,7 +174,7 @@ class Scheduler:
             self.state.counters.ignored += 1
             return Dirty.NOTHING
         if event.lost_before_first_byte:
-            self._take_back(grant, event.now)
+            self._take_back(grant, event.was_busy)
         elif not grant.is_cut:
             self._learn_from(grant, event.now)
         return self._end_grant(event.request, grant, event.now)
@@ -187,16 +194,19 @@ class Scheduler:
             record.tried_at = now
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
-    def _take_back(self, grant: Grant, now: float) -> None:
+    def _take_back(self, grant: Grant, was_busy: bool) -> None:
         """Put a request that was lost before its first byte back in its place, once; else refuse it.
 
-        One with other candidates turns to the next of them instead, and gets each once.
+        One with other candidates turns to the next of them instead, and gets each once. A busy model is not asked
+        again, and leads to no candidate of last resort.
         """
         state, waiter, model = self.state, grant.waiter, self.state.slots[grant.slot].model
+        if was_busy:
+            self._act.strike_last_resort(waiter)
         other = waiter.next_of(state.models, but=model)
         if state.shutting_down:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
-        elif grant.is_cut or (other is None and (waiter.came_back or model not in state.models)):
+        elif grant.is_cut or (other is None and (was_busy or waiter.came_back or model not in state.models)):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
             self._act.put_back(waiter, model, other)

@@ -107,15 +107,18 @@ class Tickets:
             ticket.granted_at = ticket.arrived
         return ticket
 
-    def lost(self, ticket: Ticket) -> None:
-        """The engine was lost before its first byte: the request waits again, or is rejected the second time."""
+    def lost(self, ticket: Ticket, was_busy: bool = False) -> None:
+        """The engine was lost before its first byte: the request waits again, or is rejected the second time.
+
+        `was_busy`: the model has no room for it. It does not wait for that one again, nor for one of last resort.
+        """
         ticket.slot = None
         if ticket.cut_error is not None:
             # It was cut meanwhile, and must not wait again.
             self._post(ServeDone(self._clock(), ticket.id))
             ticket.reject(ticket.cut_error)
         else:
-            self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
+            self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True, was_busy=was_busy))
 
     def cancel(self, request: str, error: GreenroomError) -> None:
         """End an open request with this error: it leaves the queue, or its running answer is cut."""

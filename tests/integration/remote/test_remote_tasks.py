@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from greenroom.app import App
 from tests.harness import fake, gateway
-from tests.integration.facts import is_ready
+from tests.integration.facts import Journal, counters, is_ready
 from tests.integration.raw import chat
 from tests.standin_provider import KEY, Provider, provider
 from tests.waiting import until
@@ -26,14 +29,87 @@ async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield one
 
 
+@asynccontextmanager
+async def held(app: App, journal: Journal) -> AsyncIterator[None]:
+    """A request for `here` that is served until this is left."""
+    before = journal.count("request")
+    asking = asyncio.create_task(chat(app, "here", token_s=600))
+    await until(lambda: journal.count("request") > before, "the model is busy")
+    yield
+    asking.cancel()
+    await asyncio.wait((asking,))
+
+
 async def test_a_cold_or_busy_local_model_is_waited_for(there: Provider, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
     tasks = {"t": {"candidates": ["here", "cloud"], "prefer_first_s": 0}}
-    models = {"here": fake("here", concurrency=1), "cloud": CLOUD}
+    models = {"here": fake("here", *journal.switches, concurrency=1), "cloud": CLOUD}
     async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
         await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
-        for _ in range(3):
-            assert (await chat(app, "t")).headers["x-model"] == "here"
+        assert (await chat(app, "t")).headers["x-model"] == "here"
+        async with held(app, journal):
+            waiting = asyncio.create_task(chat(app, "t"))
+            await until(lambda: counters(app)["waiting"] == 1, "it waits for the model")
+        assert (await waiting).headers["x-model"] == "here"
         assert not there.calls
+
+
+async def test_a_local_model_at_its_limit_is_not_replaced_by_a_remote_one(there: Provider, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    tasks = {"t": {"candidates": ["here", "cloud"]}, "two": {"candidates": ["here", "cloud", "other"]}}
+    models = {
+        "here": fake("here", *journal.switches, limits={"concurrent_max": 1}),
+        "other": fake("other"),
+        "cloud": CLOUD,
+    }
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
+        await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
+        async with held(app, journal):
+            refused = await chat(app, "t")
+            assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+            assert (await chat(app, "two")).headers["x-model"] == "other"
+        assert not there.calls
+
+
+async def test_a_local_engine_that_says_it_has_no_room_is_not_replaced_by_a_remote_one(
+    there: Provider, tmp_path: Path
+) -> None:
+    tasks = {"t": {"candidates": ["full", "cloud"]}, "two": {"candidates": ["full", "cloud", "other"]}}
+    models = {"full": fake("full", "--sse-weird", "error-503"), "other": fake("other"), "cloud": CLOUD}
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
+        await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
+        assert (await chat(app, "t", stream=True)).status == 503
+        assert (await chat(app, "two", stream=True)).headers["x-model"] == "other"
+        assert not there.calls
+
+
+async def test_a_remote_primary_that_has_no_room_is_replaced_by_the_next_remote_one(
+    there: Provider, tmp_path: Path
+) -> None:
+    tasks = {"t": {"candidates": ["cloud", "second"]}}
+    models = {"cloud": CLOUD, "second": {**CLOUD, "use_model_name": "acme-small"}}
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote(retries_max=0)}) as app:
+        there.script.append((429, "content-type: application/json\r\n", b"{}"))
+        answer = await chat(app, "t")
+        assert answer.status == 200 and answer.headers["x-model"] == "second"
+        assert [call.body["model"] for call in there.calls] == ["acme-large", "acme-small"]
+
+
+@pytest.mark.parametrize("how", ["error", "timeout"])
+async def test_after_a_load_that_failed_the_last_one_is_asked_once_and_its_error_told(
+    there: Provider, tmp_path: Path, how: str
+) -> None:
+    tasks = {"t": {"candidates": ["broken", "cloud"]}}
+    models = {"broken": fake("broken", "--exit-before-bind"), "cloud": CLOUD}
+    remote = there.remote(retries_max=0, first_byte_timeout_s=60 if how == "error" else 0.5)
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": remote}) as app:
+        if how == "error":
+            there.script.append((500, "content-type: application/json\r\n", b"{}"))
+        else:
+            there.may_answer.clear()
+        answer = await chat(app, "t")
+        assert answer.status == (502 if how == "error" else 504), answer.body
+        assert len(there.calls) == 1
 
 
 async def test_a_local_model_that_fails_is_replaced_and_the_answer_says_by_whom(

@@ -13,23 +13,20 @@ from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay
 
-TOO_MANY_REQUESTS: Final = 429
-
-
-def is_failure(status: int) -> bool:
-    """True if another model might do better: the engine broke, or has no room. Other errors are the caller's."""
-    return status >= 500 or status == TOO_MANY_REQUESTS
+# An engine has no room now: too many requests, or unavailable.
+BUSY: Final = frozenset((429, 503))
 
 
 class FailingOver:
     """A Sink before a relay. Use for one answer."""
 
-    __slots__ = ("_name", "_relay")
+    __slots__ = ("_name", "_relay", "_tells_busy")
 
-    def __init__(self, relay: Relay, name: str) -> None:
-        """`name` is the model, for the error."""
+    def __init__(self, relay: Relay, name: str, *, tells_busy: bool) -> None:
+        """`name` is the model, for the error. `tells_busy`: that it has no room now is told to the client."""
         self._relay = relay
         self._name = name
+        self._tells_busy = tells_busy
 
     @property
     def upstream(self) -> Connection | None:
@@ -44,13 +41,13 @@ class FailingOver:
         return self._relay.wanted
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        if is_failure(status):
+        if self._is_failure(status):
             self._fail(status)
         else:
             self._relay.answer(status, headers, body)
 
     def head(self, status: int, headers: Headers) -> None:
-        if is_failure(status):
+        if self._is_failure(status):
             # The rest of it is not wanted.
             upstream = self._relay.upstream
             self._fail(status)
@@ -72,6 +69,10 @@ class FailingOver:
         # Connections to a provider have tried again already, and say that nothing more is to be tried there.
         is_unanswered = before_first_byte or (isinstance(error, RemoteFailed) and not self._relay.status)
         self._relay.lost(error, is_unanswered)
+
+    def _is_failure(self, status: int) -> bool:
+        """True if another model might do better: the engine broke, or has no room. Other errors are the caller's."""
+        return not self._tells_busy if status in BUSY else status >= 500
 
     def _fail(self, status: int) -> None:
         self._relay.status = status

@@ -63,7 +63,14 @@ class Inference:
         self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
         self.sweep = RequestSweep(self._sweep_s, clock)
         self._shared = RequestServices(
-            tickets, self.sweep, clock, self.outlook, reader.version_of, self._spawn, self._ended
+            tickets,
+            self.sweep,
+            clock,
+            self.outlook,
+            loop.scheduler.candidates_left,
+            reader.version_of,
+            self._spawn,
+            self._ended,
         )
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:

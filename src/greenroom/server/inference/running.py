@@ -15,7 +15,7 @@ from typing import Final
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
-from greenroom.core.model import RequestId
+from greenroom.core.model import ModelId, RequestId
 from greenroom.errors import (
     BudgetPassed,
     EngineFault,
@@ -32,7 +32,7 @@ from greenroom.http.engine_connection import Sink
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
-from greenroom.http.relays.failing_over import FailingOver
+from greenroom.http.relays.failing_over import BUSY, FailingOver
 from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.relays.renamed import Renamed
 from greenroom.http.relays.translated import Translated
@@ -75,6 +75,8 @@ class RequestServices:
     sweep: RequestSweep
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
+    candidates_left: Callable[[RequestId], tuple[ModelId, ...]]
+    """The models that a request for a task can still turn to, beside the one that it was granted."""
     version_of: Callable[[str], Version | None]
     """The version that a model serves now."""
     spawn: Callable[[Running], asyncio.Task[None]]
@@ -87,7 +89,6 @@ class Running:
     __slots__ = (
         "_beat_at",
         "_bytes_seen",
-        "_failed",
         "_failure",
         "_hung",
         "_is_over",
@@ -124,8 +125,7 @@ class Running:
         self._beat_at = self._moved_at = 0.0
         self._bytes_seen = -1
         self._hung = self._is_over = False
-        # How many models of its task have failed, and why the last one did.
-        self._failed = 0
+        # Why the last model of its task that was tried did not serve it.
         self._failure: GreenroomError | None = None
         # Its place among the prompts of its engine, where that has such places.
         self._pin: Pin | None = None
@@ -236,7 +236,7 @@ class Running:
             try:
                 head = self._engine_head(len(payload)) if slot.remote is None else self._remote_head(slot, payload)
             except RemoteBudgetSpent as spent:
-                if not self._has_others:
+                if not self._has_other(slot):
                     raise
                 self._turn_away(spent)
                 relay = None
@@ -263,7 +263,10 @@ class Running:
             assert slot is not None
             if self.ask.rungs is None or self._bind(slot):
                 return slot
-            self._turn_away(self._failure)
+            assert self._failure is not None
+            if not self._has_other(slot, is_busy=True):
+                raise self._failure
+            self._turn_away(self._failure, was_busy=slot.remote is None)
 
     def _bind(self, slot: LiveSlot) -> bool:
         """Ask the model of a task that was granted. False if its own limits do not allow that now."""
@@ -282,19 +285,27 @@ class Running:
 
     def _sink(self, relay: Relay) -> Sink:
         """The relay; behind one that holds failures back if another model of its task is left."""
-        return FailingOver(relay, self._name) if self._has_others and self._may_run_again() else relay
+        slot = self.ticket.slot
+        if self.ask.rungs is None or slot is None or not self._has_other(slot) or not self._may_run_again():
+            return relay
+        return FailingOver(relay, self._name, tells_busy=not self._has_other(slot, is_busy=True))
 
-    @property
-    def _has_others(self) -> bool:
-        """True if a model of its task is left beside the one that it was granted."""
+    def _has_other(self, slot: LiveSlot, *, is_busy: bool = False) -> bool:
+        """True if a model of its task is left beside this one.
+
+        Models of last resort do not count if this one is local and only busy.
+        """
         rungs = self.ask.rungs
-        return rungs is not None and self._failed + 1 < len(rungs.asks)
+        if rungs is None:
+            return False
+        avoided = rungs.choice.last_resort if is_busy and slot.remote is None else ()
+        return any(model not in avoided for model in self._shared.candidates_left(self.ticket.id))
 
-    def _turn_away(self, why: GreenroomError | None) -> None:
+    def _turn_away(self, why: GreenroomError | None, *, was_busy: bool = False) -> None:
         """This model does not serve it: it waits for the next one of its task, or again."""
-        self._failed, self._failure = self._failed + 1, why
+        self._failure = why
         self.record.state = "waiting"
-        self._shared.tickets.lost(self.ticket)
+        self._shared.tickets.lost(self.ticket, was_busy)
 
     async def _answer_anew(self, relay: Collected) -> None:
         assert self.ask.remade is not None
@@ -326,7 +337,8 @@ class Running:
             self.bill = None
         if not relay.status:
             await ticket.slot.settle()
-        self._turn_away(relay.error)
+        is_busy = self.ask.rungs is not None and ticket.slot.remote is None and relay.status in BUSY
+        self._turn_away(relay.error, was_busy=is_busy)
         return True
 
     def _pinned(self, prompts: PromptSlots) -> bool:
