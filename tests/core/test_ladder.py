@@ -206,6 +206,25 @@ def test_after_a_load_that_failed_no_candidate_is_left_beside_the_last() -> None
     assert world.scheduler.candidates_left(RequestId("x")) == ()
 
 
+def test_after_a_load_that_failed_the_last_local_candidate_is_asked_once() -> None:
+    world = world_with({"a": "cold", "b": "cold"})
+    world.outcome_of = lambda move: Outcome.FAILED if move.model == "a" else Outcome.DONE
+    world.arrive("x", "a", "b", choice=FIRST_S, takes_s=None)
+    world.run(60.0)
+    assert served_by(world, "x") == "b"
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
+
+
+def test_a_choice_of_one_is_asked_again_once_like_any_model() -> None:
+    world = world_with({"a": "ready"})
+    world.arrive("x", "a", choice=FIRST_S)
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.GRANTED
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
+
+
 def test_candidates_that_are_left_are_those_that_were_not_tried() -> None:
     world = world_with({"a": "ready", "b": "ready"})
     assert world.scheduler.candidates_left(RequestId("x")) == ()

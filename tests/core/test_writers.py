@@ -20,7 +20,7 @@ WRITERS = {
     "waitlist": ({"waitlist"}, {"queue/waitlist.py"}),
 }
 # Methods that change the queue, and the only module that calls them on behalf of others.
-QUEUE_CHANGES = {"add", "remove", "mark_returned", "strike"}
+QUEUE_CHANGES = {"add", "remove", "mark_failed", "strike"}
 MEMORY_CHANGES = {"hold", "promise", "unpromise", "release"}
 
 

@@ -55,6 +55,9 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "never": fake("never", *record),
         "breaks": fake("breaks", *record, "--sse-weird", "error-500"),
         "crashes": fake("crashes", *record, "--crash-at", "request"),
+        "unborn": fake("unborn", *record, "--exit-before-bind"),
+        "dies": fake("dies", *record, "--crash-at", "request"),
+        "dies-too": fake("dies-too", *record, "--crash-at", "request"),
         "few": fake("few", *record, limits={"requests_per_minute": 1}),
         "dumb": fake("dumb", *record, abilities=["embeddings"]),
     }
@@ -70,6 +73,8 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "fragile": {"candidates": ["breaks", "small"]},
         "falling": {"candidates": ["crashes", "breaks", "small"]},
         "hopeless": {"candidates": ["crashes", "breaks"]},
+        "last-dies": {"candidates": ["breaks", "dies"], "prefer_first_s": 600},
+        "only-one-starts": {"candidates": ["unborn", "dies-too"]},
         "limited": {"candidates": ["few", "small"]},
         "only-few": {"candidates": ["few"]},
         "picky": {"candidates": ["dumb", "large", "small"], "require": {"strict_json": True}},
@@ -122,6 +127,16 @@ async def test_each_candidate_is_tried_once_and_the_last_error_is_told(gate: Gat
     assert failed.status in (500, 502), failed.body
     tried = [line["name"] for line in gate.journal.lines("request", id=failed.headers["x-request-id"])]
     assert "breaks" in tried and sorted(tried) == sorted(set(tried))
+
+
+@pytest.mark.parametrize(("task", "tried"), [("last-dies", ["breaks", "dies"]), ("only-one-starts", ["dies-too"])])
+async def test_the_last_candidate_is_not_asked_again_after_it_is_lost(gate: Gate, task: str, tried: list[str]) -> None:
+    """Its process ends before the first byte: that of a model alone would be asked again, once."""
+    await gate.chat("breaks")
+    failed = await gate.chat(task, stream=True)
+    assert failed.status == 502, failed.body
+    asked = gate.journal.lines("request", id=failed.headers["x-request-id"])
+    assert [line["name"] for line in asked] == tried
 
 
 async def test_a_request_that_returns_to_its_first_candidate_asks_that_one(tmp_path: Path) -> None:

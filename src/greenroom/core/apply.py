@@ -74,7 +74,7 @@ class Actions:
 
     def put_back(self, waiter: Waiter, model: ModelId, other: ModelId | None) -> None:
         """Queue a request again that was lost at this model: for another one, or else for the same."""
-        self._state.waitlist.mark_returned(waiter)
+        self._state.waitlist.mark_failed(waiter)
         if other is not None:
             self._state.waitlist.strike(waiter, model)
         self._keep_waiting(waiter, other or model)

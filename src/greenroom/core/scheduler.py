@@ -206,7 +206,7 @@ class Scheduler:
         other = waiter.next_of(state.models, but=model)
         if state.shutting_down:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
-        elif grant.is_cut or (other is None and (was_busy or waiter.came_back or model not in state.models)):
+        elif grant.is_cut or (other is None and (was_busy or waiter.had_failure or model not in state.models)):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
             self._act.put_back(waiter, model, other)

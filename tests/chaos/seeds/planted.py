@@ -113,9 +113,9 @@ def grant_to_leaving_slot(original: Any) -> Any:
 
 @planted(Scheduler, "_take_back")
 def taken_back_for_ever(original: Callable[..., None]) -> Any:
-    def take_back(self: Scheduler, grant: state.Grant, now: float) -> None:
-        grant.waiter.came_back = False
-        original(self, grant, now)
+    def take_back(self: Scheduler, grant: state.Grant, was_busy: bool) -> None:
+        grant.waiter.had_failure = False
+        original(self, grant, was_busy)
 
     return take_back
 

@@ -56,7 +56,7 @@ class Waiter:
     aged_from: float = 0.0
     # Its tenant asks for clearly more than its share, so that age alone does not order its requests.
     is_flood: bool = False
-    came_back: bool = False
+    had_failure: bool = False  # A model has failed it: the one that it asks now is its last if no other is left.
 
     def __post_init__(self) -> None:
         self.aged_from = self.arrived

@@ -331,12 +331,13 @@ class Waitlist:
         """The waiters with several candidates, the most urgent first."""
         return sorted(self.with_choice.values(), key=_place) if self.with_choice else []
 
-    def mark_returned(self, waiter: Waiter) -> None:
-        """Mark a waiter that was granted a slot and comes back."""
-        waiter.came_back = True
+    def mark_failed(self, waiter: Waiter) -> None:
+        """Mark a waiter that a model has failed. It returns to no model that it was granted after that."""
+        waiter.had_failure = True
 
     def strike(self, waiter: Waiter, model: ModelId) -> None:
-        """Remove this model from its candidates. The waiter stays in its queue."""
+        """Remove this model, which cannot serve it, from its candidates. The waiter stays in its queue."""
+        waiter.had_failure = True
         waiter.candidates = tuple(name for name in waiter.candidates if name != model)
 
     def price(self, model: ModelId, prices: Prices) -> None:
