@@ -169,6 +169,36 @@ def test_made_up_clients_of_a_key_share_one_row_and_its_cooldown() -> None:
     assert (world.wait_s(client="c99"), world.wait_s(client="c0"), world.wait_s(key="k2", client="c99")) == (10, 0, 0)
 
 
+def test_a_key_forgets_its_own_longest_quiet_client_for_a_new_one() -> None:
+    world = World(clients_max=3)
+    for number in range(3):
+        world.fail(status=200, client=f"c{number}")
+        world.now += 1
+    world.fail(status=200, key="k2", client="quiet")
+    world.now += 61
+    world.fail(status=200, client="c0")
+    for client in ("new", "newer"):
+        world.fail(status=200, client=client)
+    assert sorted(row.client for row in world.table.rows()) == ["c0", "new", "newer", "quiet"]
+    world.fail(3, client="newest")
+    assert world.wait_s(client="c1") == 10, "all others have just asked: it shares their row"
+    world.now += 61
+    assert world.wait_s(client="c1") == 0
+    world.fail(status=200, client="c1")
+    assert "c1" in [row.client for row in world.table.rows()]
+
+
+def test_no_client_is_forgotten_while_it_cools_down_or_its_next_cooldown_would_be_longer() -> None:
+    world = World(clients_max=1)
+    world.fail(3)
+    world.now += 10 + 60
+    world.fail(status=200, client="new")
+    assert sorted(row.client for row in world.table.rows()) == ["c", OTHER]
+    world.now += 10 + 60
+    world.fail(status=200, client="new")
+    assert sorted(row.client for row in world.table.rows()) == ["new", OTHER]
+
+
 def test_what_does_not_fit_is_counted_together_and_never_cools_down() -> None:
     world = World(rows_max=4, clients_max=2)
     for number in range(4):

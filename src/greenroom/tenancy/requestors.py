@@ -103,6 +103,11 @@ class Requestor:
         elif status in MISTAKES:
             self.mistakes += 1
 
+    def may_be_forgotten(self, rules: Clients, now: float) -> bool:
+        """True once what it did no longer matters: neither for its next cooldown nor for how long that lasts."""
+        since = max(self.seen_at, self.cools_until + _length_s(rules, self._rounds)) if self._rounds else self.seen_at
+        return now - since > max(rules.window_s, _MINUTE_S)
+
     def cool(self, rules: Clients, now: float) -> None:
         """Count a mistake, and begin a cooldown if it is one too many."""
         assert rules.errors_max is not None
@@ -144,8 +149,8 @@ class Requestors:
         # False: no client ever cools down.
         self.are_cooled = False
         self._rows: dict[Who, Requestor] = {}
-        # How many clients of one key and tenant are kept apart.
-        self._clients: dict[tuple[str, str], int] = {}
+        # The clients of one key and tenant that are kept apart.
+        self._clients: dict[tuple[str, str], dict[str, Requestor]] = {}
         self._swept_at = -math.inf
         # All that does not fit.
         self._overflow = Requestor((OTHER, OTHER, OTHER), clock())
@@ -170,9 +175,10 @@ class Requestors:
     def check(self, key: str, tenant: str, client: str) -> None:
         """Raises CoolingDown. Needs to be asked only where `are_cooled`."""
         row = self._rows.get((key, tenant, client))
-        if row is None and not self._has_room(key, tenant):
+        now = self._clock()
+        if row is None and not self._has_room(key, tenant, now):
             row = self._rows.get((key, tenant, OTHER))
-        left_s = 0.0 if row is None else row.cools_until - self._clock()
+        left_s = 0.0 if row is None else row.cools_until - now
         if row is not None and left_s > 0:
             raise CoolingDown(
                 f"{_named(row)} made more than {self._rules.errors_max} mistakes within {self._rules.window_s:g} s. "
@@ -188,22 +194,35 @@ class Requestors:
     def now(self) -> float:
         return self._clock()
 
-    def _has_room(self, key: str, tenant: str) -> bool:
-        return self._clients.get((key, tenant), 0) < self._clients_max
+    def _has_room(self, key: str, tenant: str, now: float) -> bool:
+        return len(self._clients.get((key, tenant), ())) < self._clients_max or bool(self._quiet(key, tenant, now))
+
+    def _quiet(self, key: str, tenant: str, now: float) -> list[Requestor]:
+        """Its clients that make room for others of the same key."""
+        return [row for row in self._clients[(key, tenant)].values() if row.may_be_forgotten(self._rules, now)]
 
     def _new_row(self, who: Who, now: float) -> Requestor:
         key, tenant, _ = who
         if len(self._rows) >= self._rows_max:
             self._forget_idle(now)
+        clients = self._clients.get((key, tenant), {})
+        if len(clients) >= self._clients_max:
+            if quiet := self._quiet(key, tenant, now):
+                forgotten = min(quiet, key=lambda row: row.seen_at).client
+                del clients[forgotten], self._rows[(key, tenant, forgotten)]
+            else:
+                who = (key, tenant, OTHER)
+        if (row := self._rows.get(who)) is not None:
+            return row
         if len(self._rows) >= self._rows_max:
             return self._overflow
-        if not self._has_room(key, tenant):
-            who = (key, tenant, OTHER)
-        row = self._rows.get(who)
-        if row is None:
-            row = self._rows[who] = Requestor(who, now)
-            self._clients[(key, tenant)] = self._clients.get((key, tenant), 0) + 1
+        row = self._rows[who] = Requestor(who, now)
+        self._keep_apart(row)
         return row
+
+    def _keep_apart(self, row: Requestor) -> None:
+        if row.client != OTHER:
+            self._clients.setdefault((row.key, row.tenant), {})[row.client] = row
 
     def _forget_idle(self, now: float) -> None:
         """At most once a minute: it looks at all rows."""
@@ -214,7 +233,7 @@ class Requestors:
         self._rows = {(row.key, row.tenant, row.client): row for row in kept}
         self._clients = {}
         for row in kept:
-            self._clients[(row.key, row.tenant)] = self._clients.get((row.key, row.tenant), 0) + 1
+            self._keep_apart(row)
 
 
 def _named(row: Requestor) -> str:
