@@ -332,6 +332,7 @@ class App:
                 raise ConfigError(f"server.key_file: {keys.problem}. Nothing was changed")
             self._govern(rules)
             self._apply(config, changes, draft, keys)
+            await self.spending.look_again()
             return changes
 
     async def pin(self, model: ModelId, pinned: bool) -> None:

@@ -337,6 +337,15 @@ class RemoteBudgetSpent(RateLimited):
     public_words = "What may be spent on this model today is used up."
 
 
+class RemoteSpendingUnknown(RemoteBudgetSpent):
+    """What was spent today at a provider that has a budget is not known: nothing more is spent until it is."""
+
+    status = 503
+    code = "remote_spending_unknown"
+    type = "server_error"
+    public_words = "What was spent on this model today is not known, so it is not asked. An operator must look."
+
+
 class BodiesFull(Overload):
     """The bodies buffered at the moment have reached their common limit."""
 

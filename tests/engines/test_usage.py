@@ -44,6 +44,38 @@ def test_usage_without_details_does_not_tell_what_was_cached() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "usage"),
+    [
+        ({"input_tokens": 3, "output_tokens": 5, "total_tokens": 8}, Usage(3, 5)),
+        ({"input_tokens": 3, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 2}}, Usage(3, 5, 2)),
+        ({"input_tokens": 3, "output_tokens": 5, "input_tokens_details": {"image_tokens": 2}}, Usage(3, 5)),
+        ({"prompt_tokens": 3, "total_tokens": 3}, Usage(3, 0)),
+        ({"completion_tokens": 5, "total_tokens": 8}, Usage(3, 5)),
+        ({"output_tokens": 5}, Usage(0, 5, estimated=True)),
+        ({"prompt_tokens": -3, "completion_tokens": 5}, Usage(0, 5, estimated=True)),
+    ],
+)
+def test_both_names_are_read_and_what_is_missing_is_not_0(said: dict[str, object], usage: Usage) -> None:
+    assert from_usage(event(usage=said)) == usage
+    assert from_usage(json.dumps({"usage": said}).encode()) == usage
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"total_tokens": 9},
+        {"prompt_tokens": 3},
+        {"input_tokens": 3, "output_tokens": -1},
+        {"prompt_tokens": 9, "total_tokens": 3},
+        {"type": "duration", "seconds": 3},
+    ],
+)
+def test_usage_that_does_not_tell_the_length_of_the_answer_is_none(said: dict[str, object]) -> None:
+    assert from_usage(event(usage=said)) is None
+
+
+@pytest.mark.parametrize(
     "tail",
     [
         b"",

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The token counts of one answer; `estimated` if the engine sent none."""
+    """The token counts of one answer; `estimated` if the engine did not send both."""
 
     prompt: int
     completion: int
@@ -27,9 +27,15 @@ class _Details(msgspec.Struct):
 
 
 class _OpenAi(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    """Under OpenAI's older names or, as of Responses and pictures, under its newer ones."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    total_tokens: int | None = None
     # Sent by our own workers.
     gpu_time_ms: float | None = None
 
@@ -65,14 +71,26 @@ _answer = msgspec.json.Decoder(_WholeAnswer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
-    """The last `usage` object of the answer."""
+    """From the last `usage` object of the answer; None if that does not tell how long the answer is.
+
+    If it tells only that, the prompt is 0 and the whole is an estimate.
+    """
     whole = _whole(tail)
     said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
     if said is None:
         return None
-    details = said.prompt_tokens_details
+    prompt = _sound(said.input_tokens if said.prompt_tokens is None else said.prompt_tokens)
+    completion = _sound(said.output_tokens if said.completion_tokens is None else said.completion_tokens)
+    if completion is None:
+        # Of embeddings all tokens are the prompt's.
+        completion = _rest(said.total_tokens, prompt)
+    if completion is None:
+        return None
+    if prompt is None:
+        prompt = _rest(said.total_tokens, completion)
+    details = said.prompt_tokens_details or said.input_tokens_details
     cached = None if details is None else details.cached_tokens
-    return Usage(said.prompt_tokens, said.completion_tokens, _sound(cached), _sound(said.gpu_time_ms))
+    return Usage(prompt or 0, completion, _sound(cached), _sound(said.gpu_time_ms), estimated=prompt is None)
 
 
 def from_timings(tail: bytes) -> Usage | None:
@@ -90,6 +108,10 @@ def from_timings(tail: bytes) -> Usage | None:
 def _sound(figure: _Figure | None) -> _Figure | None:
     """The figure, unless no answer can have it: engines of other makers send what they like."""
     return figure if figure is not None and 0 <= figure <= FIGURE_MAX else None
+
+
+def _rest(total: int | None, part: int | None) -> int | None:
+    return None if total is None or part is None else _sound(total - part)
 
 
 def estimated(events: int) -> Usage:

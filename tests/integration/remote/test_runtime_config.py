@@ -40,4 +40,5 @@ async def test_the_switch_is_told_set_and_kept_and_never_blocks_a_model_by_its_n
                 assert (await chat(app, name, max_tokens=1)).status == 200
             await until(lambda: round(app.spending.spent("acme"), 6) == 4.0, "both are settled")
             (told,) = (await http(app, "GET", REMOTES)).json()["remotes"]
-            assert told == {"name": "acme", "provider": "compatible", "spent_today": 4.0, "budget_per_day": 50.0}
+            spent = {"spent_today": 4.0, "budget_per_day": 50.0, "problem": None}
+            assert told == {"name": "acme", "provider": "compatible", **spent}

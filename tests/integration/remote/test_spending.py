@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway, write_config
-from tests.integration.raw import Answer, chat
+from tests.integration.raw import Answer, chat, http
 from tests.standin_provider import KEY, Provider, long_before_midnight, provider
 from tests.waiting import until
 
@@ -67,6 +68,26 @@ async def test_a_budget_is_a_hard_stop_also_after_a_restart(there: Provider, tmp
         await has_spent(app, 6.0)
 
 
+async def test_where_it_cannot_be_read_what_was_spent_nothing_is_until_an_operator_acts(
+    there: Provider, tmp_path: Path
+) -> None:
+    said = options(there, budget_per_day=4.0)
+    async with gateway(tmp_path, **said) as app:
+        file = app.state_dir.path / "spending.json"
+    file.write_text("{")
+    async with gateway(tmp_path, **said) as app:
+        refused = await ask(app)
+        assert (refused.status, refused.error["code"]) == (503, "remote_spending_unknown") and not there.calls
+        assert refused.headers["x-should-retry"] == "false" and "remove it to count from 0" in refused.error["message"]
+        (shown,) = (await http(app, "GET", "/api/v1/remotes")).json()["remotes"]
+        assert "spending.json cannot be read" in shown["problem"]
+        file.unlink()
+        await app.reload()
+        assert (await ask(app)).status == 200
+        (shown,) = (await http(app, "GET", "/api/v1/remotes")).json()["remotes"]
+        assert shown["problem"] is None
+
+
 async def test_requests_at_once_do_not_pass_it_together(there: Provider, tmp_path: Path) -> None:
     async with gateway(tmp_path, **options(there, budget_per_day=3.0)) as app:
         there.may_answer.clear()
@@ -101,6 +122,47 @@ async def test_what_a_provider_did_not_answer_is_free_and_what_was_left_is_not(t
         leaving.cancel()
         await until(lambda: not app.tickets.open, "the caller has left")
         await has_spent(app, 2.01, 2.2)
+
+
+async def test_pictures_cost_what_the_provider_says_under_its_newer_names(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, **options(there)) as app:
+        asked = {"model": "cloud", "prompt": "a cat"}
+        for usage in ({"input_tokens": 1000, "output_tokens": 200, "total_tokens": 1200}, {"total_tokens": 1200}):
+            said = json.dumps({"created": 1, "data": [{"b64_json": "aaaa"}], "usage": usage}).encode()
+            there.script.append((200, "content-type: application/json\r\n", said))
+        assert (await http(app, "POST", "/v1/images/generations", asked)).status == 200
+        await has_spent(app, 2.0)
+        # What is not known counts as expected: 1,000 tokens, and a few for the prompt.
+        assert (await http(app, "POST", "/v1/images/generations", asked)).status == 200
+        await has_spent(app, 7.0, 7.1)
+
+
+async def test_a_form_for_several_pictures_is_entered_with_all_of_them(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, **options(there, budget_per_day=12.0)) as app:
+        fields = {"model": "cloud", "prompt": "a cat", "n": "3"}
+        parts = [f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}' for name in fields]
+        parts.append('--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\nPNG\r\n--b--\r\n')
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        refused = await http(app, "POST", "/v1/images/edits", body="\r\n".join(parts).encode(), headers=headers)
+        assert refused.status == 429 and "this request may cost 15" in refused.error["message"], refused.body
+        parts[2] = parts[2][:-1] + "1"
+        twice = "\r\n".join([parts[2], *parts]).encode()
+        assert (await http(app, "POST", "/v1/images/edits", body=twice, headers=headers)).status == 400
+        assert not there.calls
+
+
+async def test_a_stream_that_tells_no_tokens_counts_by_its_length(there: Provider, tmp_path: Path) -> None:
+    async with gateway(tmp_path, **options(there)) as app:
+        event = {"choices": [{"index": 0, "delta": {"content": "word " * 100}, "finish_reason": None}]}
+        said = b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
+        for _ in range(2):
+            there.script.append((200, "content-type: text/event-stream\r\n", said))
+        assert (await chat(app, "cloud", max_tokens=100_000, stream=True)).status == 200
+        # Of its hundred words and what is around them, four bytes are a token; a few are for the prompt.
+        await has_spent(app, len(said) // 4 * 0.005, len(said) // 4 * 0.005 + 0.1)
+        before = app.spending.spent("acme")
+        assert (await chat(app, "cloud", max_tokens=20, stream=True)).status == 200
+        await has_spent(app, before + 0.1, before + 0.2)
 
 
 async def test_a_reload_that_renames_a_model_changes_its_price(there: Provider, tmp_path: Path) -> None:

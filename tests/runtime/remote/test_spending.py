@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
-from greenroom.errors import RemoteBudgetSpent
+from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.spending import ANSWER_TOKENS, DAY_S, FILE_NAME, TOKENS_MAX, Meter, Spending
 
@@ -24,6 +25,21 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Form:
+    """The body of a form, which is not read here."""
+
+    is_spooled = True
+
+    def __len__(self) -> int:
+        return 100
+
+    def read(self) -> bytes:
+        raise AssertionError
+
+    def chunks(self) -> Iterator[bytes]:
+        raise AssertionError
 
 
 def opened(folder: Path, clock: Clock) -> tuple[Spending, Meter]:
@@ -95,7 +111,14 @@ async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> Non
         (b'{"max_tokens": 5, "n": 3}', 15),
         (b'{"max_tokens": 5, "n": 3.0}', 15),
         (b'{"max_tokens": 5, "n": 2, "best_of": 4}', 20),
+        (b'{"max_tokens": 5, "prompt": "one"}', 5),
+        (b'{"max_tokens": 5, "prompt": ["one", "two", "three"], "n": 2}', 30),
+        (b'{"max_tokens": 5, "prompt": [[1, 2], [3]]}', 10),
+        (b'{"max_tokens": 5, "prompt": [1, 2, 3]}', 5),
+        (b'{"max_tokens": 5, "prompt": []}', 5),
+        (b'{"max_tokens": 5, "prompt": {"a": 1}}', 5),
         (b'{"max_tokens": 1e300}', TOKENS_MAX),
+        (b'{"max_tokens": 1e300, "prompt": ["a", "b"], "n": 3}', TOKENS_MAX),
         (b'{"max_tokens": "' + b"9" * 5000 + b'"}', TOKENS_MAX),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", TOKENS_MAX),
     ],
@@ -110,10 +133,64 @@ async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, pay
     await spending.close()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "days": {"a": 5}}', "[" * 100_000])
-async def test_a_broken_file_prevents_no_start(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("n", "tokens"), [(None, 1), ("3", 3), ("", 1), ("many", 1), ("9" * 400, TOKENS_MAX)])
+async def test_a_form_may_ask_for_several_answers(tmp_path: Path, n: str | None, tokens: int) -> None:
+    spending = Spending(tmp_path, replace_file, Clock())
+    bill = Meter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(Form(), n)
+    assert bill.expected == min(tokens * ANSWER_TOKENS, TOKENS_MAX)
+    bill.drop()
+    await spending.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "received", "tokens"),
+    [(3, 0, 3), (3, 40, 10), (3, 4_000, 50), (80, 4_000, 80)],
+)
+async def test_a_stream_that_was_left_counts_by_its_length_up_to_what_was_expected(
+    tmp_path: Path, events: int, received: int, tokens: int
+) -> None:
+    spending = Spending(tmp_path, replace_file, Clock())
+    Meter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(body(50)).settle_part(events, received)
+    assert spending.spent("acme") == tokens
+    await spending.close()
+
+
+BROKEN = [
+    *("", "{", "[]", '{"version": 1}', '{"version": 2, "days": {}}', '{"version": 1, "days": {"a": 5}}', "[" * 100_000),
+    *('{"version": 1, "days": {"20000": {"acme": -5}}}', '{"version": 1, "days": {"20000": {"acme": NaN}}}'),
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+async def test_a_broken_file_opens_no_fresh_budget(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     spending, meter = opened(tmp_path, Clock())
+    with pytest.raises(RemoteSpendingUnknown, match=FILE_NAME) as refused:
+        meter.begin(body(1))
+    assert refused.value.status == 503 and refused.value.final and FILE_NAME not in refused.value.public
+    without_budget = spending.meter("free", Remote(base_url="https://a", cost=TokenCost(input=0, output=1e6)), "large")
+    assert without_budget is not None
+    without_budget.begin(body(3)).settle(0, 3)
+    await spending.close()
+    assert (tmp_path / FILE_NAME).read_text() == text, "what is left of it is kept"
+    await spending.look_again()
+    with pytest.raises(RemoteSpendingUnknown):
+        meter.begin(body(1))
+    (tmp_path / FILE_NAME).write_text('{"version": 1, "days": {"20000": {"acme": 8, "free": 1}}}')
+    await spending.look_again()
+    assert (spending.spent("acme"), spending.spent("free")) == (8.0, 4.0)
+    meter.begin(body(2)).settle(0, 2)
+    with pytest.raises(RemoteBudgetSpent):
+        meter.begin(body(1))
+    await spending.close()
+    assert opened(tmp_path, Clock())[0].spent("free") == 4.0
+
+
+async def test_a_broken_file_that_is_removed_counts_from_0(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("{")
+    spending, meter = opened(tmp_path, Clock())
+    (tmp_path / FILE_NAME).unlink()
+    await spending.look_again()
     meter.begin(body(1)).settle(0, 1)
     await spending.close()
     assert opened(tmp_path, Clock())[0].spent("acme") == 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ import msgspec
 from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
-from greenroom.errors import RemoteBudgetSpent
+from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.http.body import Payload
 from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
@@ -38,6 +39,8 @@ ANSWER_TOKENS: Final = 1_000
 BYTES_PER_TOKEN: Final = 4
 TOKENS_MAX: Final = 10**9
 
+# By day, counted from 1970, and provider.
+Days = dict[int, dict[str, float]]
 
 _NULL: Final = msgspec.Raw(b"null")
 
@@ -49,6 +52,7 @@ class _Asked(msgspec.Struct):
     max_completion_tokens: msgspec.Raw = _NULL
     n: msgspec.Raw = _NULL
     best_of: msgspec.Raw = _NULL
+    prompt: msgspec.Raw = _NULL
 
 
 class Spending:
@@ -58,21 +62,41 @@ class Spending:
         self._path = folder / FILE_NAME
         self._write = write
         self._wall = wall
-        self._spent: dict[int, dict[str, float]] = {}
+        self._spent: Days = {}
         self._open: set[Bill] = set()
         self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
+        # Why it is not known what earlier runs spent. The file is not written then: it is the only trace of that.
+        self.problem: str | None = None
 
     def open(self) -> None:
-        """Read what earlier runs spent. Blocks."""
+        """Read what earlier runs spent; no file means nothing. Blocks. Sets `problem` if the file cannot be read."""
+        self._add(self._look())
+
+    async def look_again(self) -> None:
+        """Read the file if it could not be read before: an operator may have mended or removed it."""
+        if self.problem is not None:
+            self._add(await run_detached(self._look, "read spending"))
+
+    def _look(self) -> Days | str:
+        """What the file says, or why it cannot be read."""
         try:
-            said = json.loads(read_plain(self._path, FILE_BYTES_MAX))
-            if said["version"] == VERSION:
-                self._spent = msgspec.convert(said["days"], dict[int, dict[str, float]], strict=False)
+            return _read(self._path)
         except FileNotFoundError:
-            return
+            return {}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.error("what was spent cannot be read, and is counted from 0", file=str(self._path), error=str(error))
+            return f"{self._path} cannot be read: {str(error)[:200] or type(error).__name__}"
+
+    def _add(self, said: Days | str) -> None:
+        """Add what the file says to what was spent since."""
+        if isinstance(said, str):
+            self.problem = said
+            _log.error("what was spent is not known: nothing more is, where there is a budget", problem=said)
+            return
+        self.problem = None
+        for day, sums in said.items():
+            of_day = self._spent.setdefault(day, {})
+            of_day.update({name: of_day.get(name, 0.0) + cost for name, cost in sums.items()})
 
     def meter(self, name: str, remote: Remote, model: str) -> Meter | None:
         """Counts what this model of a provider costs; None if nothing is known of its cost."""
@@ -85,7 +109,17 @@ class Spending:
         return self._spent.get(self._today, {}).get(name, 0.0) + under_way
 
     def begin(self, bill: Bill, budget: float | None) -> None:
-        """Enter a request. Raises RemoteBudgetSpent if it might cost more than is left of today's budget."""
+        """Enter a request.
+
+        Raises RemoteBudgetSpent if it might cost more than is left of today's budget, RemoteSpendingUnknown if that is
+        not known.
+        """
+        if budget is not None and self.problem is not None:
+            raise RemoteSpendingUnknown(
+                f"What was spent at remotes.{bill.name} today is not known, and it has a budget: {self.problem}. Mend "
+                "that file, or remove it to count from 0, and reload the configuration.",
+                retry_after_s=None,
+            )
         spent = self.spent(bill.name)
         if budget is not None and spent + bill.expected > budget:
             raise RemoteBudgetSpent(
@@ -122,7 +156,7 @@ class Spending:
         self._writing = None
 
     async def _write_down(self) -> None:
-        while self._is_stale:
+        while self._is_stale and self.problem is None:
             self._is_stale = False
             try:
                 await run_detached(partial(self._write, self._path, self._text()), "write spending")
@@ -137,6 +171,17 @@ class Spending:
         return json.dumps({"version": VERSION, "days": days})
 
 
+def _read(path: Path) -> Days:
+    """The sums of each day. Raises OSError, ValueError, KeyError, TypeError or RecursionError."""
+    said = json.loads(read_plain(path, FILE_BYTES_MAX))
+    if said["version"] != VERSION:
+        raise ValueError("it is of another version of Greenroom")
+    days = msgspec.convert(said["days"], Days, strict=False)
+    if not all(0.0 <= cost < math.inf for sums in days.values() for cost in sums.values()):
+        raise ValueError("a sum in it is no amount")
+    return days
+
+
 class Meter:
     """Counts the requests to one model of a provider."""
 
@@ -146,10 +191,14 @@ class Meter:
         self._cost = cost
         self._budget = budget
 
-    def begin(self, payload: Payload) -> Bill:
-        """Enter a request that is about to be sent. Raises RemoteBudgetSpent."""
+    def begin(self, payload: Payload, form_n: str | None = None) -> Bill:
+        """Enter a request that is about to be sent. `form_n` is the field `n` of a form. Raises RemoteBudgetSpent."""
         prompt = -(-len(payload) // BYTES_PER_TOKEN)
-        bill = Bill(self._spending, self._name, self._cost, prompt, _answer_tokens(payload))
+        if isinstance(payload, bytes):
+            answer = _answer_tokens(payload)
+        else:
+            answer = ANSWER_TOKENS * _count((form_n or "").encode(), 1)
+        bill = Bill(self._spending, self._name, self._cost, prompt, min(answer, TOKENS_MAX))
         self._spending.begin(bill, self._budget)
         return bill
 
@@ -157,12 +206,13 @@ class Meter:
 class Bill:
     """One request: what it is expected to cost, until it is settled, once."""
 
-    __slots__ = ("_cost", "_is_settled", "_prompt", "_spending", "expected", "name")
+    __slots__ = ("_answer", "_cost", "_is_settled", "_prompt", "_spending", "expected", "name")
 
     def __init__(self, spending: Spending, name: str, cost: TokenCost, prompt: int, answer: int) -> None:
         self._spending = spending
         self._cost = cost
         self._prompt = prompt
+        self._answer = answer
         self._is_settled = False
         self.name = name
         self.expected = cost.of(prompt, answer)
@@ -174,6 +224,14 @@ class Bill:
         else:
             self._end(self._cost.of(self._prompt if prompt is None else prompt, answer, cached))
 
+    def settle_part(self, answer: int, received: int) -> None:
+        """It has ended, tells no tokens, and has at least so many: one for each event of a stream.
+
+        An event may have more. By its length in bytes, which is much more than its text's, it counts up to what was
+        expected.
+        """
+        self._end(self._cost.of(self._prompt, max(answer, min(received // BYTES_PER_TOKEN, self._answer))))
+
     def drop(self) -> None:
         """It has cost nothing: the provider did not answer it."""
         self._end(0.0)
@@ -184,23 +242,31 @@ class Bill:
             self._spending.end(self, cost)
 
 
-def _answer_tokens(payload: Payload) -> int:
-    """The most tokens that the answer may have, as far as the request says."""
-    if not isinstance(payload, bytes):
-        return ANSWER_TOKENS
+def _answer_tokens(payload: bytes) -> int:
+    """The most tokens that the answers may have, as far as the request says."""
     try:
         asked = msgspec.json.decode(payload, type=_Asked)
     except msgspec.DecodeError:
         return ANSWER_TOKENS
-    bounds = [_count(said, ANSWER_TOKENS) for said in (asked.max_tokens, asked.max_completion_tokens) if said != _NULL]
-    answers = max(_count(asked.n, 1), _count(asked.best_of, 1))
-    return min(max(bounds, default=ANSWER_TOKENS) * answers, TOKENS_MAX)
+    told = [bytes(said) for said in (asked.max_tokens, asked.max_completion_tokens) if said != _NULL]
+    bounds = [_count(said, ANSWER_TOKENS) for said in told]
+    answers = max(_count(bytes(asked.n), 1), _count(bytes(asked.best_of), 1))
+    return max(bounds, default=ANSWER_TOKENS) * answers * _prompts(asked.prompt)
 
 
-def _count(said: msgspec.Raw, otherwise: int) -> int:
+def _prompts(said: msgspec.Raw) -> int:
+    """How many prompts a text completion has: each is answered. A list of numbers is one prompt."""
+    try:
+        prompts = msgspec.json.decode(said, type=list[msgspec.Raw])
+    except msgspec.DecodeError:
+        return 1
+    return max(1, sum(bytes(prompt).lstrip()[:1] in (b'"', b"[") for prompt in prompts))
+
+
+def _count(said: bytes, otherwise: int) -> int:
     """A whole number above 0, which some providers also read from 5.0 or "5"; `otherwise` for anything else."""
     try:
-        number = float(bytes(said).strip(b'"'))
+        number = float(said.strip(b'"'))
     except ValueError:
         return otherwise
     if number >= TOKENS_MAX:

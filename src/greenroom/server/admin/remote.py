@@ -35,6 +35,8 @@ class RemoteView(View):
     """Since midnight (UTC), with what requests that are under way may cost; 0 where no cost is configured."""
     budget_per_day: float | None
     """Null if there is none."""
+    problem: str | None
+    """Why it is not known what was spent, so that a provider with a budget is not asked; null if it is known."""
 
 
 class RemoteList(View):
@@ -69,6 +71,7 @@ class RemoteRoutes:
                     provider=remote.provider,
                     spent_today=round(spending.spent(name), 6),
                     budget_per_day=remote.budget_per_day,
+                    problem=spending.problem,
                 )
                 for name, remote in remotes.items()
             ]

@@ -98,7 +98,7 @@ class Rungs:
 
 # What depends on the model that is asked.
 _OF_MODEL: Final = (
-    *("entry", "target", "peeked", "puts", "drops", "rewritten", "scope", "cache_headers", "is_not_cached"),
+    *("entry", "target", "peeked", "puts", "drops", "rewritten", "form_n", "scope", "cache_headers", "is_not_cached"),
     *("spreads", "drop_usage", "remade", "translation"),
 )
 
@@ -117,6 +117,7 @@ class Ask:
         "drop_usage",
         "drops",
         "entry",
+        "form_n",
         "heartbeat",
         "is_not_cached",
         "is_patient",
@@ -179,6 +180,8 @@ class Ask:
         self.drops = _EMPTY
         # Makes the payload where the body is not JSON.
         self.rewritten: Callable[[], Payload] | None = None
+        # The field `n` of such a payload: how many answers it asks for.
+        self.form_n: str | None = None
         # Whose prefixes it may reuse, and the headers for engines that are told by headers.
         self.scope = scope
         self.cache_headers: Headers | None = None

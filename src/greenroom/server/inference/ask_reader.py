@@ -245,6 +245,7 @@ class AskReader:
             puts[RESPONSE_FORMAT] = AS_BASE64
         told = _name_in_engine(ask.entry) or (None if task is None else ask.entry.public_id)
         ask.rewritten = lambda: form.rewrite(told, drop=drops, put=puts)
+        ask.form_n = puts.get("n", None if "n" in drops else form.fields.get("n"))
         return ask
 
     def _of_task(self, exchange: Exchange, caller: Caller, rungs: RungReader) -> Ask:

@@ -1,7 +1,7 @@
 """What an answer of a remote model has cost, as far as the answer and its end tell.
 
-Owns the rule for requests that ended early: what a provider may have worked on is counted as it was expected, what it
-refused is free.
+Owns the rule for requests that ended early or tell no tokens: what a provider may have worked on is counted as it was
+expected, of a stream what came, and what it refused is free.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def settle(bill: Bill, record: Record, relay: Relay | None) -> None:
     """Enter the cost of a request that has ended."""
     if relay is None or not _has_worked(relay):
         bill.drop()
+    elif record.estimated and record.completion_tokens is not None:
+        bill.settle_part(record.completion_tokens, relay.total_bytes)
     else:
-        # The events of a stream that was left are counted; its prompt is not known then.
-        prompt = None if record.estimated else record.prompt_tokens
-        bill.settle(prompt, record.completion_tokens, record.cached_tokens or 0)
+        bill.settle(record.prompt_tokens, record.completion_tokens, record.cached_tokens or 0)
 
 
 def _has_worked(relay: Relay) -> bool:

@@ -462,7 +462,7 @@ class Running:
         """Enter what it may cost. Raises RemoteBudgetSpent."""
         assert slot.remote is not None
         if slot.meter is not None:
-            self.bill = slot.meter.begin(payload)
+            self.bill = slot.meter.begin(payload, self.ask.form_n)
         head, request_id = self.exchange.head, self.request_id.encode()
         return slot.remote.head(head.method, self.ask.target, head.headers, len(payload), request_id)
 

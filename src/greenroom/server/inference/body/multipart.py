@@ -34,7 +34,8 @@ FIELD_BYTES_MAX = 64 * 1024
 _TURN_BYTES = 1024 * 1024
 _FEED_BYTES_MIN = 16 * 1024
 
-_READ_BY_US = frozenset(("model", "stream", KEEP_ALIVE))
+# `n` is how many answers a provider may be paid for.
+_READ_BY_US = frozenset(("model", "stream", "n", KEEP_ALIVE))
 
 
 class BodySource(Protocol):
