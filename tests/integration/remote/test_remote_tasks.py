@@ -112,6 +112,23 @@ async def test_after_a_load_that_failed_the_last_one_is_asked_once_and_its_error
         assert len(there.calls) == 1
 
 
+async def test_a_remote_primary_without_a_first_byte_is_replaced_whatever_answers_may_take(
+    there: Provider, tmp_path: Path
+) -> None:
+    tasks = {"t": {"candidates": ["cloud", "here"]}}
+    remote = there.remote(retries_max=0, first_byte_timeout_s=2)
+    models = {"here": fake("here"), "cloud": CLOUD}
+    server = {"answer_idle_max_s": 0.5}
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": remote}, server=server) as app:
+        there.may_answer.clear()
+        answer = await chat(app, "t")
+        assert answer.status == 200 and answer.headers["x-model"] == "here", answer.body
+        assert len(there.calls) == 1
+        # Alone it has as long, and says what it has waited for.
+        alone = await chat(app, "cloud")
+        assert (alone.status, alone.error["code"]) == (504, "remote_timeout")
+
+
 async def test_a_local_model_that_fails_is_replaced_and_the_answer_says_by_whom(
     there: Provider, tmp_path: Path
 ) -> None:

@@ -591,10 +591,14 @@ class Running:
         )
 
     def _check_progress(self, relay: Relay, now: float) -> None:
-        """An engine that sends nothing for too long is hung, unless the client does not read."""
-        total = relay.total_bytes
+        """An engine that sends nothing for too long is hung, unless the client does not read.
+
+        The first byte of a provider has its own time limit, after which another model of a task is asked.
+        """
+        total, slot = relay.total_bytes, self.ticket.slot
         tunnelled = isinstance(relay, Tunnel) and relay.is_open
-        if total != self._bytes_seen or self.exchange.paused or tunnelled:
+        is_begun = relay.status != 0 or slot is None or slot.remote is None
+        if total != self._bytes_seen or self.exchange.paused or tunnelled or not is_begun:
             self._bytes_seen, self._moved_at = total, now
         elif 0 < self._settings.answer_idle_max_s < now - self._moved_at:
             self._hung = True
