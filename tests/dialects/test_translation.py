@@ -17,7 +17,9 @@ from greenroom.dialects.chat import ChatEvents, error_message
 from greenroom.dialects.neutral import Frame
 from greenroom.dialects.ollama_answer import chat_translation, embed_translation
 from greenroom.dialects.responses_answer import response_translation
+from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.tokenize import tokenize_translation
+from greenroom.dialects.translation import PassedOn
 from greenroom.errors import BadRequest, EngineFault
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
@@ -216,3 +218,17 @@ def test_the_fields_of_tokenize_are_told_apart() -> None:
     for wrong in ({"messages": [{}]}, {"prompt": 7}, {}):
         with pytest.raises(BadRequest):
             asked(False, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("sent", "number"),
+    [
+        (b"", 0),
+        (b'data: {"sequence_number":7,"delta":"a"}\n\n', 8),
+        (b'data: {"sequence_number": 7}\n\ndata: {"delta":"\\"sequence_number\\":99,","sequence_number":8}\n\n', 9),
+        (b'data: {"sequence_number":7}\n\ndata: {"sequence_number":8', 8),
+    ],
+)
+def test_the_next_number_of_a_stream_that_passes_as_it_is(sent: bytes, number: int) -> None:
+    assert PassedOn(Dialect.RESPONSES, b"/v1/responses").next_number(sent) == number
+    assert PassedOn(Dialect.ANTHROPIC, b"/v1/messages").next_number(sent) == 0

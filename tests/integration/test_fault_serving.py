@@ -229,6 +229,16 @@ async def test_a_translated_stream_that_ends_in_an_error_is_recorded_as_failed(t
     assert (record.state, record.details) == ("done", "no memory")
 
 
+async def test_the_error_of_a_lost_engine_continues_the_numbers_of_its_stream(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--crash-at", "token:3")}) as app:
+        answer = await http(app, "POST", "/v1/responses", {"model": "alpha", "stream": True, "input": "hi"})
+        await at_rest(app)
+    assert answer.status == 200 and answer.whole
+    events = [json.loads(event.partition("data: ")[2]) for event in answer.events]
+    assert events[-1]["type"] == "error" and len(events) > 3
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
 async def test_stream_without_done_is_passed_on_without_done(tmp_path: Path) -> None:
     answer = await odd(tmp_path, "no-done")
     assert answer.whole

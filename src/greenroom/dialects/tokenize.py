@@ -66,6 +66,9 @@ class TokenizeTranslation:
     def stream(self) -> None:
         return None
 
+    def next_number(self, sent: bytes) -> int:
+        return 0
+
     def whole(self, status: int, body: bytes) -> bytes:
         """Raises EngineFault if a good answer cannot be read."""
         if status != 200:

@@ -5,6 +5,7 @@ Owns the joint between the two sides. The relay hands the engine's bytes in and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -15,6 +16,8 @@ from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
+# Of an event. Inside a string its quotes would be escaped.
+_NUMBER: Final = re.compile(rb'"sequence_number" ?: ?(\d{1,15})[,} \r\n]')
 _CUT_OFF: Final = "The engine ended its stream before its answer was whole."
 
 
@@ -103,6 +106,9 @@ class ChatTranslation:
     def stream(self) -> StreamTranslator | None:
         return None if self.writer is None else StreamTranslator(self.dialect, self.writer)
 
+    def next_number(self, sent: bytes) -> int:
+        return 0 if self.writer is None else self.writer.number
+
     def whole(self, status: int, body: bytes) -> bytes:
         """Raises EngineFault if a good answer cannot be read."""
         if status != 200:
@@ -124,6 +130,10 @@ class PassedOn:
     def stream(self) -> None:
         return None
 
+    def next_number(self, sent: bytes) -> int:
+        numbers = _NUMBER.findall(sent) if self.dialect is Dialect.RESPONSES else ()
+        return int(numbers[-1]) + 1 if numbers else 0
+
     def whole(self, status: int, body: bytes) -> bytes:
         return body if status == 200 else engine_error(self.dialect, status, error_message(body))
 
@@ -141,6 +151,11 @@ class Translation(Protocol):
         ...
 
     def stream(self) -> StreamTranslator | None: ...
+
+    def next_number(self, sent: bytes) -> int:
+        """The number of the next event, in a dialect that numbers them. `sent` are the engine's last bytes."""
+        ...
+
     def whole(self, status: int, body: bytes) -> bytes: ...
 
 

@@ -84,13 +84,13 @@ def error_body(error: BaseException, request_id: str, *, to_operator: bool, dial
 
 
 def error_event(
-    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI
+    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI, number: int = 0
 ) -> bytes:
-    """The one event that ends a stream which has already begun with 200."""
+    """The one event that ends a stream which has already begun with 200. `number` is its place in that."""
     shown = _shown(error, request_id)
     core = _core_of(shown, request_id, to_operator)
     whole = {**core, "status": shown.status, "retry_after_s": _retry_after_s(shown)}
-    return error_event_of(dialect, _encoded(shown, whole, request_id, to_operator, dialect))
+    return error_event_of(dialect, _encoded(shown, whole, request_id, to_operator, dialect), number)
 
 
 def _shown(error: BaseException, request_id: str) -> GreenroomError:

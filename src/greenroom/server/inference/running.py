@@ -530,8 +530,13 @@ class Running:
             headers += version_headers(self._version(), to_operator=self.ask.to_operator)
             exchange.respond(status, headers, body)
             return
+        translation, sent = self.ask.translation, b"" if relay is None else relay.tail()
         event = render.error_event(
-            error, self.request_id, to_operator=self.ask.to_operator, dialect=self.ask.route.dialect
+            error,
+            self.request_id,
+            to_operator=self.ask.to_operator,
+            dialect=self.ask.route.dialect,
+            number=0 if translation is None else translation.next_number(sent),
         )
         if relay is not None:
             relay.fail(event)
