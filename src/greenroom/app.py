@@ -39,8 +39,6 @@ from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
-from greenroom.runtime.remote.fallback import CloudFallback
-from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
@@ -57,7 +55,7 @@ from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
 from greenroom.wiring.governance import wire_governance
-from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections
+from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
 from greenroom.wiring.shutdown import close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -112,8 +110,8 @@ class App:
         leases = self._leases = wire_leases(common, memory, config)
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
-        self.spending = Spending(self.state_dir.path, replace_file)
-        self.cloud_fallback = CloudFallback(self.state_dir.path, replace_file)
+        self._remote = wire_remote(self.state_dir, lambda: self.config)
+        self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
         moves = self._moves = wire_moves(
             common, memory, leases, config, self._roots_of, lambda: self.config.remotes, self.spending
         )
@@ -263,8 +261,7 @@ class App:
             await self._front.bind(server)
             self._front.operations.open()
             self.versions.open()
-            self.spending.open()
-            self.cloud_fallback.open()
+            await self._remote.open()
             begin_versions(self.versions, self.config, time.time())
             self._front.pictures.open()
             if self._front.usage is not None:
@@ -274,6 +271,7 @@ class App:
                 if file is not None:
                     file.open()
         except BaseException:
+            await self._remote.close()
             await self._front.close()
             self._front.abort()
             raise
@@ -435,7 +433,7 @@ class App:
         await self.updates.close()
         await in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
         await close_parts(common, memory, leases, front)
-        kept = (self.spending, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
+        kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
         await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
         self.state_dir.close()
         self.closed.set()

@@ -1,7 +1,7 @@
-"""Moves and leases: what carries moves out, what grants their memory, and what their failures mean to callers.
+"""Moves, leases and remote models: what carries moves out, what grants their memory, what their failures mean.
 
-Owns how these are made and joined, and whether leases are kept by this gateway itself or in a store that it shares with
-other gateways.
+Owns how these are made and joined, and whether leases and what remote models cost are kept by this gateway itself or in
+a store that it shares with other gateways.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from greenroom.config.schema import Config, Remote
 from greenroom.core.model import DeviceKind, ModelId
@@ -18,6 +19,7 @@ from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.ports import PortRange
+from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
@@ -32,10 +34,15 @@ from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
 from greenroom.runtime.moves.remote_moves import RemoteMoves
+from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.wiring.common import CommonParts, MemoryParts
+
+if TYPE_CHECKING:
+    from greenroom.runtime.remote.shared import SharedRemote
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,42 @@ def _open_store(config: Config, url: str) -> SharedStore:
     except ImportError as error:
         raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
     return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteParts:
+    spending: Spending
+    fallback: CloudFallback
+    # None where no store is shared with other gateways.
+    shared: SharedRemote | None
+
+    async def open(self) -> None:
+        """Read the files, then hear what other gateways have to tell. Raises ConfigError."""
+        self.spending.open()
+        self.fallback.open()
+        if self.shared is not None:
+            await self.shared.open()
+
+    async def close(self) -> None:
+        if self.shared is not None:
+            await self.shared.close()
+        await self.spending.close()
+
+
+def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemoteParts:
+    """Raises ConfigError if the client of the shared store is not installed."""
+    spending, fallback = Spending(state_dir.path, replace_file), CloudFallback(state_dir.path, replace_file)
+    url = config().limits.store or config().leases.store
+    if url is None:
+        return RemoteParts(spending, fallback, None)
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.runtime.remote.shared import SharedRemote
+    except ImportError as error:
+        raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
+    # By a name that stays over restarts: its sums of today are counted once.
+    shared = SharedRemote(url, state_dir.id, spending, fallback, lambda: bool(config().remotes))
+    return RemoteParts(spending, fallback, shared)
 
 
 Roots = Callable[[Entry], tuple[str, ...]]

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from redis import Redis
 
 from greenroom.app import App
 from tests.harness import gateway, write_config
 from tests.integration.raw import Answer, chat, http
+from tests.redis_server import redis_server
 from tests.standin_provider import KEY, Provider, long_before_midnight, provider
 from tests.waiting import until
 
@@ -98,6 +100,33 @@ async def test_requests_at_once_do_not_pass_it_together(there: Provider, tmp_pat
         there.may_answer.set()
         assert sorted([(await task).status for task in asked]) == [200, 429, 429, 429, 429]
         await has_spent(app, 2.0)
+
+
+async def test_gateways_with_one_store_share_the_budget_and_the_switch(there: Provider, tmp_path: Path) -> None:
+    said = options(there, budget_per_day=3.0)
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    with redis_server(tmp_path / "redis") as redis:
+        said["limits"] = {"store": redis.url}
+        async with gateway(folders[0], **said) as first, gateway(folders[1], **said) as second:
+            assert (await ask(first)).status == 200
+            with Redis.from_url(redis.url) as client:
+                # The stand-in uses more than it was allowed: that is told afterwards.
+                await until(lambda: b"2.0" in _sums(client), "the store is told what it has cost")
+            refused = await chat(second, "cloud", max_tokens=400)
+            assert (refused.status, refused.error["code"]) == (429, "remote_budget_spent") and len(there.calls) == 1
+            assert (await http(first, "PUT", "/api/v1/config", {"allowCloudFallback": False})).status == 200
+            with Redis.from_url(redis.url) as client:
+                assert client.get("greenroom:remote:allow_cloud_fallback") == b"false"
+            redis.kill()
+            kept = await http(first, "PUT", "/api/v1/config", {"allowCloudFallback": True})
+            assert (kept.status, kept.error["code"]) == (507, "config_not_kept")
+            assert not first.cloud_fallback.is_allowed
+
+
+def _sums(client: Redis) -> list[bytes]:
+    return [cost for key in client.keys("greenroom:remote:spent:*") for cost in client.hvals(key)]
 
 
 async def test_costs_go_by_the_models_name_and_by_what_was_cached(there: Provider, tmp_path: Path) -> None:

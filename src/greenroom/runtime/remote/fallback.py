@@ -1,7 +1,8 @@
 """Whether a request may fall to a remote model when it asked for another: an operator's switch, kept over restarts.
 
-Owns the switch and its file in the state directory. Before it was ever set, the environment says it, else it is on. It
-concerns fallbacks only: a remote model that is asked for by its own name is never blocked.
+Owns the switch and its file in the state directory; gateways with a common store share it (`shared.py`). Before it was
+ever set, the environment says it, else it is on. It concerns fallbacks only: a remote model that is asked for by its
+own name is never blocked.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -42,6 +43,10 @@ class CloudFallback:
         self._environ = environ
         self._setting = asyncio.Lock()
         self.is_allowed = True
+        # What was set, here or at another gateway; None if it never was, or cannot be read.
+        self.known: bool | None = None
+        # Sets it for all gateways that share a store; False if that does not answer. None where nothing is shared.
+        self.set_shared: Callable[[bool], Awaitable[bool]] | None = None
 
     def open(self) -> None:
         """Read what was set before. Blocks. Raises ConfigError if the environment says neither true nor false."""
@@ -53,7 +58,9 @@ class CloudFallback:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             said = error
         self.is_allowed = said is True
-        if not isinstance(said, bool):
+        if isinstance(said, bool):
+            self.known = said
+        else:
             # It may have forbidden what costs money.
             _log.error("cannot be read: no request falls to a remote model", file=str(self._path), error=str(said))
 
@@ -64,12 +71,31 @@ class CloudFallback:
         return _WORDS.get(said, True)
 
     async def set(self, is_allowed: bool) -> None:
-        """Set it for the requests that come from now on. Raises ConfigNotKept, and then nothing has changed."""
+        """Set it for the requests that come from now on, here and at gateways that share a store.
+
+        Raises ConfigNotKept, and then nothing has changed here.
+        """
         async with self._setting:
+            if self.set_shared is not None and not await self.set_shared(is_allowed):
+                raise ConfigNotKept("The store that this gateway shares with others does not answer. Try again.")
             try:
-                text = json.dumps({"version": 1, KEY: is_allowed})
-                await run_detached(partial(self._write, self._path, text), "write settings")
+                await self._keep(is_allowed)
             except OSError as error:
                 raise ConfigNotKept(f"{self._path} cannot be written: {error.strerror or error}.") from error
-            self.is_allowed = is_allowed
         _log.info("fallbacks to remote models", allowed=is_allowed)
+
+    async def hear(self, is_allowed: bool) -> None:
+        """It was set, here or at another gateway. It is written down, so that it holds while the store is away."""
+        if is_allowed is self.known:
+            return
+        self.is_allowed = self.known = is_allowed
+        _log.info("fallbacks to remote models, as the store has it", allowed=is_allowed)
+        try:
+            await self._keep(is_allowed)
+        except OSError as error:
+            _log.error("the switch for fallbacks cannot be written", file=str(self._path), error=str(error))
+
+    async def _keep(self, is_allowed: bool) -> None:
+        text = json.dumps({"version": 1, KEY: is_allowed})
+        await run_detached(partial(self._write, self._path, text), "write settings")
+        self.is_allowed = self.known = is_allowed

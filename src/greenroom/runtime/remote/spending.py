@@ -3,6 +3,8 @@
 Owns the sums of a day (UTC) and their file in the state directory. A request is entered with what it is expected to
 cost before it is sent, so that requests at once cannot pass the budget together; when it has ended, its real cost takes
 that place. What is written down includes what is still under way: a gateway that is killed forgets no expense.
+Gateways with a common store tell each other their sums (`shared.py`); while it is away, each spends its share of what
+was left.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -55,6 +58,16 @@ class _Asked(msgspec.Struct):
     prompt: msgspec.Raw = _NULL
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the store said last: on which day, after this gateway had spent `own`, and how many gateways there are."""
+
+    day: int
+    own: dict[str, float]
+    others: dict[str, float]
+    gateways: int
+
+
 class Spending:
     """`write` replaces a file; it blocks. Call `open` before anything is asked."""
 
@@ -68,6 +81,12 @@ class Spending:
         self._is_stale = False
         # Why it is not known what earlier runs spent. The file is not written then: it is the only trace of that.
         self.problem: str | None = None
+        # Exchanges sums with the other gateways; False if the store does not answer. None where none is shared.
+        self.ask_store: Callable[[], Awaitable[bool]] | None = None
+        # Lets it be asked soon, without waiting for it.
+        self.wake_store: Callable[[], None] | None = None
+        self.is_store_away = False
+        self._heard: Heard | None = None
 
     def open(self) -> None:
         """Read what earlier runs spent; no file means nothing. Blocks. Sets `problem` if the file cannot be read."""
@@ -104,9 +123,38 @@ class Spending:
         return None if cost is None else Meter(self, name, cost, remote.budget_per_day)
 
     def spent(self, name: str) -> float:
-        """What was spent at this provider today, with what requests that are under way may cost."""
+        """What was spent at this provider today, with what requests that are under way may cost.
+
+        By all gateways that share a store, as far as it is known.
+        """
+        return self._own(name) + self._others(name)
+
+    def _own(self, name: str) -> float:
         under_way = sum(bill.expected for bill in self._open if bill.name == name)
         return self._spent.get(self._today, {}).get(name, 0.0) + under_way
+
+    def _others(self, name: str) -> float:
+        heard = self._heard
+        return 0.0 if heard is None or heard.day != self._today else heard.others.get(name, 0.0)
+
+    def own(self) -> tuple[int, dict[str, float]]:
+        """Today, and what this gateway has spent; nothing while that is not known."""
+        names = {*self._spent.get(self._today, {}), *(bill.name for bill in self._open)}
+        return self._today, {} if self.problem is not None else {name: self._own(name) for name in sorted(names)}
+
+    def hear(self, heard: Heard) -> None:
+        self._heard, self.is_store_away = heard, False
+
+    def _left(self, name: str, budget: float) -> float:
+        """What may still be spent here today. While the store is away, a share of what was left when it went."""
+        if not self.is_store_away:
+            return budget - self.spent(name)
+        heard = self._heard
+        if heard is None:
+            return 0.0
+        own_then = heard.own.get(name, 0.0) if heard.day == self._today else 0.0
+        share = max(0.0, budget - own_then - self._others(name)) / heard.gateways
+        return own_then + share - self._own(name)
 
     def begin(self, bill: Bill, budget: float | None) -> None:
         """Enter a request.
@@ -120,21 +168,38 @@ class Spending:
                 "that file, or remove it to count from 0, and reload the configuration.",
                 retry_after_s=None,
             )
-        spent = self.spent(bill.name)
-        if budget is not None and spent + bill.expected > budget:
-            raise RemoteBudgetSpent(
-                f"remotes.{bill.name}: {spent:.4g} of today's budget of {budget:g} are spent, and this request may "
-                f"cost {bill.expected:.4g}.",
-                retry_after_s=DAY_S - self._wall() % DAY_S,
-            )
+        if budget is not None and bill.expected > self._left(bill.name, budget):
+            raise self._refusal(bill, budget, self.spent(bill.name))
         self._open.add(bill)
         self._write_soon()
+
+    async def confirm(self, bill: Bill, budget: float | None) -> None:
+        """Tell the other gateways of a request that was entered. Raises RemoteBudgetSpent if theirs leave no room."""
+        if budget is None or self.ask_store is None or self.is_store_away:
+            return
+        await self.ask_store()
+        if self._left(bill.name, budget) < 0.0:
+            raise self._refusal(bill, budget, self.spent(bill.name) - bill.expected)
+
+    def _refusal(self, bill: Bill, budget: float, spent: float) -> RemoteBudgetSpent:
+        share = ""
+        if self.is_store_away:
+            share = (
+                " The store of what all gateways spend does not answer: this one may spend a share of what was left."
+            )
+        return RemoteBudgetSpent(
+            f"remotes.{bill.name}: {spent:.4g} of today's budget of {budget:g} are spent, and this request may "
+            f"cost {bill.expected:.4g}.{share}",
+            retry_after_s=DAY_S - self._wall() % DAY_S,
+        )
 
     def end(self, bill: Bill, cost: float) -> None:
         """Enter what a request has cost."""
         self._open.discard(bill)
         of_today = self._spent.setdefault(self._today, {})
         of_today[bill.name] = of_today.get(bill.name, 0.0) + cost
+        if self.wake_store is not None and cost != bill.expected:
+            self.wake_store()
         self._write_soon()
 
     async def close(self) -> None:
@@ -167,7 +232,7 @@ class Spending:
         today = self._today
         days = {day: sums for day, sums in self._spent.items() if abs(day - today) <= DAYS_KEPT}
         names = {*days.get(today, {}), *(bill.name for bill in self._open)}
-        days[today] = {name: self.spent(name) for name in names}
+        days[today] = {name: self._own(name) for name in names}
         return json.dumps({"version": VERSION, "days": days})
 
 
@@ -201,6 +266,14 @@ class Meter:
         bill = Bill(self._spending, self._name, self._cost, prompt, min(answer, TOKENS_MAX))
         self._spending.begin(bill, self._budget)
         return bill
+
+    async def confirm(self, bill: Bill) -> None:
+        """Enter it with the other gateways, where there are any. Raises RemoteBudgetSpent, and drops it."""
+        try:
+            await self._spending.confirm(bill, self._budget)
+        except BaseException:
+            bill.drop()
+            raise
 
 
 class Bill:

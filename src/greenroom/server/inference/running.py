@@ -40,7 +40,7 @@ from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
-from greenroom.runtime.remote.spending import Bill
+from greenroom.runtime.remote.spending import Bill, Meter
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
@@ -234,6 +234,8 @@ class Running:
                 return
             payload = self.ask.payload(None if self._pin is None else self._pin.fields)
             try:
+                if slot.remote is not None and slot.meter is not None:
+                    await self._enter_cost(slot.meter, payload)
                 head = self._engine_head(len(payload)) if slot.remote is None else self._remote_head(slot, payload)
             except RemoteBudgetSpent as spent:
                 if not self._has_other(slot):
@@ -458,11 +460,14 @@ class Running:
         until = self.ticket.granted_at or self._shared.clock()
         return max(0, round((until - self.ticket.arrived) * 1000))
 
-    def _remote_head(self, slot: LiveSlot, payload: Payload) -> bytes:
+    async def _enter_cost(self, meter: Meter, payload: Payload) -> None:
         """Enter what it may cost. Raises RemoteBudgetSpent."""
+        bill = meter.begin(payload, self.ask.form_n)
+        await meter.confirm(bill)
+        self.bill = bill
+
+    def _remote_head(self, slot: LiveSlot, payload: Payload) -> bytes:
         assert slot.remote is not None
-        if slot.meter is not None:
-            self.bill = slot.meter.begin(payload, self.ask.form_n)
         head, request_id = self.exchange.head, self.request_id.encode()
         return slot.remote.head(head.method, self.ask.target, head.headers, len(payload), request_id)
 

@@ -1,0 +1,166 @@
+"""What gateways with one Redis or Valkey share of remote models: the switch for fallbacks, and what was spent today.
+
+Owns the keys `greenroom:remote:*` and the task that talks to the store: every few seconds, and before each request to a
+provider that has a budget. A gateway writes its own sums, whole, under its own name, and adds up what the others wrote:
+a call that is lost or repeated counts nothing twice, and a store that lost its data is told all of it again. Imported
+only where such a store is configured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from greenroom.runtime.remote.fallback import CloudFallback
+from greenroom.runtime.remote.spending import Heard, Spending
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("remote")
+
+PREFIX: Final = "greenroom:remote:"
+# How often the store is asked at least: so long a change of the switch takes to reach the other gateways.
+EVERY_S: Final = 5.0
+ANSWER_MAX_S: Final = 1.0
+# A gateway that was not heard of for this long no longer has a share of the budgets.
+GONE_S: Final = 60
+KEPT_S: Final = 3 * 86_400
+
+# KEYS: the sums of the day, the gateways, the switch. ARGV: the gateway, after how long it counts as gone, how long
+# sums are kept, the switch, whether that replaces another one, then providers and this gateway's sums in turn.
+_EXCHANGE: Final = """
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - tonumber(ARGV[2]))
+for at = 6, #ARGV, 2 do
+  redis.call('HSET', KEYS[1], ARGV[at] .. ':' .. ARGV[1], ARGV[at + 1])
+  redis.call('EXPIRE', KEYS[1], ARGV[3])
+end
+if ARGV[4] ~= '' and (ARGV[5] == '1' or redis.call('EXISTS', KEYS[3]) == 0) then redis.call('SET', KEYS[3], ARGV[4]) end
+return {redis.call('ZCARD', KEYS[2]), redis.call('GET', KEYS[3]) or '', redis.call('HGETALL', KEYS[1])}
+"""
+
+
+class SharedRemote:
+    """Call `open` when the files of both parts were read."""
+
+    def __init__(
+        self,
+        url: str,
+        gateway: str,
+        spending: Spending,
+        fallback: CloudFallback,
+        is_used: Callable[[], bool] = lambda: True,
+        *,
+        every_s: float = EVERY_S,
+    ) -> None:
+        """`is_used`: there are remote models. The store is not asked while there are none."""
+        self._gateway = gateway
+        self._spending = spending
+        self._fallback = fallback
+        self._is_used = is_used
+        self._every_s = every_s
+        self._client = aioredis.Redis.from_url(
+            url,
+            socket_timeout=ANSWER_MAX_S,
+            socket_connect_timeout=ANSWER_MAX_S,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=True,
+        )
+        self._exchange = self._client.register_script(_EXCHANGE)
+        self._wanted: bool | None = None
+        self._waiting: list[asyncio.Future[bool]] = []
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        spending.ask_store, spending.wake_store, fallback.set_shared = self._ask, self._woken.set, self._set
+
+    async def open(self) -> None:
+        """Ask the store once, and go on asking."""
+        if self._is_used():
+            await self._talk()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="shared remote models")
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._woken.set()
+        if self._task is not None:
+            # Not cancelled: the client may take a cancel for the end of a call, and go on.
+            await asyncio.wait((self._task,), timeout=3 * ANSWER_MAX_S)
+            with contextlib.suppress(RedisError, OSError):
+                await self._client.zrem(PREFIX + "gateways", self._gateway)
+        await self._client.aclose()
+
+    async def _ask(self) -> bool:
+        """Tell the store what was spent, and hear what others spent. False if it does not answer."""
+        if self._is_closed:
+            return False
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answered)
+        self._woken.set()
+        return await answered
+
+    async def _set(self, is_allowed: bool) -> bool:
+        """Set the switch for all gateways. False if the store does not answer: it may have heard it all the same."""
+        self._wanted = is_allowed
+        return await self._ask()
+
+    async def _run(self) -> None:
+        while not self._is_closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._woken.wait()
+            self._woken.clear()
+            # Those that ask from here on wait for the next call: this one may not have what they tell.
+            waiting, self._waiting = self._waiting, []
+            is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+            for one in waiting:
+                if not one.done():
+                    one.set_result(is_heard)
+        for one in self._waiting:
+            if not one.done():
+                one.set_result(False)
+
+    async def _talk(self) -> bool:
+        day, own = self._spending.own()
+        wanted, self._wanted = self._wanted, None
+        switch = self._fallback.known if wanted is None else wanted
+        keys = (f"{PREFIX}spent:{day}", PREFIX + "gateways", PREFIX + "allow_cloud_fallback")
+        args: list[Any] = [self._gateway, GONE_S, KEPT_S, "" if switch is None else str(switch).lower()]
+        args.append("" if wanted is None else "1")
+        for name, cost in own.items():
+            args += [name, repr(cost)]
+        try:
+            gateways, said, pairs = await self._exchange(keys=keys, args=args)
+        except (RedisError, OSError) as error:
+            self._lost(type(error).__name__)
+            return False
+        if self._spending.is_store_away:
+            _log.info("the store of what remote models cost is reached")
+        self._spending.hear(Heard(day, own, _others(pairs, self._gateway), max(1, int(gateways))))
+        if said in ("true", "false"):
+            await self._fallback.hear(said == "true")
+        return True
+
+    def _lost(self, error: str) -> None:
+        if not self._spending.is_store_away:
+            _log.error(
+                "the store of what remote models cost does not answer; this gateway spends its share", error=error
+            )
+        self._spending.is_store_away = True
+
+
+def _others(pairs: list[str], gateway: str) -> dict[str, float]:
+    """By provider, what all other gateways have spent."""
+    sums: dict[str, float] = {}
+    for field, cost in zip(pairs[::2], pairs[1::2], strict=True):
+        name, _, whose = field.partition(":")
+        if whose != gateway:
+            sums[name] = sums.get(name, 0.0) + float(cost)
+    return sums
