@@ -6,10 +6,12 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
+from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.queue.index import LEADING_MIN, REFRESHED_BY_LEADING
 from greenroom.core.queue.rounds import ASKED_MAX, ROUND_WITH_MANY_S
-from greenroom.core.queue.waitlist import MODELS_FEW
+from greenroom.core.queue.waitlist import MODELS_FEW, Queue
 
+from .test_order import ready
 from .world import Fate, World, gpu, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
@@ -127,3 +129,29 @@ def test_models_that_are_removed_in_a_crowd_are_no_longer_ranked() -> None:
     assert world.calls_by_id["r-m000"].fate is Fate.REJECTED
     world.run(world.now + 60.0)
     assert world.calls_by_id["r-m002"].fate is Fate.SERVED
+
+
+def test_no_question_is_asked_when_an_answer_ends_where_a_model_leaves_before_the_last() -> None:
+    ranked: list[str] = []
+
+    class Noting(BoundedFirstCome):
+        def rank(self, queue: Queue, now: float) -> tuple[float, ...]:
+            ranked.append(queue.model)
+            return super().rank(queue, now)
+
+    models = [model(name, 6_000, concurrency=2) for name in ("a", "b", "c")]
+    world = World(models, policies={"default": BoundedFirstCome, "noting": Noting}, limits=Limits(policy="noting"))
+    ready(world, "a")
+    for name in ("first", "last"):
+        world.arrive(name, "a", takes_s=300.0)
+    world.arrive("urgent", "b", priority=0, takes_s=1.0)
+    world.arrive("waits", "c", takes_s=1.0)
+    world.run(30.0)
+    assert world.scheduler.state.ledger.promises, "a is closed for b, and still busy"
+    ranked.clear()
+    world.finish("first")
+    assert not ranked
+    world.finish("last")
+    assert ranked
+    world.run()
+    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())

@@ -227,7 +227,12 @@ class Scheduler:
             state.accounts.leave(tenant)
         if state.is_settled:
             return Dirty.NOTHING if slot.is_serving else Dirty.GREEN_ROOM
-        return Dirty.ALL if came_back or not slot.is_serving or state.waitlist.with_choice else slot
+        if came_back or state.waitlist.with_choice:
+            return Dirty.ALL
+        if slot.is_serving:
+            return slot
+        # A slot that leaves opens nothing before its last answer has ended.
+        return Dirty.ALL if slot.is_idle else Dirty.NOTHING
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
