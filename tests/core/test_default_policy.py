@@ -243,10 +243,11 @@ def test_a_queue_that_is_due_is_asked_for_again_after_the_turns_owed_or_a_moment
 # --- a tenant that floods -------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_that_floods_the_resident_delays_others_by_no_more_than_the_time_away() -> None:
-    now, floods = 500.0, resident(queue=flooded(400.0, 500.0))
-    assert is_taken(queue(now - AWAY_S, tenant="other"), floods, now)
-    assert not is_taken(queue(now - AWAY_S + 1.0, tenant="other"), floods, now)
+def test_a_tenant_that_floods_the_resident_delays_others_by_the_time_in_which_the_resident_serves_nothing() -> None:
+    now, floods = 500.0, resident(queue=flooded(400.0, 500.0), drain_s=7.0)
+    gone_s = 10.0 + 1.0 + 8.0
+    assert is_taken(queue(now - gone_s, tenant="other"), floods, now)
+    assert not is_taken(queue(now - gone_s + 0.1, tenant="other"), floods, now)
 
 
 def test_a_flood_that_waited_when_the_resident_came_has_no_turn_before_others() -> None:

@@ -66,7 +66,8 @@ class BoundedFirstCome:
         own = resident.queue
         if own is not None and own.tenants.keys().isdisjoint(queue.tenants) and own.aged_from - own.oldest > away_s:
             # More waits there than a tenant may ask for, and it has nothing to gain here: each has half of the time.
-            return queue.oldest + away_s
+            # While it drains, it still serves its own.
+            return queue.oldest + away_s - resident.drain_s
         latest_s = away_s / self._limits.away_share
         if self._limits.wait_max_s is not None:
             latest_s = min(latest_s, self._limits.wait_max_s - IN_TIME * (resident.drain_s + queue.swap_s))
