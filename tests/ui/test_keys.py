@@ -68,3 +68,32 @@ def test_a_reload_forgets_a_key_unless_it_is_kept(opened: Tab) -> None:
     expect(page.get_by_role("button", name="secret")).to_be_visible()
     page.reload()
     expect(page.get_by_role("button", name="secret")).to_be_visible()
+
+
+def test_nothing_of_the_former_key_stays(opened: Tab) -> None:
+    page = opened.open("playground?model=secret")
+    _enter(page, ADMIN)
+    page.get_by_role("textbox", name="Message").fill("For operators only")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".markdown")).to_contain_text("secret")
+    opened.open("leases")
+    page.get_by_label("Show models too").check()
+    expect(page.get_by_role("row").filter(has_text="secret")).to_be_visible()
+    page.get_by_role("button", name="Key", exact=True).click()
+    _enter(page, ASKER)
+    expect(page.get_by_role("alert")).to_contain_text("may not take leases")
+    expect(page.get_by_text("secret")).to_have_count(0)
+    opened.open("playground")
+    expect(page.get_by_text("Say something")).to_be_visible()
+    expect(page.get_by_text("For operators only")).to_have_count(0)
+
+
+def test_a_limited_key_reads_the_models_seldom_and_after_its_orders(opened: Tab) -> None:
+    page = opened.open("playground?model=alpha")
+    _enter(page, ASKER)
+    expect(page.get_by_text("Say something")).to_be_visible()
+    with page.expect_request("**/api/v1/models") as read:
+        page.get_by_role("textbox", name="Message").fill("Hello")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".markdown")).to_contain_text("alpha")
+    assert read.value.method == "GET"

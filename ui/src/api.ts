@@ -15,6 +15,9 @@ export function useKey(value: string, keep: boolean): void {
   key.value = value;
 }
 
+/** Counts what this tab orders, when it is sent and when it is answered: it may have changed what other data say. */
+export const orders = signal(0);
+
 export function isKeyKept(): boolean {
   return sessionStorage.getItem(STORED_KEY) !== null;
 }
@@ -60,14 +63,17 @@ export async function open(path: string, ask: Ask = {}): Promise<Response> {
   const isForm = ask.body instanceof FormData;
   if (ask.body !== undefined && !isForm) headers.set("content-type", "application/json");
   const body = ask.body === undefined ? undefined : isForm ? (ask.body as FormData) : JSON.stringify(ask.body);
+  const method = ask.method ?? (body === undefined ? "GET" : "POST");
+  const isOrder = method !== "GET";
   let answer: Response;
+  if (isOrder) orders.value += 1;
   try {
-    const method = ask.method ?? (body === undefined ? "GET" : "POST");
     answer = await fetch(url(path), { method, headers, body, signal: ask.signal, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (ask.signal?.aborted) throw error;
     throw new ApiError(0, "unreachable", "The gateway does not answer. It may be restarting.");
   }
+  if (isOrder) orders.value += 1;
   if (!answer.ok) throw await errorOf(answer);
   return answer;
 }

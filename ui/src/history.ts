@@ -43,9 +43,9 @@ export function useHistory(): Polled<History> {
   }, EVERY_MS);
 }
 
-/** Both one after the other, without what is older than an hour. */
+/** Both one after the other, without what is older than an hour. The news alone are all if the gateway's clock was set back. */
 function joined(old: History | null, news: History): History {
-  if (old === null) return news;
+  if (old === null || news.at[0]! <= (old.at.at(-1) ?? 0)) return news;
   const before = old.at.length;
   const last = news.at.at(-1) ?? 0;
   const from = [...old.at, ...news.at].findIndex((at) => at > last - KEPT_S);

@@ -1,7 +1,7 @@
 // The gateway's state, kept current by one stream of events: all of it once, then what changes.
 // A tab that is hidden for a while closes the stream, so that it costs nothing.
 import { batch, computed, signal } from "@preact/signals";
-import { ApiError, get, key, open, words } from "./api";
+import { ApiError, get, key, open, orders, words } from "./api";
 import { readEvents, type ServerEvent } from "./sse";
 import type { Model, State, Status } from "./types";
 
@@ -40,8 +40,9 @@ const listeners = new Set<Listener>();
 const SILENT_MS = 40_000;
 const RETRY_MAX_MS = 4_000;
 const HIDDEN_MS = 30_000;
-// How often models are read by keys that may not hear events.
-const MODELS_MS = 3_000;
+// How often models are read by keys that may not hear events: all of them each time, so seldom, and soon after an order.
+const MODELS_MS = 30_000;
+const AFTER_ORDER_MS = 1_000;
 
 let lastId: string | null = null;
 let started: string | null = null;
@@ -101,9 +102,29 @@ async function stay(signal: AbortSignal): Promise<void> {
     }
     if (signal.aborted) return;
     if (link.value === "live") link.value = "lost";
-    const wait = link.value === "limited" ? MODELS_MS : Math.min(250 * 2 ** tries, RETRY_MAX_MS);
-    await new Promise((done) => setTimeout(done, wait));
+    if (link.value === "limited") await untilModelsAreOld();
+    else await new Promise((done) => setTimeout(done, Math.min(250 * 2 ** tries, RETRY_MAX_MS)));
   }
+}
+
+/** Until the models should be read again: after a while, soon after an order of this tab, or when it is looked at again. */
+function untilModelsAreOld(): Promise<void> {
+  return new Promise((done) => {
+    const before = orders.value;
+    const end = () => {
+      clearTimeout(timer);
+      forget();
+      document.removeEventListener("visibilitychange", end);
+      done();
+    };
+    let timer = setTimeout(end, MODELS_MS);
+    const forget = orders.subscribe((count) => {
+      if (count === before) return;
+      clearTimeout(timer);
+      timer = setTimeout(end, AFTER_ORDER_MS);
+    });
+    document.addEventListener("visibilitychange", end);
+  });
 }
 
 /** Read the stream until it ends. */

@@ -1,11 +1,11 @@
 // Data that one page alone reads: asked for while the page is open and the tab visible.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { words } from "./api";
+import { ApiError, words } from "./api";
 import { onEvent } from "./live";
 
 export interface Polled<T> {
   data: T | null;
-  /** Why the last try failed, in words; the data of the one before stays. */
+  /** Why the last try failed, in words; the data of the one before stays, unless the key may no longer see it. */
   error: string;
   /** Ask again now. */
   reload: () => void;
@@ -32,7 +32,10 @@ export function usePoll<T>(ask: (signal: AbortSignal) => Promise<T>, everyMs: nu
           setError("");
         }
       } catch (problem) {
-        if (!stop.signal.aborted) setError(words(problem));
+        if (!stop.signal.aborted) {
+          setError(words(problem));
+          if (problem instanceof ApiError && (problem.isForbidden || problem.needsKey)) setData(null);
+        }
       }
       running = false;
       if (everyMs && !stop.signal.aborted) timer = setTimeout(run, everyMs);
@@ -50,12 +53,12 @@ export function usePoll<T>(ask: (signal: AbortSignal) => Promise<T>, everyMs: nu
   return { data, error, reload: () => again.current() };
 }
 
-/** Calls `reload` soon after something happened, at most once a second. */
-export function useReloadOnEvents(reload: () => void): void {
+/** Calls `reload` soon after an event, of one of these kinds if they are named; at most once a second. */
+export function useReloadOnEvents(reload: () => void, kinds?: string[]): void {
   const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   useEffect(() => {
-    const stop = onEvent(() => {
-      if (timer.current !== undefined) return;
+    const stop = onEvent((event) => {
+      if (timer.current !== undefined || (kinds && !kinds.includes(event.kind))) return;
       timer.current = setTimeout(() => {
         timer.current = undefined;
         reload();

@@ -45,7 +45,8 @@ function Main({ page }: { page: Page }) {
   const View = page.view;
   return (
     <main id="main" tabIndex={0} ref={element}>
-      {link.value === "locked" ? <Locked /> : <View key={page.path} />}
+      {/* Another key begins with a page that holds nothing of the former one's. */}
+      {link.value === "locked" ? <Locked /> : <View key={`${page.path} ${key.value}`} />}
     </main>
   );
 }

@@ -2,10 +2,10 @@
 import { useEffect, useState } from "preact/hooks";
 import { get, modelPath, post, words } from "../api";
 import { ago } from "../format";
-import { models, onEvent } from "../live";
+import { models } from "../live";
 import { Badge, Empty, PageHead, Problem } from "../parts/bits";
 import { say } from "../parts/toast";
-import { usePoll } from "../poll";
+import { usePoll, useReloadOnEvents } from "../poll";
 import type { Model } from "../types";
 
 interface Served {
@@ -75,7 +75,7 @@ function Versioned({ model }: { model: Model }) {
     5_000,
     [model.id],
   );
-  useEffect(() => onEvent(() => known.reload()), []);
+  useReloadOnEvents(known.reload, ["operation", "reload"]);
   const begun = (update: Update) => {
     setTask(update);
     known.reload();

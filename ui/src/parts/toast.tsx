@@ -1,6 +1,6 @@
 // Short messages about what an order did.
 import { signal } from "@preact/signals";
-import { words } from "../api";
+import { key, words } from "../api";
 
 interface Toast {
   id: number;
@@ -12,6 +12,8 @@ const toasts = signal<Toast[]>([]);
 const SHOWN_MS = 5000;
 const BAD_SHOWN_MS = 12000;
 let lastId = 0;
+
+key.subscribe(() => (toasts.value = []));
 
 export function say(text: string, isBad = false): void {
   const id = ++lastId;

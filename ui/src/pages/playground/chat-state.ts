@@ -1,6 +1,6 @@
-// Conversations with one or several models at once. They outlive a change of the page, not a reload of the tab.
+// Conversations with one or several models at once. They outlive a change of the page, not one of the key or a reload of the tab.
 import { signal } from "@preact/signals";
-import { open, words } from "../../api";
+import { key, open, words } from "../../api";
 import { readEvents } from "../../sse";
 
 /** What an answer took, measured in this browser. */
@@ -37,11 +37,19 @@ export interface Sampling {
 }
 
 export const LANES_MAX = 4;
-export const lanes = signal<Lane[]>([newLane(1, "")]);
-export const sampling = signal<Sampling>({ system: "", temperature: "", maxTokens: "" });
+const NO_SAMPLING: Sampling = { system: "", temperature: "", maxTokens: "" };
+export const lanes = signal<Lane[]>([]);
+export const sampling = signal(NO_SAMPLING);
 
 const running = new Map<number, AbortController>();
-let lastId = 1;
+let lastId = 0;
+
+// What was said with one key is not for the next.
+key.subscribe(() => {
+  stopAll();
+  lanes.value = [newLane(++lastId, "")];
+  sampling.value = NO_SAMPLING;
+});
 
 function newLane(id: number, model: string): Lane {
   return { id, model, turns: [] };
