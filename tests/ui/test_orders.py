@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -127,3 +128,17 @@ def _endless(body: dict[str, object]) -> dict[str, object]:
 def _running(gate: GatewayProcess) -> int:
     requests = call(gate.url, "GET", "/api/v1/requests")["requests"]
     return sum(one["state"] != "done" for one in requests)
+
+
+def test_text_that_takes_long_to_read_is_shown_as_it_is(opened: Tab) -> None:
+    """The lexer takes many seconds for this answer; the page must not."""
+    said = "_a" * 20_000
+    chunk = json.dumps({"choices": [{"delta": {"content": said}}]})
+    page = opened.open("playground?model=alpha")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n"),
+    )
+    page.get_by_role("textbox", name="Message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".markdown > .plain")).to_have_text(said)

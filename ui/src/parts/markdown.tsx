@@ -1,24 +1,55 @@
 // Markdown that a model wrote. It is attacker input: tokens become elements that are listed here, everything else is text.
 // Nothing is loaded from elsewhere, and links lead only where people mean them to.
 import type { ComponentChildren } from "preact";
-import { useMemo } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { lexer, type Token, type Tokens } from "marked";
 
 // Deeper than any text that a person reads; beyond it the source is shown.
 const DEPTH_MAX = 24;
 const SAFE_LINK = /^(https?:|mailto:)/i;
+// While an answer comes it is read anew, as a whole, so seldom.
+const EVERY_MS = 250;
+// The lexer takes time by the square of the length for some texts. So much of a text is always read, however slowly.
+const ALWAYS_CHARS = 2_000;
+const SLOW_MS = 50;
+const CHARS_MAX = 200_000;
 
-export function Markdown({ text }: { text: string }) {
-  const tokens = useMemo(() => tokensOf(text), [text]);
-  return <div class="markdown">{tokens === null ? <p class="plain">{text}</p> : many(tokens, 0)}</div>;
+interface Lexed {
+  text: string;
+  /** Null: shown as it is, from now on. */
+  tokens: Token[] | null;
+  at: number;
 }
 
-function tokensOf(text: string): Token[] | null {
+export function Markdown({ text }: { text: string }) {
+  const [lexed, setLexed] = useState(() => lex(text, 0));
+  useEffect(() => {
+    if (lexed.text === text || lexed.tokens === null) return;
+    const wait = lexed.at + EVERY_MS - performance.now();
+    const timer = setTimeout(() => setLexed(lex(text, lexed.text.length)), Math.max(0, wait));
+    return () => clearTimeout(timer);
+  }, [text, lexed]);
+  return <div class="markdown">{lexed.tokens === null ? <p class="plain">{text}</p> : many(lexed.tokens, 0)}</div>;
+}
+
+/** `known` characters were read quickly. */
+function lex(text: string, known: number): Lexed {
+  let tokens: Token[] | null = null;
   try {
-    return lexer(text);
+    if (text.length <= CHARS_MAX) tokens = tokensOf(text, known);
   } catch {
     // Text that is nested thousands of times deep.
-    return null;
+  }
+  return { text, tokens, at: performance.now() };
+}
+
+/** Reads twice as much at each try, so that a text that is slow to read is found out before it holds up the page. */
+function tokensOf(text: string, known: number): Token[] | null {
+  for (let size = Math.max(ALWAYS_CHARS, 2 * known); ; size *= 2) {
+    const began = performance.now();
+    const tokens = lexer(text.slice(0, size));
+    if (Math.min(size, text.length) > ALWAYS_CHARS && performance.now() - began > SLOW_MS) return null;
+    if (size >= text.length) return tokens;
   }
 }
 
