@@ -35,7 +35,7 @@ def opened(browser: Browser, gate: GatewayProcess) -> Iterator[Tab]:
 
 
 def _enter(page: Page, key: str, *, keep: bool = False) -> None:
-    page.get_by_label("API key").fill(key)
+    page.locator("input[type=password]").fill(key)
     page.get_by_label("Keep it until this tab is closed").set_checked(keep)
     page.get_by_role("button", name="Use this key").click()
 
