@@ -1,7 +1,8 @@
 """What the dashboard costs the gateway: its CPU with five viewers and with none, under the same load, and its size.
 
-A thousand models are configured, some of which serve 200 requests a second. A viewer does what a tab does: it reads the
-state as a stream, a page of the queue each second and the history every five. Rounds with and without take turns.
+A thousand models are configured, some of which serve 200 requests a second. Hundreds of requests wait for a model that
+never comes, and further ones are refused. A viewer does what a tab does: it reads the state as a stream and what its
+page asks for; viewers are on different pages. Rounds with and without take turns.
 
     python -m benchmarks.gateway.dashboard [--viewers 5] [--models 1000] [--rate 200] [--seconds 20] [--rounds 3]
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
+import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -25,7 +28,10 @@ from benchmarks.rig.result import Run, options_of
 
 GOALS = {"added_share_max": 0.20, "assets_gzipped_kb_max": 150.0}
 SERVING: Final = 8
-QUEUE_S, HISTORY_S = 1.0, 5.0
+# Requests that wait, and how often one more is refused.
+WAITING: Final = 300
+REFUSED_EVERY_S: Final = 0.1
+NEVER: Final = "never"
 SETTLE_S: Final = 2.0
 ASSETS = Path(greenroom.__file__).parent / "server" / "ui" / "assets"
 
@@ -37,7 +43,14 @@ def configuration(count: int) -> dict[str, Any]:
     }
     for name in list(models)[:SERVING]:
         models[name]["preload"] = True
-    return {"models": models, "gpus": [{"memory_mib": 1_100 * SERVING}], "log": {"level": "error"}}
+    # Its engine never answers, so its requests wait: one tenant may fill half of the queue.
+    models[NEVER] = {"cmd": ["sh", "-c", "sleep 100000", "${PORT}"], "memory_mib": 700, "load_timeout_s": 3_600}
+    return {
+        "models": models,
+        "gpus": [{"memory_mib": 1_100 * SERVING}],
+        "scheduler": {"queue_depth_max": 2 * WAITING},
+        "log": {"level": "error"},
+    }
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -60,9 +73,31 @@ async def calls(port: int, model: str, every_s: float, answered: list[int]) -> N
         writer.close()
 
 
-async def _answer(reader: asyncio.StreamReader) -> bytes:
+async def waits(port: int) -> None:
+    """A caller whose model never comes."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request_bytes("/v1/chat/completions", NEVER, stream=False))
+        await asyncio.Event().wait()
+    finally:
+        writer.close()
+
+
+async def is_refused(port: int) -> None:
+    """A caller that asks for it when the queue is full, again and again."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        while True:
+            writer.write(request_bytes("/v1/chat/completions", NEVER, stream=False))
+            await _answer(reader, b"503")
+            await asyncio.sleep(REFUSED_EVERY_S)
+    finally:
+        writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader, status: bytes = b"200") -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
+    if not head.startswith(b"HTTP/1.1 " + status):
         raise SystemExit(f"unexpected answer: {head[:300]!r}")
     lines = (line.partition(b":") for line in head.lower().split(b"\r\n"))
     length = next(int(value) for name, _, value in lines if name == b"content-length")
@@ -72,13 +107,44 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
 # --- viewers ----------------------------------------------------------------------------------------------------------
 
 
-async def watches(port: int, seen: list[int]) -> None:
-    """A tab: the stream, and what a page asks for."""
-    await asyncio.gather(
-        _streams(port, seen),
-        _polls(port, "/api/v1/queue?limit=60", QUEUE_S, seen),
-        _polls(port, "/api/v1/history?since=9e9", HISTORY_S, seen),
-    )
+Next = Callable[[dict[str, Any]], str]
+"""What to ask for after this answer; `{}` before the first."""
+
+
+def _same(path: str) -> Next:
+    return lambda _: path
+
+
+class _History:
+    """The last time that was told: an answer may hold none."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def __call__(self, before: dict[str, Any]) -> str:
+        self._at = (before.get("at") or [self._at])[-1]
+        return f"/api/v1/history?since={self._at}"
+
+
+def _timeline(before: dict[str, Any]) -> str:
+    return f"/api/v1/timeline?seconds=900&since={before['now'] - 1 if before else 0}"
+
+
+# What the pages ask for, and how often: ui/src/pages.
+def pages() -> list[list[tuple[Next, float]]]:
+    return [
+        [(_same("/api/v1/queue?limit=200&offset=0"), 1.5)],
+        [(_timeline, 2.0), (_History(), 5.0)],
+        [(_same("/api/v1/requests?limit=150"), 1.0)],
+        [(_same("/api/v1/decisions?limit=500"), 1.0)],
+        [(_same("/api/v1/limits?limit=60"), 3.0), (_same("/api/v1/clients?limit=1000"), 5.0)],
+    ]
+
+
+async def watches(port: int, seen: list[int], page: int) -> None:
+    """A tab: the stream, and what its page asks for."""
+    asked = pages()[page % len(pages())]
+    await asyncio.gather(_streams(port, seen), *(_polls(port, ask, every_s, seen) for ask, every_s in asked))
 
 
 async def _streams(port: int, seen: list[int]) -> None:
@@ -92,12 +158,15 @@ async def _streams(port: int, seen: list[int]) -> None:
         writer.close()
 
 
-async def _polls(port: int, path: str, every_s: float, seen: list[int]) -> None:
+async def _polls(port: int, ask: Next, every_s: float, seen: list[int]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said: dict[str, Any] = {}
     try:
         while True:
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            seen[0] += len(await _answer(reader))
+            writer.write(f"GET {ask(said)} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            body = await _answer(reader)
+            said = json.loads(body)
+            seen[0] += len(body)
             await asyncio.sleep(every_s)
     finally:
         writer.close()
@@ -114,7 +183,10 @@ async def one_round(own: Gateway, options: argparse.Namespace, viewers: int) -> 
         asyncio.create_task(calls(own.port, names[number % SERVING], callers / options.rate, answered))
         for number in range(callers)
     ]
-    tasks += [asyncio.create_task(watches(own.port, seen)) for _ in range(viewers)]
+    tasks += [asyncio.create_task(waits(own.port)) for _ in range(WAITING)]
+    await asyncio.sleep(SETTLE_S)
+    tasks.append(asyncio.create_task(is_refused(own.port)))
+    tasks += [asyncio.create_task(watches(own.port, seen, number)) for number in range(viewers)]
     await asyncio.sleep(SETTLE_S)
     loop = asyncio.get_running_loop()
     began, cpu_s, before, sent = loop.time(), own_cpu_s(own.pid), answered[0], seen[0]

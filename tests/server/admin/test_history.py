@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome, Tier
+from greenroom.server.admin.reports.history import HistoryRoutes
 from tests.server.admin.management_rig import GPU, Client, FakeGateway, model
 
 START = 1_700_000_000.0
@@ -86,3 +87,23 @@ async def test_timeline_tells_where_a_model_was_and_why() -> None:
     assert shown["devices"] == ["gpu0"]
     refused = await Client(gateway).get("/api/v1/timeline?seconds=0")
     assert refused.status == 400
+
+
+async def test_timeline_gives_what_changed_since() -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.add_slot("a", Tier.READY)
+    residency = gateway.observer.residency
+    load = _move(gateway, MoveKind.LOAD)
+    residency.moving(load, "a", {})
+    residency.moved(load, "a", Outcome.DONE)
+    now = START + 60
+    routes = HistoryRoutes(gateway, lambda: now)
+
+    async def phases(since: float) -> list[str]:
+        return [span.phase for span in (await routes.show_timeline(3600, since)).spans]
+
+    assert await phases(0.0) == ["load", "ready"]
+    # The load was over before; what goes on is told each time.
+    assert await phases(START + 30) == ["ready"]
+    # Read before the clock was set back: everything.
+    assert await phases(START + 3_600) == ["load", "ready"]

@@ -49,6 +49,8 @@ const SINCE: [string, string][] = [
   ["7d", "last 7 days"],
   ["30d", "last 30 days"],
 ];
+// Those of which most is used.
+const LIMITS_SHOWN = 60;
 const BY = ["tenant", "key", "model"] as const;
 
 export function Tenants() {
@@ -65,7 +67,10 @@ export function Tenants() {
 }
 
 function Limits() {
-  const { data, error } = usePoll(async (signal) => (await get<{ limits: Limit[] }>("/api/v1/limits", { signal })).limits, 2000);
+  const known = usePoll((signal) => get<{ count: number; limits: Limit[] }>(`/api/v1/limits?limit=${LIMITS_SHOWN}`, { signal }), 3000);
+  const { error } = known;
+  const data = known.data?.limits;
+  const more = (known.data?.count ?? 0) - (data?.length ?? 0);
   return (
     <section class="stack" aria-labelledby="limits">
       <h2 id="limits">Limits</h2>
@@ -92,6 +97,7 @@ function Limits() {
           ))}
         </div>
       )}
+      {more > 0 && <p class="fine">and {plural(more, "limit")} more, of which less is used</p>}
     </section>
   );
 }

@@ -1,12 +1,12 @@
 // The last hour of every device: which model was there, its moves, and above them how many requests waited.
-import { useMemo, useState } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { get } from "../api";
 import { clock, mib, plural, seconds } from "../format";
 import { useHistory, type History } from "../history";
 import { deviceNames, status } from "../live";
 import { Empty, PageHead, Problem, Readers } from "../parts/bits";
 import { toneOf } from "../parts/memory";
-import { usePoll } from "../poll";
+import { usePoll, type Polled } from "../poll";
 import { href } from "../route";
 import type { Decision } from "../types";
 import "./history.css";
@@ -37,6 +37,9 @@ const RANGES: [string, number][] = [
 // Further models of a device are counted; each has a row of its own.
 const ROWS_MAX = 40;
 const TICKS = 6;
+const EVERY_MS = 2000;
+// Times are rounded: so much is told twice rather than never.
+const OVERLAP_S = 1;
 const SHORTEST_S = 60;
 const HOST = "host";
 const REST = new Set(["ready", "asleep"]);
@@ -62,7 +65,7 @@ export function TimelinePage() {
 }
 
 function Chart({ range }: { range: number }) {
-  const { data, error } = usePoll(async (signal) => fitted(await get<Timeline>(`/api/v1/timeline?seconds=${range}`, { signal })), 2000, [range]);
+  const { data, error } = useTimeline(range);
   const history = useHistory();
   const [picked, setPicked] = useState<Span | null>(null);
   if (!data) return <Problem>{error}</Problem>;
@@ -94,6 +97,31 @@ function Chart({ range }: { range: number }) {
       </div>
     </>
   );
+}
+
+/** At first all spans of this time, then those that have ended meanwhile or go on. */
+function useTimeline(range: number): Polled<Timeline> {
+  const known = useRef<{ range: number; seen: Timeline } | null>(null);
+  return usePoll(
+    async (signal) => {
+      const before = known.current?.range === range ? known.current.seen : null;
+      const since = before ? before.now - OVERLAP_S : 0;
+      const news = await get<Timeline>(`/api/v1/timeline?seconds=${range}&since=${since}`, { signal });
+      // After its clock was set back the gateway tells everything.
+      const seen = before && since <= news.now ? joined(before, news) : news;
+      known.current = { range, seen };
+      return fitted(seen);
+    },
+    EVERY_MS,
+    [range],
+  );
+}
+
+function joined(old: Timeline, news: Timeline): Timeline {
+  const name = (span: Span) => `${span.slot} ${span.began} ${span.phase}`;
+  const told = new Set(news.spans.map(name));
+  const kept = old.spans.filter((span) => span.ended !== null && span.ended >= news.since && !told.has(name(span)));
+  return { ...news, spans: [...kept, ...news.spans] };
 }
 
 /** Begins with the first span, where the gateway has not run for longer. */

@@ -105,11 +105,23 @@ class HistoryRoutes:
         return _view(history.every_s, history.since(since))
 
     async def show_timeline(
-        self, seconds: Annotated[int, Query(ge=1, le=SPAN_MAX_S, description="So far back.")] = SPAN_MAX_S
+        self,
+        seconds: Annotated[int, Query(ge=1, le=SPAN_MAX_S, description="So far back.")] = SPAN_MAX_S,
+        since: Annotated[
+            float,
+            Query(
+                ge=0,
+                le=_AT_MAX,
+                allow_inf_nan=False,
+                description="Only spans that ended after this Unix time or go on. A time in the future is ignored.",
+            ),
+        ] = 0.0,
     ) -> TimelineView:
         """Which model was on which GPU during the last hour, its moves, and why."""
         view, now = self._gateway.loop.scheduler.view, self._wall()
-        spans = self._gateway.observer.residency.spans(now - seconds, view.slots)
+        # The clock was set back since the earlier answer.
+        first = now - seconds if since > now else max(now - seconds, since)
+        spans = self._gateway.observer.residency.spans(first, view.slots)
         return TimelineView(
             now=round(now, 3),
             since=round(now - seconds, 3),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+import heapq
+from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 from greenroom.tenancy.limits import UNLIMITED, Meter
 
 PATH: Final = "/api/v1/limits"
+ROWS_MAX: Final = 1_000
+_ORDER: Final = ("tenant", "key", "model")
 
 
 class LimitView(View):
@@ -30,8 +33,10 @@ class LimitView(View):
 
 
 class LimitList(View):
+    count: int
+    """How many there are; 0 if nothing is limited."""
     limits: list[LimitView]
-    """Empty if nothing is limited. Tenants, then keys, then models."""
+    """Those of which most is used first; among equals tenants, then keys, then models."""
 
 
 class LimitRoutes:
@@ -41,11 +46,20 @@ class LimitRoutes:
     def add_to(self, app: FastAPI) -> None:
         app.get(PATH)(self.list_limits)
 
-    async def list_limits(self) -> LimitList:
+    async def list_limits(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""
-        now, meters = self._gateway.limiter.now(), self._gateway.limiter.meters
-        order = ("tenant", "key", "model")
-        return LimitList(limits=[_view(meter, now) for meter in sorted(meters, key=lambda one: order.index(one.kind))])
+        now, meters = self._gateway.limiter.now(), list(self._gateway.limiter.meters)
+        first = heapq.nlargest(limit, meters, key=lambda meter: (_used_share(meter, now), -_ORDER.index(meter.kind)))
+        return LimitList(count=len(meters), limits=[_view(meter, now) for meter in first])
+
+
+def _used_share(meter: Meter, now: float) -> float:
+    """Of the limit of which most is used."""
+    budgets = [budget for budget in (meter.requests, meter.tokens) if budget is not None]
+    used = [1 - budget.remaining(now) / budget.limit if budget.limit else 1.0 for budget in budgets]
+    if meter.concurrent_max != UNLIMITED:
+        used.append(meter.in_flight / meter.concurrent_max if meter.concurrent_max else 1.0)
+    return max(used, default=0.0)
 
 
 def _view(meter: Meter, now: float) -> LimitView:
