@@ -33,6 +33,7 @@ WAITING: Final = 300
 REFUSED_EVERY_S: Final = 0.1
 NEVER: Final = "never"
 SETTLE_S: Final = 2.0
+SERVED_MIN: Final = 0.9
 ASSETS = Path(greenroom.__file__).parent / "server" / "ui" / "assets"
 
 
@@ -239,7 +240,9 @@ def main() -> None:
         "requests_per_s": median(one["requests_per_s"] for one in rounds["with"]),
         "assets_gzipped_kb": round(sum(sizes.values()), 1),
     }
-    met = all(figures[name.removesuffix("_max")] <= most for name, most in GOALS.items())
+    # A machine that cannot serve the load tells nothing about the cost.
+    is_served = figures["requests_per_s"] >= SERVED_MIN * options.rate
+    met = is_served and all(figures[name.removesuffix("_max")] <= most for name, most in GOALS.items())
     run.report(figures, GOALS, met)
 
 
