@@ -98,7 +98,7 @@ def test_a_changed_file_is_told_and_reloaded(looking: Tab, stage: Scene) -> None
     whole["models"]["nomic-embed"]["description"] = "Texts to vectors."
     file.write_text(yaml.safe_dump(whole))
     page.reload()
-    expect(page.get_by_text("A reload would change")).to_be_visible()
+    expect(page.get_by_text("The file has changed since it was read")).to_be_visible()
     page.get_by_role("button", name="Reload").click()
     expect(page.get_by_text("The gateway runs what the file says.")).to_be_visible()
 
