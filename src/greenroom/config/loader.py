@@ -287,6 +287,8 @@ _PATTERNS = {
 }
 # Values below these keys may be secrets and are never shown.
 SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
+# Commands and their arguments may hold keys for what they start; numbers among them are none.
+COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "args"})
 
 
 def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
@@ -360,7 +362,10 @@ def _message(where: Where, detail: ErrorDetails) -> str:
 
 
 def _not_this(where: Where, value: object) -> str:
-    return "" if SECRET_KEYS.intersection(where) else f", not {shown(value)}"
+    is_hidden = SECRET_KEYS.intersection(where) or (
+        COMMAND_KEYS.intersection(where) and not isinstance(value, int | float)
+    )
+    return "" if is_hidden else f", not {shown(value)}"
 
 
 _BY_SHARE = "how often a busy model gives way is said by scheduler.away_share"

@@ -24,6 +24,9 @@ models:
     cmd: serve --port ${PORT} --api-key hunter2
     env: {TOKEN: hunter2}
     memory_mib: 100
+    set_params: {temperature: 0.5, api_key: hunter2, extra: {X-Auth-Token: hunter2}}
+    metadata: {password: hunter2}
+    check_endpoint: /health?key=hunter2
 """
 
 
@@ -73,6 +76,23 @@ async def test_nothing_that_may_be_a_secret_is_told(tmp_path: Path) -> None:
     found = {one["key"]: one["value"] for one in answer.json["values"]}
     assert found["leases.store"] == found['models."qwen2.5".cmd'] == "(hidden)"
     assert found["server.api_keys"][0]["name"] == "ops"
+    assert found['models."qwen2.5".set_params.temperature'] == 0.5
+
+
+@pytest.mark.parametrize(
+    "line", ["args: --api-key hunter2", "cmd_stop: {hunter2: 1}", "cmd: {a: hunter2}", "args: [[hunter2]]"]
+)
+async def test_nor_is_it_told_by_what_is_wrong_with_the_file(tmp_path: Path, line: str) -> None:
+    gateway = gateway_of(tmp_path)
+    assert gateway.path is not None
+    gateway.path.write_text("models: {m: {memory_mib: 1, path: /m/a.gguf, " + line + "}}")
+    answer = await Client(gateway).get(PATH)
+    assert answer.json["check"]["problems"] and b"hunter2" not in answer.body
+
+
+async def test_an_address_with_a_password_in_its_query_is_not_told(tmp_path: Path) -> None:
+    text = FILE.replace("redis://:hunter2@leases.example:6379/0", "redis://leases.example:6379/0?password=hunter2")
+    assert b"hunter2" not in (await Client(gateway_of(tmp_path, text)).get(PATH)).body
 
 
 async def test_what_a_reload_would_change_is_told(tmp_path: Path) -> None:

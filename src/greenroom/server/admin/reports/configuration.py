@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,8 +26,13 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 
 PATH: Final = "/api/v1/config/effective"
-# Commands and their arguments may hold keys for what they start.
-_HIDDEN: Final = loader.SECRET_KEYS | {"cmd", "cmd_stop", "args"}
+_HIDDEN: Final = loader.SECRET_KEYS | loader.COMMAND_KEYS
+# Names within mappings that users fill as they like (`set_params`, `options`, `metadata` …).
+_SECRET_NAME: Final = re.compile(r"(?:^|[_-])(?:key|token|secret|password|authorization|credentials?)$", re.IGNORECASE)
+_FREE: Final = frozenset({"set_params", "options", "metadata", "chat_template_kwargs", "headers"})
+
+# An address with a user's name has a password, too; what follows a question mark may be one.
+_SECRET_URL: Final = re.compile(r"://.*[@?]|^/.*\?")
 
 Source = Literal["file", "environment", "default", "other"]
 
@@ -145,11 +151,14 @@ def _leaves(where: Where, value: Any) -> Iterator[tuple[Where, Any]]:
 
 def _told(where: Where, value: Any) -> Any:
     """The value without secrets, which may be inside of lists, too."""
-    if _HIDDEN.intersection(where) and value not in (None, [], {}):
+    if (_HIDDEN.intersection(where) or _is_free_secret(where)) and value not in (None, [], {}):
         return environment.HIDDEN
     if isinstance(value, Mapping):
         return {key: _told((*where, str(key)), inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_told((*where, at), inner) for at, inner in enumerate(value)]
-    # An address with a user's name has a password, too.
-    return environment.HIDDEN if isinstance(value, str) and "://" in value and "@" in value else value
+    return environment.HIDDEN if isinstance(value, str) and _SECRET_URL.search(value) else value
+
+
+def _is_free_secret(where: Where) -> bool:
+    return bool(_FREE.intersection(where)) and any(_SECRET_NAME.search(str(name)) for name in where)
