@@ -45,6 +45,7 @@ _LAUNCH: Final = (
     "import os, resource, signal, sys\n"
     "from greenroom.process import keeper\n"
     "keeper.set_for_this_process(keeper.PR_SET_PDEATHSIG, signal.SIGKILL)\n"
+    "if os.getppid() != int(sys.argv.pop(1)): sys.exit('the gateway has ended')\n"
     "os.nice(10)\n"
     f"resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS_MAX}, {SECONDS_MAX}))\n"
     "from greenroom.cli.main import main\n"
@@ -220,7 +221,7 @@ async def _run(arguments: Sequence[str], folder: str) -> bytes:
     """What the command prints. Raises BadRequest with its message, or Overload if it takes too long."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _LAUNCH, *arguments),
+        *(sys.executable, "-c", _LAUNCH, str(os.getpid()), *arguments),
         cwd=folder,
         env=environment | {"HOME": folder},
         stdin=asyncio.subprocess.DEVNULL,
