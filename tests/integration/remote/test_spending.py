@@ -118,7 +118,7 @@ async def test_gateways_with_one_store_share_the_budget_and_the_switch(there: Pr
             assert (refused.status, refused.error["code"]) == (429, "remote_budget_spent") and len(there.calls) == 1
             assert (await http(first, "PUT", "/api/v1/config", {"allowCloudFallback": False})).status == 200
             with Redis.from_url(redis.url) as client:
-                assert client.get("greenroom:remote:allow_cloud_fallback") == b"false"
+                assert client.get("greenroom:{remote}:allow_cloud_fallback") == b"false"
             redis.kill()
             kept = await http(first, "PUT", "/api/v1/config", {"allowCloudFallback": True})
             assert (kept.status, kept.error["code"]) == (507, "config_not_kept")
@@ -126,7 +126,7 @@ async def test_gateways_with_one_store_share_the_budget_and_the_switch(there: Pr
 
 
 def _sums(client: Redis) -> list[bytes]:
-    return [cost for key in client.keys("greenroom:remote:spent:*") for cost in client.hvals(key)]
+    return [cost for key in client.keys("greenroom:{remote}:spent:*") for cost in client.hvals(key)]
 
 
 async def test_costs_go_by_the_models_name_and_by_what_was_cached(there: Provider, tmp_path: Path) -> None:

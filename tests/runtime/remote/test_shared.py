@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
-from greenroom.errors import ConfigNotKept, RemoteBudgetSpent
+from greenroom.errors import ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
-from greenroom.runtime.remote.shared import SharedRemote
+from greenroom.runtime.remote.shared import PREFIX, SharedRemote
 from greenroom.runtime.remote.spending import DAY_S, Bill, Spending
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
@@ -177,3 +178,71 @@ async def test_what_was_spent_and_cannot_be_read_stays_counted_at_the_store(redi
             with pytest.raises(RemoteBudgetSpent):
                 await again.enter(1)
             assert not await b.may_enter(5) and b.spending.spent("acme") == 6.0
+
+
+@pytest.mark.parametrize("said", ["much", "nan", "-100", "inf"])
+async def test_a_sum_that_is_no_amount_neither_opens_the_budget_nor_holds_requests(
+    redis: RedisServer, tmp_path: Path, said: str
+) -> None:
+    store, field = Redis.from_url(redis.url), ("acme:other", said)
+    async with opened(one := Gateway(tmp_path, redis.url, "a")):
+        (await one.enter(4)).settle(0, 4)
+        key = f"{PREFIX}spent:{int(NOON // DAY_S)}"
+        store.hset(key, *field)
+        await one.is_cut_off()
+        assert not await asyncio.wait_for(one.may_enter(7), 30)
+        assert await asyncio.wait_for(one.may_enter(6), 30)
+        store.hdel(key, field[0])
+        await until(lambda: not one.spending.is_store_away, "it goes on when that is mended")
+    store.close()
+
+
+async def test_what_an_earlier_run_told_the_store_counts_though_its_file_was_not_written(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    async with opened(one := Gateway(tmp_path, redis.url, "a")):
+        (await one.enter(3)).settle(0, 3)
+        await until((tmp_path / "a" / "spending.json").exists, "it is written down")
+        await one.spending.close()
+        before = (tmp_path / "a" / "spending.json").read_text()
+        (await one.enter(4)).settle(0, 4)
+    # As if the gateway had been killed before it wrote the last one down.
+    (tmp_path / "a" / "spending.json").write_text(before)
+    async with opened(again := Gateway(tmp_path, redis.url, "a")):
+        assert again.spending.spent("acme") == 7.0
+        assert not await again.may_enter(4) and await again.may_enter(3)
+
+
+async def test_nothing_of_a_budget_is_spent_while_the_sums_cannot_be_written(tmp_path: Path) -> None:
+    is_full = True
+
+    def write(path: Path, text: str) -> None:
+        if is_full:
+            raise OSError(28, "No space left on device")
+        replace_file(path, text)
+
+    spending = Spending(tmp_path, write, lambda: NOON)
+    spending.open()
+    meter = spending.meter("acme", REMOTE, "large")
+    assert meter is not None
+    meter.begin(b'{"max_tokens": 1}').settle(0, 1)
+    await spending.close()
+    with pytest.raises(RemoteSpendingUnknown, match=r"cannot be written down.*No space left"):
+        meter.begin(b'{"max_tokens": 1}')
+    is_full = False
+    with pytest.raises(RemoteSpendingUnknown):
+        meter.begin(b'{"max_tokens": 1}')
+    await spending.close()
+    meter.begin(b'{"max_tokens": 1}').settle(0, 1)
+    await spending.close()
+    assert spending.spent("acme") == 2.0
+
+
+async def test_the_address_of_the_store_cannot_make_requests_wait(redis: RedisServer, tmp_path: Path) -> None:
+    async with opened(one := Gateway(tmp_path, redis.url + "?socket_timeout=600", "a")):
+        redis.pause()
+        try:
+            assert await asyncio.wait_for(one.may_enter(1), 60)
+            assert one.spending.is_store_away
+        finally:
+            redis.go_on()

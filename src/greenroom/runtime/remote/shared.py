@@ -1,15 +1,16 @@
 """What gateways with one Redis or Valkey share of remote models: the switch for fallbacks, and what was spent today.
 
-Owns the keys `greenroom:remote:*` and the task that talks to the store: every few seconds, and before each request to a
-provider that has a budget. A gateway writes its own sums, whole, under its own name, and adds up what the others wrote:
-a call that is lost or repeated counts nothing twice, and a store that lost its data is told all of it again. Imported
-only where such a store is configured.
+Owns the keys `greenroom:{remote}:*` and the task that talks to the store: every few seconds, and before each request
+to a provider that has a budget. A gateway writes its own sums, whole, under its own name, and adds up what the others
+wrote: a call that is lost or repeated counts nothing twice, and a store that lost its data is told all of it again.
+Imported only where such a store is configured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -24,7 +25,8 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")
 
-PREFIX: Final = "greenroom:remote:"
+# The part in braces keeps the keys together on a cluster.
+PREFIX: Final = "greenroom:{remote}:"
 # How often the store is asked at least: so long a change of the switch takes to reach the other gateways.
 EVERY_S: Final = 5.0
 ANSWER_MAX_S: Final = 1.0
@@ -73,6 +75,9 @@ class SharedRemote:
             retry=Retry(NoBackoff(), 0),
             decode_responses=True,
         )
+        # What the URL says of these must not let requests wait longer for a store that is away.
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            self._client.connection_pool.connection_kwargs[name] = ANSWER_MAX_S
         self._exchange = self._client.register_script(_EXCHANGE)
         self._wanted: bool | None = None
         self._waiting: list[asyncio.Future[bool]] = []
@@ -93,6 +98,9 @@ class SharedRemote:
         if self._task is not None:
             # Not cancelled: the client may take a cancel for the end of a call, and go on.
             await asyncio.wait((self._task,), timeout=3 * ANSWER_MAX_S)
+            if self._is_used() and not self._spending.is_store_away:
+                # What the last answers have cost.
+                await self._talk()
             with contextlib.suppress(RedisError, OSError):
                 await self._client.zrem(PREFIX + "gateways", self._gateway)
         await self._client.aclose()
@@ -119,7 +127,11 @@ class SharedRemote:
             self._woken.clear()
             # Those that ask from here on wait for the next call: this one may not have what they tell.
             waiting, self._waiting = self._waiting, []
-            is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+            try:
+                is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+            except Exception as error:
+                _log.bug("talking to the store of what remote models cost failed", error)
+                self._spending.is_store_away, is_heard = True, False
             for one in waiting:
                 if not one.done():
                     one.set_result(is_heard)
@@ -128,6 +140,24 @@ class SharedRemote:
                 one.set_result(False)
 
     async def _talk(self) -> bool:
+        """Tell and hear. False if the store does not answer, or not as it should."""
+        try:
+            await self._recall()
+            return await self._exchanged()
+        except (RedisError, OSError, ValueError, TypeError) as error:
+            self._lost(f"{type(error).__name__}: {str(error)[:200]}")
+            return False
+
+    async def _recall(self) -> None:
+        """Once a run: hear what this gateway told in an earlier run, which may not have come to its file."""
+        if self._spending.is_recalled or self._spending.problem is not None:
+            return
+        day, _ = self._spending.own()
+        pairs: Any = await self._client.hgetall(f"{PREFIX}spent:{day}")
+        told = [(*field.partition(":"), _amount(cost)) for field, cost in pairs.items()]
+        self._spending.recall(day, {name: cost for name, _, whose, cost in told if whose == self._gateway})
+
+    async def _exchanged(self) -> bool:
         day, own = self._spending.own()
         wanted, self._wanted = self._wanted, None
         switch = self._fallback.known if wanted is None else wanted
@@ -136,14 +166,11 @@ class SharedRemote:
         args.append("" if wanted is None else "1")
         for name, cost in own.items():
             args += [name, repr(cost)]
-        try:
-            gateways, said, pairs = await self._exchange(keys=keys, args=args)
-        except (RedisError, OSError) as error:
-            self._lost(type(error).__name__)
-            return False
+        gateways, said, pairs = await self._exchange(keys=keys, args=args)
+        heard = Heard(day, own, _others(pairs, self._gateway), max(1, int(gateways)))
         if self._spending.is_store_away:
             _log.info("the store of what remote models cost is reached")
-        self._spending.hear(Heard(day, own, _others(pairs, self._gateway), max(1, int(gateways))))
+        self._spending.hear(heard)
         if said in ("true", "false"):
             await self._fallback.hear(said == "true")
         return True
@@ -162,5 +189,13 @@ def _others(pairs: list[str], gateway: str) -> dict[str, float]:
     for field, cost in zip(pairs[::2], pairs[1::2], strict=True):
         name, _, whose = field.partition(":")
         if whose != gateway:
-            sums[name] = sums.get(name, 0.0) + float(cost)
+            sums[name] = sums.get(name, 0.0) + _amount(cost)
     return sums
+
+
+def _amount(said: str) -> float:
+    """Raises ValueError for what is none: it would open the budget, or close it."""
+    amount = float(said)
+    if not 0.0 <= amount < math.inf:
+        raise ValueError(f"{said!r} in the store is no amount")
+    return amount

@@ -13,7 +13,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,11 @@ class Spending:
         self.wake_store: Callable[[], None] | None = None
         self.is_store_away = False
         self._heard: Heard | None = None
+        # What the file said, until the store was asked what an earlier run had told it beyond that.
+        self._read: Days = {}
+        self.is_recalled = False
+        # Why the file cannot be written. While it cannot, a restart would forget what is spent.
+        self._unwritten: str | None = None
 
     def open(self) -> None:
         """Read what earlier runs spent; no file means nothing. Blocks. Sets `problem` if the file cannot be read."""
@@ -113,6 +118,7 @@ class Spending:
             _log.error("what was spent is not known: nothing more is, where there is a budget", problem=said)
             return
         self.problem = None
+        self._read = said
         for day, sums in said.items():
             of_day = self._spent.setdefault(day, {})
             of_day.update({name: of_day.get(name, 0.0) + cost for name, cost in sums.items()})
@@ -145,6 +151,13 @@ class Spending:
     def hear(self, heard: Heard) -> None:
         self._heard, self.is_store_away = heard, False
 
+    def recall(self, day: int, told: Mapping[str, float]) -> None:
+        """So much an earlier run has spent on this day, as it told the store: count what its file did not say."""
+        self.is_recalled = True
+        of_day, read = self._spent.setdefault(day, {}), self._read.get(day, {})
+        for name, cost in told.items():
+            of_day[name] = of_day.get(name, 0.0) + max(0.0, cost - read.get(name, 0.0))
+
     def _left(self, name: str, budget: float) -> float:
         """What may still be spent here today. While the store is away, a share of what was left when it went."""
         if not self.is_store_away:
@@ -166,6 +179,12 @@ class Spending:
             raise RemoteSpendingUnknown(
                 f"What was spent at remotes.{bill.name} today is not known, and it has a budget: {self.problem}. Mend "
                 "that file, or remove it to count from 0, and reload the configuration.",
+                retry_after_s=None,
+            )
+        if budget is not None and self._unwritten is not None:
+            self._write_soon()
+            raise RemoteSpendingUnknown(
+                f"What is spent at remotes.{bill.name} cannot be written down, and it has a budget: {self._unwritten}.",
                 retry_after_s=None,
             )
         if budget is not None and bill.expected > self._left(bill.name, budget):
@@ -225,7 +244,9 @@ class Spending:
             self._is_stale = False
             try:
                 await run_detached(partial(self._write, self._path, self._text()), "write spending")
+                self._unwritten = None
             except OSError as error:
+                self._unwritten = f"{self._path}: {error.strerror or error}"
                 _log.error("what was spent cannot be written", file=str(self._path), error=str(error))
 
     def _text(self) -> str:
