@@ -9,19 +9,19 @@ import socket
 # Below those that the system gives out by itself and that engines of tests and of gateways use.
 FIRST, LAST = 12_000, 20_999
 
-# Names in the kernel, of what this process alone uses. They go with the process.
-_claims: list[socket.socket] = []
-
 
 def claim(name: str) -> bool:
-    """True if no other test process of this machine has claimed this name, nor this one before."""
+    """True if no other test process of this machine has claimed this name, nor this one before.
+
+    It is a name in the kernel of an open file, which goes with this process.
+    """
     claimed = socket.socket(socket.AF_UNIX)
     try:
         claimed.bind(f"\0greenroom-test-{name}")
     except OSError:
         claimed.close()
         return False
-    _claims.append(claimed)
+    claimed.detach()
     return True
 
 
