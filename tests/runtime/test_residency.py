@@ -66,6 +66,16 @@ def test_a_lost_engine_ends_its_span() -> None:
     assert [(one.phase, one.outcome) for one in residency.spans(0.0, {"s1"})] == [("load", "done"), ("ready", "lost")]
 
 
+def test_a_move_that_ends_after_its_engine_was_lost_leads_nowhere() -> None:
+    clock = Clock()
+    residency = Residency(clock)
+    wake = _move(MoveKind.WAKE, {GPU: 10})
+    residency.moving(wake, "a", {})
+    residency.lost("s1")
+    residency.moved(wake, "a", Outcome.FAILED)
+    assert [(one.phase, one.outcome) for one in residency.spans(0.0, {"s1"})] == [("wake", "lost")]
+
+
 def test_a_slot_that_is_gone_without_a_word_ends_where_it_is_noticed() -> None:
     clock = Clock()
     residency = Residency(clock)

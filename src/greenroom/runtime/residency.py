@@ -55,9 +55,10 @@ class Residency:
         self._begin(move.slot, model, move.kind.value, devices, why)
 
     def moved(self, move: Move, model: str, outcome: Outcome) -> None:
+        was_lost = move.slot not in self._open
         self._end(move.slot, outcome.value)
         tier = _AFTER[move.kind][outcome is not Outcome.DONE]
-        if tier is not None:
+        if tier is not None and not was_lost:
             self._begin(move.slot, model, tier.value, dict(move.claim), {})
 
     def lost(self, slot: str) -> None:
