@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,33 @@ async def test_orders_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
         await chat(app, "a")
         many = await post(app, PATH, {"gpus": [1, 2, 3, 4], "concurrency": [1, 2, 3, 4]})
         assert many.status == 400 and "16 cases" in many.error["message"]
-        strange = await post(app, PATH, {"policy": ["default,fifo"]})
-        assert (strange.status, strange.error["param"]) == (400, "policy")
+        for name in ("default,fifo", ""):
+            strange = await post(app, PATH, {"policy": [name]})
+            assert (strange.status, strange.error["param"]) == (400, "policy")
         assert (await post(app, PATH, {"gpus": [0]})).status == 400
+
+
+async def test_where_no_file_can_be_written_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway(tmp_path, MODELS, **ONE_GPU) as app:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        answer = await post(app, PATH, {"rate": 1})
+        assert answer.status == 503 and "cannot be started" in answer.error["message"]
 
 
 async def test_a_recording_is_played_where_there_is_one(tmp_path: Path) -> None:
     recorded = tmp_path / "activity.csv"
     rows = [f"{1_700_000_000 + 60 * number}.000,{'ab'[number % 2]},20,10,,1,0.000,0.500" for number in range(10)]
     head = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
-    recorded.write_text("\n".join([head, *rows, "gone,wrong"]) + "\n")
+    # Rows that are none, torn ones and times that are no times hide no other.
+    odd = [
+        "gone,wrong",
+        '12.5,"a,20',
+        f"{rows[0][:14]},{'a' * 200_000}" + ",1" * 6,
+        "\u00b2" + rows[0][14:],
+        rows[0][14:],
+    ]
+    odd += ["nan" + rows[0][14:], "9" * 400 + rows[0][14:]]
+    recorded.write_text("\n".join([head, *odd[:4], *rows, *odd[4:]]) + "\n")
     async with gateway(tmp_path, MODELS, server={"record_activity": str(recorded)}, **ONE_GPU) as app:
         there = (await http(app, "GET", PATH)).json()
         assert (there["requests"], there["seconds"], there["source"]) == (10, 540.0, "recording")

@@ -135,6 +135,12 @@ class Simulating:
         rows = [] if order.rate is not None else await self._rows()
         if order.rate is None and not rows:
             raise BadRequest("No request was recorded yet. Ask a model, or give a rate to draw requests.", param="rate")
+        try:
+            return await self._played(options, rows, order)
+        except OSError as error:
+            raise Overload(f"The simulation cannot be started: {error}", retry_after_s=60.0) from error
+
+    async def _played(self, options: list[str], rows: list[list[str]], order: SimulationOrder) -> Simulated:
         with tempfile.TemporaryDirectory(prefix="greenroom-simulate-") as folder:
             config, trace = Path(folder, "greenroom.json"), Path(folder, "trace.csv")
             written = json.dumps(self._configuration())
@@ -202,8 +208,8 @@ class Simulating:
 def _options(order: SimulationOrder) -> list[str]:
     """The cases, as the command takes them. Raises BadRequest."""
     policies = tuple(POLICIES)
-    if unknown := next((name for name in order.policy if name not in policies), None):
-        raise BadRequest(f"There is no policy {unknown!r}: {' or '.join(policies)}.", param="policy")
+    if unknown := [name for name in order.policy if name not in policies]:
+        raise BadRequest(f"There is no policy {unknown[0]!r}: {' or '.join(policies)}.", param="policy")
     told: dict[str, Sequence[object]] = {
         "--gpus": order.gpus,
         "--gpu-mib": order.gpu_mib,
@@ -263,5 +269,14 @@ def _last_rows(path: Path) -> list[list[str]]:
         file.seek(max(0, size - TRACE_BYTES_MAX))
         # The first line is the head, or half a row.
         lines = file.read(TRACE_BYTES_MAX).decode("utf-8", "replace").splitlines()[1:]
-    rows = (row for row in csv.reader(lines) if len(row) == len(ACTIVITY_COLUMNS))
-    return [row for row in rows if row[0].replace(".", "", 1).isdigit()]
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: str) -> list[str] | None:
+    """The row that a line is; None if it is none, or torn. Each is read alone, so that one hides no other."""
+    try:
+        (row,) = csv.reader([line])
+        is_whole = len(row) == len(ACTIVITY_COLUMNS) and math.isfinite(float(row[0]))
+    except (csv.Error, ValueError):
+        return None
+    return row if is_whole else None
