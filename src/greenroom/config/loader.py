@@ -287,8 +287,8 @@ _PATTERNS = {
 }
 # Values below these keys may be secrets and are never shown.
 SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
-# Commands and their arguments may hold keys for what they start; numbers among them are none.
-COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "args"})
+# Commands, their arguments and what is put into them may hold keys for what they start; numbers among them are none.
+COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "args", "macros"})
 
 
 def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
@@ -363,7 +363,7 @@ def _message(where: Where, detail: ErrorDetails) -> str:
 
 def _not_this(where: Where, value: object) -> str:
     is_hidden = SECRET_KEYS.intersection(where) or (
-        COMMAND_KEYS.intersection(where) and not isinstance(value, int | float)
+        (COMMAND_KEYS | {"api_keys"}).intersection(where) and not isinstance(value, int | float)
     )
     return "" if is_hidden else f", not {shown(value)}"
 

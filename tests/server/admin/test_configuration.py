@@ -25,7 +25,7 @@ models:
     env: {TOKEN: hunter2}
     memory_mib: 100
     set_params: {temperature: 0.5, api_key: hunter2, extra: {X-Auth-Token: hunter2}}
-    metadata: {password: hunter2}
+    metadata: {password: hunter2, apiKey: hunter2, private_key_pem: hunter2}
     check_endpoint: /health?key=hunter2
 """
 
@@ -80,7 +80,14 @@ async def test_nothing_that_may_be_a_secret_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["args: --api-key hunter2", "cmd_stop: {hunter2: 1}", "cmd: {a: hunter2}", "args: [[hunter2]]"]
+    "line",
+    [
+        "args: --api-key hunter2",
+        "macros: [hunter2]",
+        "cmd_stop: {hunter2: 1}",
+        "cmd: {a: hunter2}",
+        "args: [[hunter2]]",
+    ],
 )
 async def test_nor_is_it_told_by_what_is_wrong_with_the_file(tmp_path: Path, line: str) -> None:
     gateway = gateway_of(tmp_path)
@@ -88,6 +95,20 @@ async def test_nor_is_it_told_by_what_is_wrong_with_the_file(tmp_path: Path, lin
     gateway.path.write_text("models: {m: {memory_mib: 1, path: /m/a.gguf, " + line + "}}")
     answer = await Client(gateway).get(PATH)
     assert answer.json["check"]["problems"] and b"hunter2" not in answer.body
+
+
+@pytest.mark.parametrize("keys", ["[hunter2]", "hunter2", "[{name: a, key: b, admin: hunter2}]"])
+async def test_a_key_in_the_wrong_place_is_not_told(tmp_path: Path, keys: str) -> None:
+    gateway = gateway_of(tmp_path)
+    assert gateway.path is not None
+    gateway.path.write_text(f"server: {{api_keys: {keys}}}")
+    answer = await Client(gateway).get(PATH)
+    assert answer.json["check"]["problems"] and b"hunter2" not in answer.body
+
+
+async def test_what_a_macro_holds_is_not_told(tmp_path: Path) -> None:
+    text = FILE.replace("models:\n", "macros: {password: hunter2}\nmodels:\n")
+    assert b"hunter2" not in (await Client(gateway_of(tmp_path, text)).get(PATH)).body
 
 
 async def test_an_address_with_a_password_in_its_query_is_not_told(tmp_path: Path) -> None:

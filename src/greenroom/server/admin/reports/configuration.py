@@ -28,7 +28,7 @@ from greenroom.server.admin.views import View
 PATH: Final = "/api/v1/config/effective"
 _HIDDEN: Final = loader.SECRET_KEYS | loader.COMMAND_KEYS
 # Names within mappings that users fill as they like (`set_params`, `options`, `metadata` …).
-_SECRET_NAME: Final = re.compile(r"(?:^|[_-])(?:key|token|secret|password|authorization|credentials?)$", re.IGNORECASE)
+_SECRET_NAME: Final = re.compile(r"key|secret|passw|auth|bearer|credential|token(?!s|_id|iz)", re.IGNORECASE)
 _FREE: Final = frozenset({"set_params", "options", "metadata", "chat_template_kwargs", "headers"})
 
 # An address with a user's name has a password, too; what follows a question mark may be one.
