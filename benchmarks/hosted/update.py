@@ -17,9 +17,7 @@ import random
 import tempfile
 import threading
 import time
-from bisect import bisect_left
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from benchmarks.hosted.hardware import Card
 from benchmarks.hosted.models import EIGHT, make_models
 from benchmarks.rig.gateways import ASK_MAX_S
 from benchmarks.rig.result import Run
+from benchmarks.versions.judge import went_back
 
 NAME = "chat"
 STREAMS = 32
@@ -135,14 +134,6 @@ def _ask(port: int, prompt: str, tokens: int, heard: Heard) -> None:
         heard.errors.append(repr(error))
     finally:
         connection.close()
-
-
-def went_back(answers: list[Told]) -> int:
-    """Answers of an older version than one that had begun before they were asked for."""
-    ordered = sorted(answers, key=lambda one: one.begun)
-    begun, newest = [one.begun for one in ordered], list(accumulate((one.version for one in ordered), max))
-    seen = ((one, bisect_left(begun, one.asked)) for one in answers)
-    return sum(before > 0 and one.version < newest[before - 1] for one, before in seen)
 
 
 def measure(folders: list[Path], gateway: HostedGateway, updates: int) -> dict[str, Any]:
