@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from greenroom.core.model import DeviceId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId
-from greenroom.runtime.residency import Residency
+from greenroom.runtime.observer import Residency
 
 GPU, HOST = DeviceId("gpu0"), DeviceId("host")
 

@@ -47,13 +47,13 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.observer import Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
-from greenroom.runtime.residency import Residency
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.tickets import Tickets

@@ -24,6 +24,7 @@ from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.observer import Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.loads import Loads, MoveOrders
 from greenroom.runtime.operations.pictures import PictureStore
@@ -31,7 +32,6 @@ from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
-from greenroom.runtime.residency import Residency
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.tickets import Tickets
