@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from greenroom.config.problems import is_empty_folder
 from greenroom.core.events import Event, MoveDone
-from greenroom.core.model import Move, MoveId, MoveKind, Outcome
-from greenroom.engines.base import ConnectedEngine, HostedEngine
+from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome
+from greenroom.engines.base import ConnectedEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
@@ -129,38 +129,15 @@ class Mover:
     # --- the work ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, move: Move) -> SeenMove:
-        if self._hosted.has(move.slot):
-            return await self._move_hosted(move)
-        if self._remote.has(move.slot):
-            assert move.kind is MoveKind.UNLOAD, "a remote model does not sleep"
-            self._remote.unload(move)
-            return SeenMove()
-        if move.kind is MoveKind.UNLOAD:
-            await self._processes.unload(move)
-            return SeenMove()
-        if move.kind is MoveKind.SLEEP:
-            return SeenMove(await self._processes.sleep(move))
-        entry = self._current(move)
-        if move.kind is MoveKind.WAKE:
-            seen = await self._processes.wake(move)
+        if move.kind in (MoveKind.LOAD, MoveKind.PREPARE):
+            result = await self._bring(move, self._current(move))
+        elif self._hosted.has(move.slot):
+            result = await self._move_hosted(move)
+        else:
+            result = SeenMove(await self._move_other(move))
+        if move.kind in (MoveKind.LOAD, MoveKind.PREPARE, MoveKind.WAKE):
             self.failures.pop(move.model, None)
-            return SeenMove(seen)
-        engine = entry.engine
-        if isinstance(engine, ConnectedEngine):
-            await self._remote.load(move, entry)
-            self.failures.pop(move.model, None)
-            return SeenMove()
-        if entry.config.path is not None and is_empty_folder(entry.config.path):
-            raise UnusableModel(f"{entry.id} could not be loaded: the folder {entry.config.path} is empty.")
-        if (why := engine.missing(entry.config)) is not None:
-            public = f"{entry.id} could not be loaded: its engine is not installed here."
-            raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)
-        if engine.hosted is True:
-            return await self._bring_hosted(move, entry, engine)
-        assert move.kind is MoveKind.LOAD, "only workers prepare"
-        seen = await self._processes.load(move, entry, engine)
-        self.failures.pop(move.model, None)
-        return SeenMove(seen)
+        return result
 
     def _current(self, move: Move) -> Entry:
         entry = self._catalog.revision(move.model, move.revision)
@@ -168,11 +145,22 @@ class Mover:
             raise Outdated(f"{move.model} has changed since this {move.kind.value} was decided.")
         return entry
 
-    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> SeenMove:
-        bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
-        result = await bring(move, entry, engine)
-        self.failures.pop(move.model, None)
-        return result
+    async def _bring(self, move: Move, entry: Entry) -> SeenMove:
+        """Load or prepare a new slot, as its engine says."""
+        engine = entry.engine
+        if isinstance(engine, ConnectedEngine):
+            await self._remote.load(move, entry)
+            return SeenMove()
+        if entry.config.path is not None and is_empty_folder(entry.config.path):
+            raise UnusableModel(f"{entry.id} could not be loaded: the folder {entry.config.path} is empty.")
+        if (why := engine.missing(entry.config)) is not None:
+            public = f"{entry.id} could not be loaded: its engine is not installed here."
+            raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)
+        if engine.hosted is True:
+            bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
+            return await bring(move, entry, engine)
+        assert move.kind is MoveKind.LOAD, "only workers prepare"
+        return SeenMove(await self._processes.load(move, entry, engine))
 
     async def _move_hosted(self, move: Move) -> SeenMove:
         if move.kind is MoveKind.UNLOAD:
@@ -181,6 +169,18 @@ class Mover:
         if move.kind is MoveKind.SLEEP:
             return await self._hosted.sleep(move)
         self._current(move)
-        result = await self._hosted.wake(move)
-        self.failures.pop(move.model, None)
-        return result
+        return await self._hosted.wake(move)
+
+    async def _move_other(self, move: Move) -> Claim | None:
+        """Move the slot of a process or of a remote model. Returns what it was seen to use."""
+        if self._remote.has(move.slot):
+            assert move.kind is MoveKind.UNLOAD, "a remote model does not sleep"
+            self._remote.unload(move)
+            return None
+        if move.kind is MoveKind.UNLOAD:
+            await self._processes.unload(move)
+            return None
+        if move.kind is MoveKind.SLEEP:
+            return await self._processes.sleep(move)
+        self._current(move)
+        return await self._processes.wake(move)
