@@ -25,7 +25,7 @@ from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.routing.tasks import Tasks
-from greenroom.runtime.catalogue import Draft, Entry
+from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.memory.probes import first_look
@@ -112,9 +112,7 @@ class App:
         self.leasing, self.sharing = leases.leasing, leases.sharing
         self._remote = wire_remote(self.state_dir, lambda: self.config)
         self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
-        moves = self._moves = wire_moves(
-            common, memory, leases, config, self._roots_of, lambda: self.config.remotes, self.spending
-        )
+        moves = self._moves = wire_moves(common, memory, leases, lambda: self.config, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
@@ -202,14 +200,6 @@ class App:
 
     def _is_named(self, tenant: str) -> bool:
         return is_named(self.config, tenant) or tenant in self.door.keys.tenants
-
-    def _roots_of(self, entry: Entry) -> tuple[str, ...]:
-        """Folders below which the files of this model must be; none if they may be anywhere."""
-        configured = self.config.models.get(entry.base_id)
-        if configured is not None and entry.config.path == configured.path:
-            # Also of a version that is the configured one.
-            return self.config.roots if self.config.model_roots else ()
-        return self.config.roots if entry.is_adhoc or entry.version is not None or self.config.model_roots else ()
 
     # --- start ----------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ a store that it shares with other gateways.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from greenroom.config.schema import Config, Remote
+from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.view import SchedulerView
 from greenroom.engines.registry import spread_by
@@ -30,6 +30,7 @@ from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants
 from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSlots
+from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
@@ -147,9 +148,6 @@ def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemotePart
     return RemoteParts(spending, fallback, shared)
 
 
-Roots = Callable[[Entry], tuple[str, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class MoveParts:
     workers: WorkerPool
@@ -161,21 +159,19 @@ def wire_moves(
     common: CommonParts,
     memory: MemoryParts,
     leases: LeaseParts,
-    config: Config,
-    roots: Roots,
-    remotes: Callable[[], Mapping[str, Remote]],
+    config: Callable[[], Config],
     spending: Spending,
 ) -> MoveParts:
-    """`roots` are the folders below which files of a model must lie, and `remotes` the providers, both as of now."""
-    slots, cleanup = common.state.slots, Cleanup()
+    """`config` gives the configuration as it is now."""
+    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config), config().ports
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
-    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config, roots)
+    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config(), roots)
     processes = ProcessMoves(
         common.catalog,
         common.slots,
         common.state_dir,
-        PortRange(config.ports.first, config.ports.last),
+        PortRange(ports.first, ports.last),
         memory.slot_memory,
         Admission(leases.grants, cleanup, memory.slot_memory),
         lost,
@@ -185,7 +181,7 @@ def wire_moves(
         common.catalog,
         processes,
         hosted,
-        RemoteMoves(common.slots, remotes, spending),
+        RemoteMoves(common.slots, lambda: config().remotes, spending),
         memory.slot_memory,
         errors,
         common.observer,
@@ -202,7 +198,7 @@ def _hosted(
     cleanup: Cleanup,
     lost: LostSlots,
     config: Config,
-    roots: Roots,
+    roots: ModelRoots,
 ) -> tuple[WorkerPool, HostedMoves]:
     times = common.timeouts
     hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock, timeouts=times.memory)

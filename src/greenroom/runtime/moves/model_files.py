@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+from greenroom.config.schema import Config
 from greenroom.core.model import ModelId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import OutsideRoots
@@ -186,6 +187,27 @@ def _read_through(descriptor: int, piece: FileRange) -> int:
             break
         done += got
     return done
+
+
+class ModelRoots:
+    """The folders below which files of models must be. `config` gives the configuration as it is now."""
+
+    def __init__(self, config: Callable[[], Config]) -> None:
+        self._config = config
+
+    async def check(self, entry: Entry) -> None:
+        """Raises OutsideRoots if a file of this model is elsewhere."""
+        if roots := self._roots_of(entry):
+            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+
+    def _roots_of(self, entry: Entry) -> tuple[str, ...]:
+        """Empty if its files may be anywhere."""
+        config = self._config()
+        configured = config.models.get(entry.base_id)
+        # A version may be the configured one.
+        is_configured = configured is not None and entry.config.path == configured.path
+        is_free = is_configured or not (entry.is_adhoc or entry.version is not None)
+        return () if is_free and not config.model_roots else config.roots
 
 
 def check_roots(entry: Entry, roots: Sequence[str]) -> None:

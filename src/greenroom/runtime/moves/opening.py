@@ -7,7 +7,7 @@ a slot is ended. Never touches GPU memory: an open slot is asleep.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.load_errors import HostedErrors
-from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
@@ -36,7 +34,7 @@ class SlotOpener:
         observer: Observer,
         memory: HostedMemory,
         errors: HostedErrors,
-        roots: Callable[[Entry], tuple[str, ...]],
+        roots: ModelRoots,
     ) -> None:
         self._slots = slots
         self._state_dir = state_dir
@@ -68,9 +66,8 @@ class SlotOpener:
             raise
 
     async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
-        entry, roots = slot.entry, self._roots(slot.entry)
-        if roots:
-            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+        entry = slot.entry
+        await self._roots.check(entry)
         options = self._options(slot)
         try:
             worker = await self._pool.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))

@@ -20,13 +20,12 @@ from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission
 from greenroom.runtime.moves.engine_call import EngineCall
 from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
-from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
@@ -44,8 +43,6 @@ class PortTaken(LoadFailed):
 
 
 class ProcessMoves:
-    """`roots` are the folders below which files of a model must lie, if there are any."""
-
     def __init__(
         self,
         catalog: Catalog,
@@ -55,7 +52,7 @@ class ProcessMoves:
         memory: SlotMemory,
         admission: Admission,
         lost: LostSlots,
-        roots: Callable[[Entry], tuple[str, ...]] = lambda _: (),
+        roots: ModelRoots,
     ) -> None:
         self._catalog = catalog
         self._slots = slots
@@ -78,8 +75,7 @@ class ProcessMoves:
 
         Raises LoadFailed, NoGrant or StoreDown, and leaves nothing behind.
         """
-        if roots := self._roots(entry):
-            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+        await self._roots.check(entry)
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self._admission.cleanup.finished(move.claim)
         async with self._admission.granted(move):
