@@ -9,7 +9,7 @@ import pytest
 from greenroom.config.schema import Config
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.devices import visible_gpus
+from greenroom.runtime.memory.slot_memory import visible_gpus
 
 HOST = Device(DeviceId("host"), DeviceKind.HOST, 64_000)
 A, B = (Device(DeviceId(name), DeviceKind.GPU, 10_000) for name in ("GPU-a", "GPU-b"))

@@ -1,4 +1,4 @@
-"""The devices to plan with: their ids and names, what is set aside on them, and which of them an engine may see.
+"""The devices to plan with: their ids and names, and what is set aside on them.
 
 Owns the id of a device: the UUID of a GPU; gpu0, gpu1 … for simulated ones; `host` for this machine's memory. Never
 looks at GPUs: a reading says which there are.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.config.schema import Config
-from greenroom.core.model import Claim, Device, DeviceId, DeviceKind
+from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Reading, named
 
@@ -84,26 +84,3 @@ def without(devices: Iterable[Device], kept_mib: Mapping[DeviceId, int]) -> tupl
         replace(device, margin_mib=device.margin_mib + kept_mib.get(device.id, 0)) if device.id in kept_mib else device
         for device in devices
     )
-
-
-def visible_gpus(entry: Entry, claim: Claim, devices: Iterable[Device]) -> tuple[DeviceId, ...] | None:
-    """The GPUs that an engine may see, in the order of its claim. None if there are no GPUs to plan with."""
-    gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
-    if not gpus:
-        return None
-    # 1. The GPUs of its claim.
-    if claimed := tuple(device for device in claim if device in gpus):
-        return claimed
-    # 2. Its need is unknown: it may use all GPUs that the operator allows, and is measured there for the next time.
-    if _is_unknown(entry, claim):
-        return tuple(gpu for gpu in gpus if not entry.spec.devices or gpu in entry.spec.devices)
-    # 3. It is known to need none.
-    return ()
-
-
-def _is_unknown(entry: Entry, claim: Claim) -> bool:
-    """Whether its GPU need is unknown. A command may have been measured when it had no GPU to use."""
-    config = entry.config
-    if config.device == "cpu" or config.memory_mib == 0:
-        return False
-    return not claim or (config.engine == "command" and config.memory_mib is None)

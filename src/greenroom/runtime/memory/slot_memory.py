@@ -9,17 +9,17 @@ what moves; the scheduler is told every new figure.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.core.events import ConfigChanged, Event
-from greenroom.core.model import NO_CLAIM, Claim, DeviceId, Move, Need, SlotId
+from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, Move, Need, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.attribution import away
-from greenroom.runtime.memory.devices import HOST, visible_gpus
+from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
@@ -363,3 +363,26 @@ class HostedMemory:
                 return
             used_mib = sum(gpu.used_mib for gpu in mine)
             await asyncio.sleep(SETTLES_S)
+
+
+def visible_gpus(entry: Entry, claim: Claim, devices: Iterable[Device]) -> tuple[DeviceId, ...] | None:
+    """The GPUs that an engine may see, in the order of its claim. None if there are no GPUs to plan with."""
+    gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
+    if not gpus:
+        return None
+    # 1. The GPUs of its claim.
+    if claimed := tuple(device for device in claim if device in gpus):
+        return claimed
+    # 2. Its need is unknown: it may use all GPUs that the operator allows, and is measured there for the next time.
+    if _is_unknown(entry, claim):
+        return tuple(gpu for gpu in gpus if not entry.spec.devices or gpu in entry.spec.devices)
+    # 3. It is known to need none.
+    return ()
+
+
+def _is_unknown(entry: Entry, claim: Claim) -> bool:
+    """Whether its GPU need is unknown. A command may have been measured when it had no GPU to use."""
+    config = entry.config
+    if config.device == "cpu" or config.memory_mib == 0:
+        return False
+    return not claim or (config.engine == "command" and config.memory_mib is None)
