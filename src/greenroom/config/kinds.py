@@ -7,8 +7,10 @@ never repeats any part of one in an error: a misplaced part may be a password.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 from urllib.parse import SplitResult, urlsplit
@@ -162,6 +164,19 @@ def words(command: str | tuple[str, ...]) -> tuple[str, ...]:
         return command
     lines = [line for line in command.splitlines() if not line.lstrip().startswith("#")]
     return tuple(shlex.split("\n".join(lines).replace("\\\n", " ")))
+
+
+def can_be_run(program: str, cwd: str | None, path: str | None) -> bool:
+    """True if a start in this folder, with this PATH, will find the program, or if only the start can tell."""
+    if "${" in program:
+        return True
+    if "/" not in program:
+        return shutil.which(program, path=path) is not None
+    # A relative path starts at `cwd`, or at the working directory of the gateway, which is not known here.
+    if not os.path.isabs(program) and cwd is None:
+        return True
+    whole = os.path.join(cwd or "/", program)
+    return os.path.isfile(whole) and os.access(whole, os.X_OK)
 
 
 # --- addresses by which callers reach us ----------------------------------------------------------------------------

@@ -10,12 +10,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.kinds import words
+from greenroom.config.kinds import can_be_run, words
 from greenroom.config.reader import Problem
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Config, Model, Remote, Server
@@ -199,21 +198,8 @@ def _missing(model: Model) -> Iterator[str]:
     for key, program in (("cmd", first), ("program", model.program), ("python", model.python)):
         if program == "":
             yield f"{key}: is empty; name a program or leave the key out"
-        elif program is not None and not can_be_run(program, model):
+        elif program is not None and not can_be_run(program, model.cwd, model.env.get("PATH")):
             yield f"{key}: there is no program {program}" + ("" if "/" in program else " on PATH")
-
-
-def can_be_run(program: str, model: Model) -> bool:
-    """True if the start will find the program, or if only the start can tell."""
-    if "${" in program:
-        return True
-    if "/" not in program:
-        return shutil.which(program, path=model.env.get("PATH")) is not None
-    # A relative path starts at `cwd`, or at the working directory of the gateway, which is not known here.
-    if not os.path.isabs(program) and model.cwd is None:
-        return True
-    whole = os.path.join(model.cwd or "/", program)
-    return os.path.isfile(whole) and os.access(whole, os.X_OK)
 
 
 def _unusable_remote(name: str, remote: Remote) -> Iterator[str]:

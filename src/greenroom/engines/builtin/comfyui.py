@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from greenroom.config.kinds import words
+from greenroom.config.kinds import can_be_run, words
 from greenroom.config.plain_file import read_plain, why
-from greenroom.config.problems import can_be_run
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import (
     LAUNCH,
@@ -105,7 +104,8 @@ class ComfyUiEngine(ProcessEngine):
         if model.path is not None and not os.path.isfile(os.path.join(model.path, "main.py")):
             return f"there is no ComfyUI in {model.path}; install it there or correct `path`"
         program = _command(model)[0]
-        return None if can_be_run(program, model) else f"there is no program {program}; install it or correct `cmd`"
+        is_there = can_be_run(program, model.cwd, model.env.get("PATH"))
+        return None if is_there else f"there is no program {program}; install it or correct `cmd`"
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         if (why := self.missing(model)) is not None:

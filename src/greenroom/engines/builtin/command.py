@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.kinds import words
+from greenroom.config.kinds import can_be_run, words
 from greenroom.config.macros import GPU_HOLES
-from greenroom.config.problems import can_be_run
 from greenroom.config.schema import Model
 from greenroom.engines.base import (
     LLAMACPP_PATHS,
@@ -64,7 +63,8 @@ class CommandEngine(ProcessEngine):
 
     def missing(self, model: Model) -> str | None:
         program = words(model.cmd or ())[0]
-        return None if can_be_run(program, model) else f"there is no program {program}; install it or correct `cmd`"
+        is_there = can_be_run(program, model.cwd, model.env.get("PATH"))
+        return None if is_there else f"there is no program {program}; install it or correct `cmd`"
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         assert model.cmd is not None, "the configuration refuses a command without cmd"
