@@ -1,13 +1,13 @@
-"""One HTTP call to an engine's own address, by which a process is put to sleep and woken.
+"""Our own HTTP calls to an engine: the question whether it is ready, and orders such as to sleep or to wake.
 
-Owns a request of the simplest kind: HTTP/1.0, so that the answer is not chunked and ends with the connection. For
-control only; requests of callers go through `http/`.
+Owns requests of the simplest kind. For control only; requests of callers go through `http/`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Final
 
 from greenroom.http.upstream import EngineAddress
@@ -17,7 +17,10 @@ ANSWER_MAX_BYTES: Final = 1024 * 1024
 
 
 class EngineCall:
-    """Calls to one address. Raises OSError or ValueError."""
+    """Calls to one address. HTTP/1.0: the answer is not chunked and ends with the connection.
+
+    Raises OSError or ValueError.
+    """
 
     def __init__(self, address: EngineAddress) -> None:
         self._address = address
@@ -25,19 +28,24 @@ class EngineCall:
 
     async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
         """Method, target and JSON body → status and body."""
-        address = self._address
-        if address.path:
-            reader, writer = await asyncio.open_unix_connection(address.path)
-        else:
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-        try:
+        async with _connected(self._address) as (reader, writer):
             head = f"{method} {target} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             return await _answer(reader)
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: EngineAddress) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    if address.path:
+        reader, writer = await asyncio.open_unix_connection(address.path)
+    else:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -69,3 +77,30 @@ def _length(head: bytes) -> int | None:
         if name.strip().lower() == b"content-length" and value.strip().isdigit():
             return int(value)
     return None
+
+
+# --- readiness ------------------------------------------------------------------------------------------------------
+
+# The first polls are frequent, because small models are ready in a tenth of a second; later ones are slower.
+ASK_FIRST_S: Final = 0.02
+ASK_SLOWEST_S: Final = 0.25
+ASK_GROWTH: Final = 1.3
+READY_MAX_S: Final = 2.0
+
+
+async def until_ready(address: EngineAddress, path: str) -> None:
+    """Return when the path answers 200. Runs until cancelled otherwise."""
+    pause_s = ASK_FIRST_S
+    while not await _is_ready(address, path):
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * ASK_GROWTH, ASK_SLOWEST_S)
+
+
+async def _is_ready(address: EngineAddress, path: str) -> bool:
+    """HTTP/1.1, as a health check of any other program would ask. Only the status line is read."""
+    try:
+        async with asyncio.timeout(READY_MAX_S), _connected(address) as (reader, writer):
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            return _status(await reader.readuntil(b"\n")) == 200
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return False

@@ -7,7 +7,6 @@ does the same for slots that live in workers. Never decides what moves: the sche
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission
-from greenroom.runtime.moves.engine_call import EngineCall
+from greenroom.runtime.moves.engine_call import EngineCall, until_ready
 from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
 from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.opening import uninterrupted
@@ -297,54 +296,3 @@ def _address(place: LaunchPlace) -> EngineAddress:
 def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
     said = f"{entry.id} could not be loaded: {why}."
     return LoadFailed(said, public=said, details="\n".join(child.log.tail(LAST_LINES)))
-
-
-# --- readiness ----------------------------------------------------------------------------------------------------
-
-# The first polls are frequent, because small models are ready in a tenth of a second; later ones are slower.
-ASK_FIRST_S = 0.02
-
-
-ASK_SLOWEST_S = 0.25
-
-
-ASK_GROWTH = 1.3
-
-
-ANSWER_MAX_S = 2.0
-
-
-_STATUS_LINE_MAX = 4096
-
-
-async def until_ready(address: EngineAddress, path: str) -> None:
-    """Return when the path answers 200. Runs until cancelled otherwise."""
-    pause_s = ASK_FIRST_S
-    while not await answers(address, path):
-        await asyncio.sleep(pause_s)
-        pause_s = min(pause_s * ASK_GROWTH, ASK_SLOWEST_S)
-
-
-async def answers(address: EngineAddress, path: str) -> bool:
-    try:
-        async with asyncio.timeout(ANSWER_MAX_S):
-            return await _status(address, path) == 200
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        return False
-
-
-async def _status(address: EngineAddress, path: str) -> int:
-    if address.path:
-        reader, writer = await asyncio.open_unix_connection(address.path, limit=_STATUS_LINE_MAX)
-    else:
-        reader, writer = await asyncio.open_connection(address.host, address.port, limit=_STATUS_LINE_MAX)
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        line = await reader.readuntil(b"\n")
-        return int(line.split(b" ", 2)[1])
-    except IndexError as error:
-        raise ValueError("not HTTP") from error
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
