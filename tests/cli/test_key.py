@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from greenroom.cli.main import main
-from greenroom.config.key_file import read_keys
 from greenroom.config.schema import Config
+from greenroom.tenancy.key_file import read_keys
 from greenroom.tenancy.keys import Caller, Keys
 
 Capture = pytest.CaptureFixture[str]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from greenroom.config.key_file import FileKey, read_keys
 from greenroom.tenancy.key_changes import add_key, revoke_key
+from greenroom.tenancy.key_file import FileKey, read_keys
 from greenroom.tenancy.keys import new_key
 
 NOW = datetime(2026, 11, 17, tzinfo=UTC)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.config.key_file import FileKey, read_keys
 from greenroom.errors import ConfigError
 from greenroom.tenancy.key_changes import add_key, revoke_key
+from greenroom.tenancy.key_file import FileKey, read_keys
 from greenroom.tenancy.keys import new_key
 from tests.full_disk import full_disk
 from tests.waiting import PATIENCE_S

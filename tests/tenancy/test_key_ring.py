@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from greenroom.config.key_file import FileKey, rendered
 from greenroom.config.schema import Server
 from greenroom.errors import InvalidKey, KeyRevoked
 from greenroom.tenancy.key_changes import add_key, revoke_key
+from greenroom.tenancy.key_file import FileKey, rendered
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import new_key
 from tests.waiting import until

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from greenroom.config.key_file import FileKey
 from greenroom.config.sections.keys import ApiKey, Verb
 from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy import keys as keys_module
+from greenroom.tenancy.key_file import FileKey
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, new_key, presented_key
 from greenroom.tenancy.tenants import cap
 

@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered
 from greenroom.config.plain_file import sync_folder
 from greenroom.config.sections.keys import digest_of
 from greenroom.errors import ConfigError
+from greenroom.tenancy.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered
 
 # A change takes some milliseconds; many may be queued on a slow disk.
 LOCK_MAX_S: Final = 30.0

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.config.key_file import FileKey, joined, read_keys
 from greenroom.config.plain_file import why
 from greenroom.config.schema import Server
 from greenroom.errors import ConfigError
+from greenroom.tenancy.key_file import FileKey, joined, read_keys
 from greenroom.tenancy.keys import Keys
 
 LOOK_EVERY_S: Final = 1.0

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Final
 
-from greenroom.config.key_file import FileKey
 from greenroom.config.schema import PRIORITY_NAMES, RateLimits
 from greenroom.config.sections.keys import ApiKey, ModelScope, digest_of
 from greenroom.core.model import TenantId
 from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
+from greenroom.tenancy.key_file import FileKey
 from greenroom.tenancy.tenants import PRIORITY_MIN
 
 # Keys made by `greenroom key new` have 46 characters; a longer key than this is refused.

@@ -20,8 +20,8 @@ from greenroom.cli.failures import ExitStatus, WrongUsage
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from greenroom.config.key_file import FileKey
     from greenroom.config.schema import Server
+    from greenroom.tenancy.key_file import FileKey
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
 VERBS: Final = ("read", "load", "flush", "download", "delete", "reload")
@@ -100,7 +100,7 @@ def _made(args: argparse.Namespace, sha256: str) -> FileKey:
 
     from pydantic import ValidationError
 
-    from greenroom.config.key_file import FileKey, sentences
+    from greenroom.tenancy.key_file import FileKey, sentences
 
     now = datetime.now(UTC).replace(microsecond=0)
     limits = {limit: value for limit in LIMITS if (value := getattr(args, limit)) is not None}
@@ -155,7 +155,7 @@ def _add_list(commands: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from greenroom.config.key_file import read_keys
+    from greenroom.tenancy.key_file import read_keys
 
     path = _path(args)
     try:

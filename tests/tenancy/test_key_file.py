@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from greenroom.config.key_file import FILE_BYTES_MAX, FileKey, joined, parsed, read_keys, rendered
 from greenroom.config.sections.keys import ApiKey
 from greenroom.errors import ConfigError
+from greenroom.tenancy.key_file import FILE_BYTES_MAX, FileKey, joined, parsed, read_keys, rendered
 
 HASH = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
