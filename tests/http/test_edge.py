@@ -769,6 +769,9 @@ class FarAway(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
+
 
 async def test_connections_of_one_address_are_limited(serve: Serve, connect: Connect) -> None:
     server = await serve(connections_per_ip_max=1)

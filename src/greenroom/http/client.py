@@ -20,6 +20,7 @@ from typing import Final, Protocol, cast
 
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
 from greenroom.http import headers as wire
+from greenroom.http.batch import WriteBatch, Writer
 from greenroom.http.body import BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver, Refusal
 from greenroom.http.limits import EdgeState
@@ -44,6 +45,7 @@ class ConnectionOwner(Protocol):
 
     state: EdgeState
     bodies: BodyBudget
+    writes: WriteBatch
     admit: Callable[[Head], int]
     handle: Callable[[Exchange], None]
 
@@ -62,6 +64,7 @@ class ClientConnection(asyncio.Protocol):
         "_handle",
         "_idle",
         "_linger_left",
+        "_out",
         "_owner",
         "_phase",
         "_reader",
@@ -79,6 +82,7 @@ class ClientConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
     write: Callable[[bytes], None]
+    _out: Writer
 
     def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
@@ -109,7 +113,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.write = self.transport.write
+        self._out = Writer(self._owner.writes, self.transport)
+        self.write = self._out.write
         high = self._state.limits.write_buffer_bytes_max
         self.transport.set_write_buffer_limits(high=high, low=high // 4)
         peer = transport.get_extra_info("peername")
@@ -187,10 +192,11 @@ class ClientConnection(asyncio.Protocol):
     def cut(self, *, hard: bool) -> None:
         """Close without an answer: by a reset if an orderly close would look like the end of an answer."""
         self._forget_exchange()
-        self._phase = CLOSED
         if not hard:
-            self.transport.close()
+            self._close()
             return
+        self._phase = CLOSED
+        self._out.flush()
         sock = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -202,6 +208,7 @@ class ClientConnection(asyncio.Protocol):
         self._phase = TUNNEL
         self._receiver = receiver
         self._resume_reading()
+        self._out.flush()
         ahead, self._backlog = self._backlog, b""
         if ahead:
             receiver.client_data(ahead)
@@ -220,8 +227,7 @@ class ClientConnection(asyncio.Protocol):
         return self._phase == READ and not self._backlog and not self._reader.has_begun
 
     def close_idle(self) -> None:
-        self._phase = CLOSED
-        self.transport.close()
+        self._close()
 
     def turn_away(self, error: GreenroomError, *, linger: bool = True) -> None:
         """Answer an error and close, whatever else the client sends."""
@@ -361,6 +367,7 @@ class ClientConnection(asyncio.Protocol):
         self._linger_left = self._state.limits.linger_bytes_max
         self._deadline = self._state.now + self._state.limits.linger_s
         self._resume_reading()
+        self._out.flush()
         with contextlib.suppress(OSError, RuntimeError):
             self.transport.write_eof()
 
@@ -368,7 +375,12 @@ class ClientConnection(asyncio.Protocol):
         if self._backlog:
             self._linger()
             return
+        self._close()
+
+    def _close(self) -> None:
+        """Close once everything is written."""
         self._phase = CLOSED
+        self._out.flush()
         self.transport.close()
 
     def _client_left(self) -> None:

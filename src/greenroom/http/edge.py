@@ -22,6 +22,7 @@ from typing import Final
 
 from greenroom.errors import GreenroomError, Overload
 from greenroom.http import headers as wire
+from greenroom.http.batch import WriteBatch
 from greenroom.http.body import BodyBudget
 from greenroom.http.client import ClientConnection
 from greenroom.http.exchange import Exchange, Refusal
@@ -61,6 +62,7 @@ class Edge:
         self.limits = limits or EdgeLimits()
         self.state = EdgeState(self.limits)
         self.bodies = BodyBudget(self.limits, spool_dir)
+        self.writes = WriteBatch()
         self.addresses: list[str] = []
         self._loop: asyncio.AbstractEventLoop
         self.admit = admit

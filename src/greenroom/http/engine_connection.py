@@ -14,8 +14,10 @@ from typing import Final, Protocol, cast
 import httptools
 
 from greenroom.errors import EngineLost, GreenroomError
+from greenroom.http.batch import WriteBatch, Writer
 from greenroom.http.body import Payload
 from greenroom.http.headers import Headers
+from greenroom.http.request import stripped
 
 log = logging.getLogger("greenroom.http")
 
@@ -49,6 +51,8 @@ class Sink(Protocol):
 class ConnectionPool(Protocol):
     """What a connection tells the pool that it belongs to."""
 
+    writes: WriteBatch
+
     def opened(self, connection: Connection) -> None: ...
     def released(self, connection: Connection) -> None: ...
     def ended(self, connection: Connection) -> None: ...
@@ -81,6 +85,7 @@ class Connection(asyncio.Protocol):
         "_heard",
         "_interim",
         "_keep_alive",
+        "_out",
         "_parser",
         "_parts",
         "_parts_own",
@@ -99,6 +104,7 @@ class Connection(asyncio.Protocol):
     )
 
     transport: asyncio.Transport
+    _out: Writer
 
     def __init__(self, pool: ConnectionPool) -> None:
         self.idle_since = 0.0
@@ -150,7 +156,7 @@ class Connection(asyncio.Protocol):
                 return
             body = body.read()
         if len(body) <= _ONE_WRITE_MAX:
-            self.transport.write(head + body)
+            self._out.write(head + body)
         else:
             self.transport.writelines((head, body))
 
@@ -190,6 +196,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._out = Writer(self._pool.writes, self.transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
         self._pool.opened(self)
 
@@ -359,7 +366,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         # After the head these are trailers, which go no further.
         if not self._status:
-            self._headers.append((name.lower(), value.rstrip(b" \t")))
+            self._headers.append((name.lower(), stripped(value)))
 
     def on_headers_complete(self) -> None:
         if self._complete:

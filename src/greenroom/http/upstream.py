@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from greenroom.errors import EngineLost
+from greenroom.http.batch import WriteBatch
 from greenroom.http.body import Payload
 from greenroom.http.engine_connection import Connection, Sink
 
@@ -55,6 +56,7 @@ class Pool:
         self.address = address
         self.name = name
         self.connect_timeout_s = CONNECT_TIMEOUT_S
+        self.writes = WriteBatch()
         self.connects = 0
         self.reuses = 0
         self.retries = 0

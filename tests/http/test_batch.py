@@ -1,0 +1,101 @@
+"""Writes that are made together at the end of a turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from greenroom.http.batch import HELD_BYTES_MAX, WRITERS_MAX, WriteBatch, Writer
+
+
+class Far(asyncio.Transport):
+    """The other end: what it was sent, write by write."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.got: list[bytes] = []
+        self.closing = False
+        self.breaks = breaks
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.breaks:
+            raise RuntimeError("the handle is closed")
+        self.got.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_what_is_written_in_one_turn_goes_out_as_one_write_at_its_end() -> None:
+    batch = WriteBatch()
+    one, two = Far(), Far()
+    writers = Writer(batch, one), Writer(batch, two)
+    writers[0].write(b"a")
+    writers[1].write(b"b")
+    writers[0].write(b"c")
+    assert (one.got, two.got) == ([], [])
+    await turn()
+    assert (one.got, two.got) == ([b"ac"], [b"b"])
+
+
+async def test_later_turns_are_written_too() -> None:
+    far = Far()
+    writer = Writer(WriteBatch(), far)
+    for piece in (b"a", b"b", b"c"):
+        writer.write(piece)
+        await turn()
+    assert far.got == [b"a", b"b", b"c"]
+
+
+async def test_flush_keeps_the_order_and_writes_nothing_twice() -> None:
+    far = Far()
+    writer = Writer(WriteBatch(), far)
+    writer.write(b"a")
+    writer.flush()
+    assert far.got == [b"a"]
+    writer.write(b"b")
+    await turn()
+    assert far.got == [b"a", b"b"]
+
+
+async def test_much_of_one_connection_goes_out_at_once() -> None:
+    far = Far()
+    writer = Writer(WriteBatch(), far)
+    writer.write(b"a")
+    writer.write(b"b" * HELD_BYTES_MAX)
+    assert far.got == [b"a" + b"b" * HELD_BYTES_MAX]
+
+
+async def test_the_first_of_many_connections_does_not_wait_for_the_last() -> None:
+    batch = WriteBatch()
+    fars = [Far() for _ in range(WRITERS_MAX + 3)]
+    for far in fars:
+        Writer(batch, far).write(b"a")
+    assert [len(far.got) for far in fars] == [1] * WRITERS_MAX + [0] * 3
+    await turn()
+    assert all(far.got == [b"a"] for far in fars)
+
+
+async def test_a_closed_connection_is_not_written_to() -> None:
+    far = Far()
+    writer = Writer(WriteBatch(), far)
+    writer.write(b"a")
+    far.closing = True
+    await turn()
+    assert far.got == []
+
+
+async def test_one_that_breaks_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    batch, broken, sound = WriteBatch(), Far(breaks=True), Far()
+    Writer(batch, broken).write(b"a")
+    Writer(batch, sound).write(b"b")
+    with caplog.at_level(logging.ERROR, "greenroom.http"):
+        await turn()
+    assert sound.got == [b"b"]
+    assert "writing to a connection failed" in caplog.text
