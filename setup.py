@@ -23,9 +23,11 @@ PACKAGE = Path("src", "greenroom")
 HOT = (
     "errors.py",
     "core/**/*.py",
+    "engines/usage.py",
     "http/**/*.py",
     "runtime/catalogue.py",
     "runtime/loop.py",
+    "runtime/resolver.py",
     "runtime/slots.py",
     "runtime/tickets.py",
     "server/front.py",

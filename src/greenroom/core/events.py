@@ -125,8 +125,9 @@ class Choice:
     last_resort: tuple[ModelId, ...] = ()
 
 
-# Two are created for every request, so they are not frozen, which alone would cost a microsecond. Never modified.
-@dataclass(slots=True)
+# Two are created for every request, so these are not frozen, and have constructors that are compiled: those of
+# dataclasses never are. Never modified.
+@dataclass(slots=True, init=False)
 class RequestArrived:
     """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate.
 
@@ -146,6 +147,30 @@ class RequestArrived:
     keep_alive_s: float | None = None
     choice: Choice | None = None
 
+    def __init__(
+        self,
+        now: float,
+        request: RequestId,
+        candidates: tuple[ModelId, ...],
+        priority: int = 1,
+        tenant: TenantId = NO_TENANT,
+        give_up_at: float | None = None,
+        patient: bool = True,
+        answer_by: float | None = None,
+        keep_alive_s: float | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        self.now = now
+        self.request = request
+        self.candidates = candidates
+        self.priority = priority
+        self.tenant = tenant
+        self.give_up_at = give_up_at
+        self.patient = patient
+        self.answer_by = answer_by
+        self.keep_alive_s = keep_alive_s
+        self.choice = choice
+
 
 @dataclass(frozen=True, slots=True)
 class RequestGone:
@@ -153,7 +178,7 @@ class RequestGone:
     request: RequestId
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class ServeDone:
     """A granted request has ended. If it was lost before its first byte, it goes back to its place, once.
 
@@ -164,6 +189,14 @@ class ServeDone:
     request: RequestId
     lost_before_first_byte: bool = False
     was_busy: bool = False
+
+    def __init__(
+        self, now: float, request: RequestId, lost_before_first_byte: bool = False, was_busy: bool = False
+    ) -> None:
+        self.now = now
+        self.request = request
+        self.lost_before_first_byte = lost_before_first_byte
+        self.was_busy = was_busy
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,6 @@ class Scheduler:
         self._rounds = Rounds(self.state, self._slots, self._act, self._places)
         configuration = Configuration(self.state, self._slots, self._act, policies, swappers)
         moves = Moves(self.state, effects, self._slots, self._act)
-        self._of_requests: dict[type[Any], Callable[[Any], Dirty | Slot]] = {
-            ev.RequestArrived: self._on_request_arrived,
-            ev.RequestGone: self._on_request_gone,
-            ev.ServeDone: self._on_serve_done,
-        }
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ev.ConfigChanged: configuration.changed,
             ev.VersionPromoted: configuration.promoted,
@@ -78,13 +73,17 @@ class Scheduler:
 
     def handle(self, event: ev.Event) -> None:
         """Update the state for this event, then settle what it has made possible."""
-        of_request = self._of_requests.get(type(event))
-        if of_request is None:
+        # Hot path: these come first, and by name, so that the compiled calls are direct.
+        if isinstance(event, ev.RequestArrived):
+            self._settle_request(self._on_request_arrived(event), event.now)
+        elif isinstance(event, ev.ServeDone):
+            self._settle_request(self._on_serve_done(event), event.now)
+        elif isinstance(event, ev.RequestGone):
+            self._settle_request(self._on_request_gone(event), event.now)
+        else:
             self._handlers[type(event)](event)
             self._settle(event.now)
             self._slots.trim(event.now)
-        else:
-            self._settle_request(of_request(event), event.now)
 
     # --- questions ------------------------------------------------------------------------------------------------
 

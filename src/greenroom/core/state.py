@@ -117,17 +117,21 @@ class ModelRecord(Claimant):
         self.heat_at = now
 
 
-@dataclass(slots=True)
 class Grant:
     """A request or a lease that holds a slot."""
 
-    slot: SlotId
-    waiter: Waiter
-    granted_at: float
-    # The slot's shared clock at the grant, and what the tenant was charged in advance.
-    share_from: float = 0.0
-    charged_s: float = 0.0
-    is_cut: bool = False
+    __slots__ = ("charged_s", "granted_at", "is_cut", "share_from", "slot", "waiter")
+
+    def __init__(
+        self, slot: SlotId, waiter: Waiter, granted_at: float, share_from: float = 0.0, charged_s: float = 0.0
+    ) -> None:
+        """`share_from` is the slot's shared clock at the grant, `charged_s` what its tenant was charged in advance."""
+        self.slot = slot
+        self.waiter = waiter
+        self.granted_at = granted_at
+        self.share_from = share_from
+        self.charged_s = charged_s
+        self.is_cut = False
 
 
 @dataclass(slots=True)

@@ -6,54 +6,38 @@ sends `timings` in every answer; others send `usage` when asked to.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
+from greenroom.engines.usage_shapes import OpenAiUsage, Timings, WholeAnswer
 
-class Usage(msgspec.Struct, frozen=True):
+
+@dataclass(slots=True, init=False)
+class Usage:
     """The token counts of one answer; `estimated` if the engine did not send both."""
 
     prompt: int
     completion: int
     # Tokens of the prompt that were not computed again, and how long the engine computed; None if it does not tell.
-    cached: int | None = None
-    gpu_ms: float | None = None
-    estimated: bool = False
+    cached: int | None
+    gpu_ms: float | None
+    estimated: bool
 
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _OpenAi(msgspec.Struct):
-    """Under OpenAI's older names or, as of Responses and pictures, under its newer ones."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    total_tokens: int | None = None
-    # Sent by our own workers.
-    gpu_time_ms: float | None = None
-
-
-class _Timings(msgspec.Struct):
-    prompt_n: int
-    predicted_n: int
-    # Older versions do not tell it.
-    cache_n: int | None = None
-    prompt_ms: float | None = None
-    predicted_ms: float | None = None
-
-
-class _WholeAnswer(msgspec.Struct):
-    """A whole answer; all other fields are skipped."""
-
-    usage: _OpenAi | None = None
-    timings: _Timings | None = None
+    def __init__(
+        self,
+        prompt: int,
+        completion: int,
+        cached: int | None = None,
+        gpu_ms: float | None = None,
+        estimated: bool = False,
+    ) -> None:
+        self.prompt = prompt
+        self.completion = completion
+        self.cached = cached
+        self.gpu_ms = gpu_ms
+        self.estimated = estimated
 
 
 _Said = TypeVar("_Said")
@@ -65,9 +49,9 @@ FIGURE_MAX = 10**12
 # Objects inside a usage object; the largest known has two.
 NESTED_MAX = 8
 
-_openai = msgspec.json.Decoder(_OpenAi)
-_timings = msgspec.json.Decoder(_Timings)
-_answer = msgspec.json.Decoder(_WholeAnswer)
+_openai = msgspec.json.Decoder(OpenAiUsage)
+_timings = msgspec.json.Decoder(Timings)
+_answer = msgspec.json.Decoder(WholeAnswer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
@@ -119,7 +103,7 @@ def estimated(events: int) -> Usage:
     return Usage(0, events, estimated=True)
 
 
-def _whole(tail: bytes) -> _WholeAnswer | None:
+def _whole(tail: bytes) -> WholeAnswer | None:
     """A short answer that is not a stream, decoded at once; None otherwise."""
     if not tail.startswith(b"{"):
         return None

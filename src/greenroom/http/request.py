@@ -354,8 +354,7 @@ class Head:
         """The first value of this header. `name` is lower-case."""
         for known, value in self.headers:
             if known == name:
-                # The parser leaves spaces at the end of a line in place.
-                return value.rstrip(b" \t")
+                return stripped(value)
         return None
 
     def get_all(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
@@ -363,8 +362,13 @@ class Head:
         found: dict[bytes, bytes] = {}
         for known, value in self.headers:
             if known in names and known not in found:
-                found[known] = value.rstrip(b" \t")
+                found[known] = stripped(value)
         return found
+
+
+def stripped(value: bytes) -> bytes:
+    """The value of a header without spaces at its end, which the parser leaves there. Most have none."""
+    return value.rstrip(b" \t") if value and value[-1] <= 0x20 else value
 
 
 def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_alive: bool, limits: EdgeLimits) -> Head:
@@ -391,7 +395,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     for name, value in headers:
         if name not in _FRAMING:
             continue
-        value = value.rstrip(b" \t")
+        value = stripped(value)
         if name == b"host":
             if host is not None:
                 raise BadFraming("The request has more than one Host header.")

@@ -44,16 +44,18 @@ class Count:
 class Spread:
     """One series of a histogram: how many values fell into each bucket, and their sum."""
 
-    __slots__ = ("_bounds", "counts", "sum")
+    __slots__ = ("_bounds", "_lowest", "counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
+        self._lowest = bounds[0]
         # The last bucket is everything above the highest bound.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
+        # Most requests do not wait.
+        self.counts[0 if value <= self._lowest else bisect_left(self._bounds, value)] += 1
         self.sum += value
 
 

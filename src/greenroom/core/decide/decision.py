@@ -22,11 +22,15 @@ from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
 
 
-@dataclass(frozen=True, slots=True)
+# One is created for every request, so its constructor is one that is compiled.
+@dataclass(slots=True, init=False)
 class Serve:
     """Ready and free: use this slot now."""
 
     slot: SlotId
+
+    def __init__(self, slot: SlotId) -> None:
+        self.slot = slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +140,11 @@ def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
     # An operator's load only asks that the model be ready.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
         return Serve(serving[0].id)
-    free = [slot for slot in serving if slot.has_room]
-    return Serve(min(free, key=_load).id) if free else Wait(WaitReason.BUSY, model)
-
-
-def _load(slot: Slot) -> int:
-    return len(slot.in_flight)
+    freest: Slot | None = None
+    for slot in serving:
+        if slot.has_room and (freest is None or len(slot.in_flight) < len(freest.in_flight)):
+            freest = slot
+    return Wait(WaitReason.BUSY, model) if freest is None else Serve(freest.id)
 
 
 def _decide_pause(state: State, waiter: Waiter, record: Claimant, now: float) -> Plan | None:

@@ -35,31 +35,64 @@ SHARERS_MAX, CLEARLY_MORE = 4, 1.1
 SWEEP_MIN = 64
 
 
-@dataclass(slots=True, eq=False)
 class Waiter:
     """A request, operator's load, preload or lease in a queue. `candidates` are models that may serve it."""
 
-    id: RequestId | OpId | LeaseId
-    kind: WaiterKind
-    sequence: int  # Counts arrivals; unique.
-    model: ModelId
-    candidates: tuple[ModelId, ...]
-    priority: int
-    arrived: float
-    tenant: TenantId = NO_TENANT
-    give_up_at: float | None = None
-    answer_by: float | None = None
-    wants: MoveKind = MoveKind.LOAD
-    keep_alive_s: float | None = None
-    choice: Choice | None = None
-    # Age counts from here: from its arrival, or later if its tenant asks faster than it may (`Queue.remove`).
-    aged_from: float = 0.0
-    # Its tenant asks for clearly more than its share, so that age alone does not order its requests.
-    is_flood: bool = False
-    had_failure: bool = False  # A model has failed it: the one that it asks now is its last if no other is left.
+    __slots__ = (
+        "aged_from",
+        "answer_by",
+        "arrived",
+        "candidates",
+        "choice",
+        "give_up_at",
+        "had_failure",
+        "id",
+        "is_flood",
+        "keep_alive_s",
+        "kind",
+        "model",
+        "priority",
+        "sequence",
+        "tenant",
+        "wants",
+    )
 
-    def __post_init__(self) -> None:
-        self.aged_from = self.arrived
+    def __init__(
+        self,
+        id: RequestId | OpId | LeaseId,
+        kind: WaiterKind,
+        sequence: int,
+        model: ModelId,
+        candidates: tuple[ModelId, ...],
+        priority: int,
+        arrived: float,
+        tenant: TenantId = NO_TENANT,
+        give_up_at: float | None = None,
+        answer_by: float | None = None,
+        wants: MoveKind = MoveKind.LOAD,
+        keep_alive_s: float | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        self.id = id
+        self.kind = kind
+        # Counts arrivals; unique.
+        self.sequence = sequence
+        self.model = model
+        self.candidates = candidates
+        self.priority = priority
+        self.arrived = arrived
+        self.tenant = tenant
+        self.give_up_at = give_up_at
+        self.answer_by = answer_by
+        self.wants = wants
+        self.keep_alive_s = keep_alive_s
+        self.choice = choice
+        # Age counts from here: from its arrival, or later if its tenant asks faster than it may (`Queue.remove`).
+        self.aged_from = arrived
+        # Its tenant asks for clearly more than its share, so that age alone does not order its requests.
+        self.is_flood = False
+        # A model has failed it: the one that it asks now is its last if no other is left.
+        self.had_failure = False
 
     @property
     def preferred(self) -> tuple[ModelId, ...]:

@@ -130,7 +130,9 @@ class FolderServer(ProcessEngine):
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         """It is started so that it tells what was cached, and leaves that out where nothing was."""
         said = super().usage(tail, stream=stream)
-        return said if said is None or said.cached is not None else msgspec.structs.replace(said, cached=0)
+        if said is not None and said.cached is None:
+            said.cached = 0
+        return said
 
     def cache_figures(self, metrics: bytes, model: Model) -> CacheFigures | None:
         used, queries, hits = (metric_sum(metrics, name) for name in self.figure_names)

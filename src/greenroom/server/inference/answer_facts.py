@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from greenroom.engines.base import Engine
 from greenroom.engines.usage import Usage, estimated
 from greenroom.http.headers import Headers
@@ -75,10 +73,12 @@ def usage_of(
     if said is None:
         return estimated(relay.events) if estimates and relay.events else None
     if said.gpu_ms is None and (gpu_ms := _number(relay.headers, GPU_TIME)) is not None:
-        said = msgspec.structs.replace(said, gpu_ms=float(gpu_ms))
+        said.gpu_ms = float(gpu_ms)
     return said
 
 
 def _number(headers: Headers, wanted: bytes) -> int | None:
-    found = next((value for name, value in headers if name == wanted), b"")
-    return int(found) if found.isdigit() and len(found) <= _DIGITS_MAX else None
+    for name, value in headers:
+        if name == wanted:
+            return int(value) if value.isdigit() and len(value) <= _DIGITS_MAX else None
+    return None

@@ -230,10 +230,14 @@ class Ask:
             return self.rewritten()
         peeked, self.peeked = self.peeked, None
         if peeked is None:
-            peeked = peek.peek(self._body.read(), lambda _: self.asked_as)
-            if self.translation is not None:
-                peeked.fields = self.translation.request(peeked.fields)
+            peeked = self._peeked_again()
         return peek.join(peeked.fields, drop=self.drops, put={**self.puts, **pinned} if pinned else self.puts)
+
+    def _peeked_again(self) -> peek.Peeked:
+        peeked = peek.peek(self._body.read(), lambda _: self.asked_as)
+        if self.translation is not None:
+            peeked.fields = self.translation.request(peeked.fields)
+        return peeked
 
 
 def kept_alive_s(ask: Ask, said: float | None, settings: Settings) -> float | None:

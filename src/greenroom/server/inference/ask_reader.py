@@ -95,22 +95,30 @@ class AskReader:
         """A JSON request. Raises Unresolved if only the disk can tell which model it names."""
         head = exchange.head
         _expect_post(head)
-        meant: Callable[[str | None], str | None] | None = None
-        if route is GENERATE or route.is_native or self.profiles is not None:
-            meant = lambda client: self._meant(head, route, caller, client)  # noqa: E731
-        peeked = peek.peek(exchange.body.read(), meant)
+        may_be_meant = route is GENERATE or route.is_native or self.profiles is not None
+        peeked = peek.peek(exchange.body.read(), self._meaning(head, route, caller) if may_be_meant else None)
         if peeked.client_id is not None:
             head.client = peeked.client_id
         if self.tasks is not None and (task := self.tasks.find(peeked.model)) is not None:
-
-            def read_for(name: str) -> Ask:
-                # Each is read for itself: engines speak different dialects.
-                return self._read_json(exchange, route, caller, settings, peek.copied(peeked), name, task)
-
-            sees, wants_json = self.narrowed(head, caller).sees, peek.wants_json(peeked.fields)
-            ladder = self.tasks.ladder(task, sees, route.ability, wants_json=wants_json)
-            return self._of_task(exchange, caller, RungReader(ladder, read_for))
+            return self._read_task(exchange, route, caller, settings, peeked, task)
         return self._read_json(exchange, route, caller, settings, peeked, peeked.model)
+
+    # Functions inside of others cost their caller something at every call, so they are made in functions of their own.
+
+    def _meaning(self, head: Head, route: Route, caller: Caller) -> Callable[[str | None], str | None]:
+        return lambda client: self._meant(head, route, caller, client)
+
+    def _read_task(
+        self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, peeked: peek.Peeked, task: TaskRoute
+    ) -> Ask:
+        def read_for(name: str) -> Ask:
+            # Each is read for itself: engines speak different dialects.
+            return self._read_json(exchange, route, caller, settings, peek.copied(peeked), name, task)
+
+        assert self.tasks is not None
+        sees, wants_json = self.narrowed(exchange.head, caller).sees, peek.wants_json(peeked.fields)
+        ladder = self.tasks.ladder(task, sees, route.ability, wants_json=wants_json)
+        return self._of_task(exchange, caller, RungReader(ladder, read_for))
 
     def _read_json(
         self,
@@ -352,9 +360,8 @@ class AskReader:
             _check_ability(entry, route.ability)
         said = {known: value for known, value in head.headers if known in OUR_HEADERS}
         tenant = caller.tenant or self._tenants.name(said.get(TENANT_HEADER))
-        scope, isolation = cache_scope(tenant, said), entry.config.isolate_tenants
-        if isolation == "off":
-            scope = scope._replace(tenant="")
+        isolation = entry.config.isolate_tenants
+        scope = cache_scope(NO_TENANT if isolation == "off" else tenant, said)
         ask = Ask(
             route,
             self._resolver.instances.of(entry, tenant) if isolation == "process" else entry,

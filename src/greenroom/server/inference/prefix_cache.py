@@ -11,7 +11,8 @@ import hmac
 import itertools
 import re
 import secrets
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
@@ -30,12 +31,18 @@ _TAG: Final = re.compile(rb"[!-~]([ -~]*[!-~])?")
 _MODES: Final = frozenset((b"prefix", b"none", b"auto"))
 
 
-class CacheScope(NamedTuple):
+@dataclass(slots=True, init=False)
+class CacheScope:
     """Whose prefixes a request may reuse, and may leave: those of its tenant and tag; none unless `is_used`."""
 
     tenant: str
     tag: str
-    is_used: bool = True
+    is_used: bool
+
+    def __init__(self, tenant: str, tag: str, is_used: bool = True) -> None:
+        self.tenant = tenant
+        self.tag = tag
+        self.is_used = is_used
 
     @property
     def owner(self) -> Owner:

@@ -76,9 +76,7 @@ class Inference:
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
         if route.form:
-            reading = self._own(self._handle_form(exchange, route, caller), "form")
-            # While a form is read, the request holds nothing but its connection.
-            reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
+            self._begin_form(exchange, route, caller)
             return
         request_id = self.next_id()
         try:
@@ -89,8 +87,9 @@ class Inference:
             self._refuse(exchange, error, request_id, caller)
 
     def _read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
-        read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
-        return read(exchange, route, caller, self.settings)
+        if route is UPSTREAM:
+            return self._reader.read_upstream(exchange, route, caller, self.settings)
+        return self._reader.read(exchange, route, caller, self.settings)
 
     async def _handle_resolved(
         self, exchange: Exchange, route: Route, caller: Caller, wanted: Unresolved, request_id: str
@@ -109,6 +108,11 @@ class Inference:
     def check_open(self, head: Head, caller: Caller) -> None:
         """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
         self._reader.check_open(head, caller)
+
+    def _begin_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+        reading = self._own(self._handle_form(exchange, route, caller), "form")
+        # While a form is read, the request holds nothing but its connection.
+        reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
 
     async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         request_id = self.next_id()

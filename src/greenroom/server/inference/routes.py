@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
@@ -47,6 +47,7 @@ class Route:
     `is_native`: a route of engines, open to models whose engine has it. `is_promptless`: it computes no prompt.
     `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
     `sent_to`: the path of engines for it; None: the caller's. `is_twin`: another name of a documented route.
+    `has_prompt`: its engine may keep what it computed for the request, and find it again for another one.
     """
 
     name: str
@@ -64,12 +65,12 @@ class Route:
     streams_unless_told: bool = False
     sent_to: bytes | None = None
     is_twin: bool = False
+    has_prompt: bool = field(init=False)
 
-    @property
-    def has_prompt(self) -> bool:
-        """Its engine may keep what it computed for the request, and find it again for another one."""
+    def __post_init__(self) -> None:
         of_texts = self.ability in (Ability.EMBEDDINGS, Ability.RERANK)
-        return self.is_text or of_texts or (self.is_native and not self.is_promptless)
+        has_prompt = self.is_text or of_texts or (self.is_native and not self.is_promptless)
+        object.__setattr__(self, "has_prompt", has_prompt)
 
     def is_stream(self, asked: bool, fields: Mapping[str, Raw]) -> bool:
         """Whether the answer streams, where the field `stream` was read as `asked`."""
