@@ -12,11 +12,7 @@ from tests.integration.request_way import PAGE, ROOT, listed, rewritten, ways
 from tests.test_setup import load_setup
 
 # Files on the way of a ready request that are not compiled, each with the reason.
-NOT_COMPILED = {
-    "runtime/resolver.py": "a ready request takes one look into a table there; the rest waits for the disk",
-    "engines/base.py": "engines of other packages extend it",
-    "engines/usage.py": "it reads one JSON object at the end of an answer, which compiled code does already",
-}
+NOT_COMPILED = {"engines/base.py": "engines of other packages extend it"}
 
 
 def compiled() -> set[str]:
