@@ -18,6 +18,8 @@ import pytest
 
 from greenroom.cli.commands.models import pull
 from greenroom.cli.main import main
+from greenroom.library.fetched_marks import FetchedMarks
+from greenroom.library.roots import Roots
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
@@ -52,6 +54,17 @@ def test_without_a_gateway_it_fetches_into_the_hubs_cache(
     assert [path.name for path in snapshot.iterdir()] == ["model-Q4_0.gguf"]
     assert "fetching org/name: 1 file, 300 kB" in said.err
     assert "model-Q4_0.gguf: 300 kB" in said.err
+
+
+def test_what_is_pulled_is_no_longer_deleted_by_updates_that_fetched_it(hub: StandinHub, tmp_path: Path) -> None:
+    assert main(["pull", REPO, "--quantization", "q4_0"]) == 0
+    root = tmp_path / "hf" / "hub"
+    path = str(root / "models--org--name/snapshots" / hub.commit(REPO) / "model-Q4_0.gguf")
+    marks = FetchedMarks(lambda: Roots([str(root)]))
+    marks.mark(path)
+    assert marks.use(path)
+    assert main(["pull", REPO, "--quantization", "q4_0"]) == 0
+    assert marks.take(path) is None
 
 
 def test_without_a_gateway_it_fetches_to_where_the_configuration_here_would_find_it(

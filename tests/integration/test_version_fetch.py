@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPException
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
+from greenroom.library.fetched_marks import FetchedMarks, close_all
+from greenroom.library.roots import Roots
 from greenroom.runtime.operations import updates
 from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import http
@@ -220,6 +224,64 @@ async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hu
         assert files(tmp_path, "bravo")
 
 
+async def test_files_that_an_operator_orders_are_no_longer_an_updates(hub: StandinHub, tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        ordered = await http(app, "POST", "/v1/models/download", {"model": "org/alpha"})
+        assert ordered.status < 300, ordered.body
+        await until(lambda: _states(app) == ["done", "done"], "the operator has it")
+        await update(app, "org/bravo")
+        await update(app, "org/charlie")
+        assert files(tmp_path, "alpha") and not files(tmp_path, "bravo")
+
+
+async def test_files_that_were_fetched_again_by_hand_while_the_gateway_was_down_stay(
+    hub: StandinHub, tmp_path: Path
+) -> None:
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        await update(app, "org/bravo")
+    # As if it had been killed before it deleted what it no longer keeps, which somebody then did by hand.
+    store = tmp_path / "state" / "versions.json"
+    written = json.loads(store.read_text())
+    now = written["models"]["m"]
+    now |= {"kept": [], "leaving": [now["kept"][0]["path"]]}
+    store.write_text(json.dumps(written))
+    alpha = tmp_path / "models" / "models--org--alpha"
+    aside = alpha.rename(tmp_path / "aside")
+    shutil.copytree(aside, alpha, symlinks=True, copy_function=shutil.copyfile)
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await until(lambda: not app.updates.of("m").leaving, "it has looked at what it meant to delete")
+        assert files(tmp_path, "alpha")
+
+
+async def test_a_disk_that_hangs_fails_an_update_in_time_and_the_next_one_succeeds(
+    hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+    monkeypatch.setattr(updates, "USING_MAX_S", 0.1)
+    lock, answers = fcntl.flock, threading.Event()
+
+    def hang(fd: int, how: int) -> None:
+        if how & fcntl.LOCK_SH:
+            assert answers.wait(PATIENCE_S)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", hang)
+    try:
+        async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+            assert said(await ask(app)) == ("1", "org/alpha", "alpha")
+            failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+            assert (failed.status, failed.error["code"]) == (502, "fetch_failed")
+            answers.set()
+            monkeypatch.setattr(updates, "USING_MAX_S", PATIENCE_S)
+            await update(app, "org/bravo")
+            assert said(await ask(app)) == ("2", "org/bravo", "bravo")
+    finally:
+        answers.set()
+
+
 async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub: StandinHub, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
@@ -244,6 +306,19 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
         for app, said_by in ((first, "charlie"), (second, "bravo")):
             assert (await http(app, "POST", "/api/v1/models/m/unload", {})).status == 200
             assert said(await ask(app))[2] == said_by
+
+
+async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: StandinHub, tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        fetching = FetchedMarks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
+        try:
+            await update(app, "org/bravo")
+            assert files(tmp_path, "alpha"), "it may be what the other one fetches"
+        finally:
+            close_all(fetching)
+        await update(app, "org/charlie")
+        assert not files(tmp_path, "alpha") and not files(tmp_path, "bravo")
 
 
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:

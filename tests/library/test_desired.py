@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -33,6 +34,34 @@ def test_a_full_disk_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     path = str(tmp_path / "state.json")
     write_state(path, DesiredState(1, "org/a"))
     with full_disk(5), pytest.raises(OSError):
+        write_state(path, DesiredState(2, "org/b"))
+    assert read_state(path) == DesiredState(1, "org/a") and os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_rename_that_is_done_and_said_to_have_failed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where the answer to a rename is lost and the second try finds nothing to rename."""
+    path, rename = str(tmp_path / "state.json"), os.replace
+
+    def rename_twice(old: str, new: str) -> None:
+        rename(old, new)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "replace", rename_twice)
+    write_state(path, DesiredState(1, "org/a"))
+    assert read_state(path) == DesiredState(1, "org/a") and os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_volume_that_cannot_rename_leaves_the_state_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "state.json")
+    write_state(path, DesiredState(1, "org/a"))
+
+    def refuse(old: str, new: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError):
         write_state(path, DesiredState(2, "org/b"))
     assert read_state(path) == DesiredState(1, "org/a") and os.listdir(tmp_path) == ["state.json"]
 

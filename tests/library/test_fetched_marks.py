@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from greenroom.library.fetched_marks import FetchedMarks
+from greenroom.library.fetched_marks import FOLDER, FetchedMarks, close_all, disown
 from greenroom.library.roots import Roots
 
 
@@ -16,24 +18,48 @@ def marks(root: Path) -> FetchedMarks:
     return FetchedMarks(lambda: Roots([str(root)]))
 
 
+def fetched(root: Path, name: str) -> tuple[FetchedMarks, Path]:
+    """A gateway that uses a file which an update of it has fetched."""
+    one, path = marks(root), root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"weights")
+    one.mark(str(path))
+    assert one.use(str(path))
+    return one, path
+
+
 def test_the_last_gateway_that_uses_them_deletes_them(tmp_path: Path) -> None:
-    first, second, path = marks(tmp_path), marks(tmp_path), tmp_path / "a.gguf"
-    path.touch()
-    assert first.use(str(path), is_fetched=True)
-    assert second.use(str(path), is_fetched=False), "another gateway has fetched them"
+    (first, path), second = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    assert second.use(str(path)), "another gateway has fetched them"
     assert first.take(str(path)) is None, "the second one uses them"
     lock = second.take(str(path))
     assert lock is not None
     with pytest.raises(BlockingIOError):
-        first.use(str(path), is_fetched=False)
+        first.use(str(path))
     path.unlink()
     second.let_go(str(path), lock)
-    assert not first.use(str(path), is_fetched=False), "the mark is gone with them"
+    assert not first.use(str(path)), "the mark is gone with them"
+
+
+def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_one_deletes(tmp_path: Path) -> None:
+    (one, path), other = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    fetching = [*one.begin_fetch(), *other.begin_fetch()]
+    with pytest.raises(BlockingIOError):
+        one.take(str(path))
+    close_all(fetching)
+    locks = one.take(str(path))
+    assert locks is not None
+    with pytest.raises(BlockingIOError):
+        other.begin_fetch()
+    one.let_go(str(path), locks)
+    close_all(other.begin_fetch())
 
 
 def test_what_no_update_fetched_has_no_mark(tmp_path: Path) -> None:
-    assert not marks(tmp_path).use(str(tmp_path / "mine.gguf"), is_fetched=False)
-    assert not marks(tmp_path).use("/elsewhere/a.gguf", is_fetched=True)
+    one = marks(tmp_path)
+    one.mark("/elsewhere/a.gguf")
+    assert not one.use(str(tmp_path / "mine.gguf")) and not one.use("/elsewhere/a.gguf")
+    assert one.take(str(tmp_path / "mine.gguf")) is None
 
 
 def test_where_nothing_can_be_locked_they_are_used_and_never_deleted(
@@ -44,5 +70,59 @@ def test_where_nothing_can_be_locked_they_are_used_and_never_deleted(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     one, path = marks(tmp_path), str(tmp_path / "a.gguf")
-    assert not one.use(path, is_fetched=True)
+    one.mark(path)
+    assert not one.use(path)
     assert one.take(path) is None
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_file_that_was_replaced_since_is_not_deleted(tmp_path: Path, is_held: bool) -> None:
+    one, path = fetched(tmp_path, "a.gguf")
+    path.unlink()
+    path.write_bytes(b"fetched again, by hand")
+    assert (one if is_held else marks(tmp_path)).take(str(path)) is None
+
+
+def test_a_folder_with_a_file_that_was_replaced_is_not_deleted_and_one_with_more_or_fewer_files_is(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "a.safetensors"):
+        (folder / name).write_text(name)
+    one = marks(tmp_path)
+    one.mark(str(folder))
+    (folder / "cache").mkdir()
+    (folder / "config.json").unlink()
+    lock = one.take(str(folder))
+    assert lock is not None, "an engine has left something there, and a deletion was broken off"
+    one.let_go(str(folder), lock)
+    (folder / "a.safetensors").write_text("other weights")
+    assert one.take(str(folder)) is None
+
+
+def test_what_somebody_wants_to_keep_is_not_deleted(tmp_path: Path) -> None:
+    one, path = fetched(tmp_path, "hub/models--a/snapshots/1/a.gguf")
+    other, neighbour = fetched(tmp_path, "hub/models--a/snapshots/2/a.gguf")
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    disown([str(tmp_path / "link" / path.relative_to(tmp_path / "hub"))])
+    assert one.take(str(path)) is None and marks(tmp_path).take(str(path)) is None
+    assert other.take(str(neighbour)) is not None
+
+
+def test_a_mark_for_which_the_disk_has_no_room_is_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    one, path = fetched(tmp_path, "a.gguf")
+    assert one.take(str(path)) is not None
+
+
+def test_a_folder_of_marks_that_is_gone_or_not_writable_deletes_nothing(tmp_path: Path) -> None:
+    one, path = fetched(tmp_path, "a.gguf")
+    shutil.rmtree(tmp_path / FOLDER)
+    assert one.take(str(path)) is None
+    (tmp_path / FOLDER).write_text("no folder")
+    one.mark(str(path))
+    assert not one.use(str(path)) and one.take(str(path)) is None

@@ -71,13 +71,24 @@ def write_state(path: str, state: DesiredState) -> None:
             os.fchmod(file.fileno(), 0o644)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh_path, path)
+        _replace(fresh_path, path)
     except BaseException:
-        os.unlink(fresh_path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh_path)
         raise
     # From here on it counts. Some shared volumes cannot make a name durable.
     with contextlib.suppress(OSError):
         sync_folder(folder)
+
+
+def _replace(fresh_path: str, path: str) -> None:
+    """Rename it. Raises OSError, and then nothing has changed."""
+    try:
+        os.replace(fresh_path, path)
+    except FileNotFoundError:
+        # A shared volume whose answer was lost asks again, and finds it renamed already.
+        if os.path.lexists(fresh_path) or not os.path.lexists(path):
+            raise
 
 
 def _state(said: Any) -> DesiredState:

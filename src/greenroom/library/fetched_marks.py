@@ -1,22 +1,27 @@
 """Which weights were fetched by updates, and which of them a gateway uses. Several gateways may share a root.
 
 Owns the folder `.greenroom` of a root. A file there, named by the hash of a path below the root, says that an update
-has fetched what lies at that path, so that it may be deleted. A gateway that uses the weights holds a shared lock on
-it, and one that deletes them an exclusive one, so none deletes what another uses. Locks end with their process.
-Everything here blocks.
+has fetched what lies at that path, so that it may be deleted. Its content says what lay there: files that were replaced
+since are not deleted. A gateway that uses the weights holds a shared lock on it, and one that deletes them an exclusive
+one, so none deletes what another uses. A gateway that fetches holds a shared lock on the file `fetching` until what it
+fetched is marked and in use. Nothing is deleted meanwhile, because it may be what is fetched. Locks end with their
+process. Everything here blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import json
 import os
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
 
 from greenroom.library.roots import Roots, is_below
 
 FOLDER: Final = ".greenroom"
+FETCHING: Final = "fetching"
 
 
 class FetchedMarks:
@@ -25,15 +30,46 @@ class FetchedMarks:
         # The locks of the weights that this gateway uses.
         self._held: dict[str, int] = {}
 
-    def use(self, path: str, *, is_fetched: bool) -> bool:
-        """Use these weights from now on; with `is_fetched`, an update of this gateway fetched them.
+    def begin_fetch(self) -> list[int]:
+        """Let no gateway delete anything until these are closed. Raises BlockingIOError while one just does."""
+        locks: list[int] = []
+        for root in self._roots().real():
+            fd = _opened(os.path.join(root, FOLDER, FETCHING), os.O_CREAT)
+            if fd is None:
+                continue
+            locks.append(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                close_all(locks)
+                raise
+            except OSError:
+                # A volume without locks: nothing on it is ever deleted.
+                pass
+        return locks
 
-        True if an update of any gateway did, and they can be locked: only then they may be deleted one day. Raises
-        BlockingIOError if another gateway is just deleting them.
+    def mark(self, path: str) -> None:
+        """Note that an update of this gateway has just fetched what lies there."""
+        if (fd := self._open(path, os.O_CREAT)) is None:
+            return
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(_contents(path)).encode(), 0)
+        except OSError:
+            # An empty mark is a mark: without room on the disk it matters most that these can be deleted.
+            pass
+        finally:
+            os.close(fd)
+
+    def use(self, path: str) -> bool:
+        """Use these weights from now on.
+
+        True if an update of any gateway fetched them, and they can be locked: only then they may be deleted one day.
+        Raises BlockingIOError if another gateway is just deleting them.
         """
         if path in self._held:
             return True
-        fd = self._open(path, os.O_CREAT if is_fetched else 0)
+        fd = self._open(path)
         if fd is None:
             return False
         try:
@@ -55,43 +91,110 @@ class FetchedMarks:
         for path in [path for path in self._held if path not in paths]:
             os.close(self._held.pop(path))
 
-    def take(self, path: str) -> int | None:
-        """The exclusive lock of fetched weights that are to be deleted; None if another gateway uses them."""
+    def take(self, path: str) -> list[int] | None:
+        """The exclusive locks of fetched weights that are to be deleted; None if they may not be.
+
+        That is: another gateway uses them, or they are no longer what an update fetched. Raises BlockingIOError while
+        a gateway fetches: they may be what it fetches.
+        """
         fd = self._held.pop(path, None)
         if fd is None:
-            fd = self._open(path, os.O_CREAT)
+            fd = self._open(path)
         if fd is None:
             return None
+        locks = [fd]
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink > 0 and _is_unchanged(path, fd):
+                self._expect_no_fetch(path, locks)
+                return locks
+        except _Fetched as reason:
+            close_all(locks)
+            raise BlockingIOError(str(reason)) from None
         except OSError:
             # Used elsewhere, or the disk has no locks. The last to use them deletes them.
-            os.close(fd)
-            return None
-        return fd
+            pass
+        close_all(locks)
+        return None
 
-    def let_go(self, path: str, fd: int) -> None:
+    def _expect_no_fetch(self, path: str, locks: list[int]) -> None:
+        """Adds the lock. Raises _Fetched, or OSError if there can be none."""
+        file = self._file(path)
+        fd = None if file is None else _opened(os.path.join(os.path.dirname(file), FETCHING), os.O_CREAT)
+        if fd is None:
+            raise OSError("nothing can be locked")
+        locks.append(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _Fetched("a gateway is fetching") from None
+
+    def let_go(self, path: str, locks: list[int]) -> None:
         """The end of `take`. If the weights are gone, so is their mark."""
         try:
             if not os.path.lexists(path) and (file := self._file(path)) is not None:
                 os.unlink(file)
         finally:
-            os.close(fd)
+            close_all(locks)
 
-    def _open(self, path: str, flags: int) -> int | None:
+    def _open(self, path: str, flags: int = 0) -> int | None:
         file = self._file(path)
-        if file is None:
-            return None
-        try:
-            if flags & os.O_CREAT:
-                os.makedirs(os.path.dirname(file), exist_ok=True)
-            return os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o664)
-        except OSError:
-            return None
+        return None if file is None else _opened(file, flags)
 
     def _file(self, path: str) -> str | None:
         root = next((root for root in self._roots().real() if is_below(path, root)), None)
-        if root is None:
-            return None
-        name = hashlib.sha256(os.path.relpath(path, root).encode("utf-8", "surrogateescape")).hexdigest()
-        return os.path.join(root, FOLDER, name)
+        return None if root is None else _mark(root, path)
+
+
+def disown(paths: Iterable[str]) -> None:
+    """Note that somebody wants to keep what lies at these paths: no gateway deletes it any more."""
+    for path in paths:
+        folder, name = os.path.split(path)
+        real = root = os.path.join(os.path.realpath(folder), name)
+        while (root := os.path.dirname(above := root)) != above:
+            with contextlib.suppress(OSError):
+                os.unlink(_mark(root, real))
+
+
+class _Fetched(Exception):
+    """A gateway fetches into this root."""
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _opened(file: str, flags: int) -> int | None:
+    try:
+        if flags & os.O_CREAT:
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+        return os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o664)
+    except OSError:
+        return None
+
+
+def _mark(root: str, path: str) -> str:
+    name = hashlib.sha256(os.path.relpath(path, root).encode("utf-8", "surrogateescape")).hexdigest()
+    return os.path.join(root, FOLDER, name)
+
+
+def _contents(path: str) -> dict[str, list[int]]:
+    """Size and time of a file, or of each file of a folder, by name. Other file systems number files anew."""
+    names = os.listdir(path) if os.path.isdir(path) else [""]
+    seen: dict[str, list[int]] = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            at = os.stat(os.path.join(path, name) if name else path)
+            seen[name] = [at.st_size, at.st_mtime_ns]
+    return seen
+
+
+def _is_unchanged(path: str, fd: int) -> bool:
+    """Whether nothing that was there when it was marked was replaced; some of it may be deleted. Raises OSError."""
+    try:
+        then: Any = json.loads(os.pread(fd, os.fstat(fd).st_size, 0) or b"{}")
+    except ValueError:
+        return True
+    now = _contents(path)
+    return not isinstance(then, dict) or all(now.get(name, seen) == seen for name, seen in then.items())

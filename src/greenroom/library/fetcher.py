@@ -72,14 +72,24 @@ def fetched_files(
     order: DownloadOrder, plan: FetchPlan | None, done: Done
 ) -> tuple[dict[str, tuple[int | None, str | None]], Source]:
     """Size and sha256 of the files of a download by their paths, as far as they were told, and where they came from."""
-    files = [] if plan is None else plan.files
-    # Of a single file the path is that of the file itself.
-    folder = done.path.removesuffix(f"/{files[0].path}") if len(files) == 1 else done.path
-    told = {os.path.join(folder, file.path): (file.bytes, file.sha256) for file in files}
+    folder = _folder_of(plan, done)
+    told = {os.path.join(folder, file.path): (file.bytes, file.sha256) for file in (plan.files if plan else ())}
     if plan is not None and plan.repo is not None:
         return told, Source(plan.repo, plan.commit)
     # What follows a question mark may be a secret.
     return told, Source(url=None if order.url is None else order.url.partition("?")[0])
+
+
+def fetched_paths(plan: FetchPlan | None, done: Done) -> set[str]:
+    """The files of a download and their folders: the path of each model in it is among them."""
+    folder = _folder_of(plan, done)
+    files = {os.path.join(folder, file.path) for file in (plan.files if plan else ())}
+    return {done.path, *files, *map(os.path.dirname, files)}
+
+
+def _folder_of(plan: FetchPlan | None, done: Done) -> str:
+    """Of a single file the path is that of the file itself."""
+    return done.path.removesuffix(f"/{plan.files[0].path}") if plan and len(plan.files) == 1 else done.path
 
 
 def encode(order: DownloadOrder, place: FetchPlace, rate_bytes_s: float | None) -> bytes:

@@ -18,7 +18,8 @@ from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
-from greenroom.library.fetcher import fetched_files
+from greenroom.library.fetched_marks import disown
+from greenroom.library.fetcher import Done, FetchPlan, fetched_files, fetched_paths
 from greenroom.library.orders import OrderRules
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
@@ -27,6 +28,7 @@ from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
+from greenroom.runtime.operations.weights import TENANT
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.tickets import Tickets
@@ -309,6 +311,12 @@ def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> 
         mib_s = gateway.config.library.bandwidth_mib_s
         return None if mib_s is None else mib_s * MIB
 
+    async def found(row: Operation | None, plan: FetchPlan | None, done: Done) -> None:
+        if row is None or row.key != TENANT:
+            # Somebody wants to have it, also if an update fetched it once.
+            await run_detached(lambda: disown(fetched_paths(plan, done)), "keep what was ordered")
+        await gateway.library.refresh()
+
     return Downloads(
         table,
         DownloadServices(
@@ -319,7 +327,7 @@ def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> 
             rate_bytes_s=rate_bytes_s,
             is_draining=lambda: gateway.is_draining,
             events=JobEvents(common.hub),
-            found=lambda: gateway.library.refresh(),
+            found=found,
             fetched=lambda order, plan, done: gateway.library.fetched(*fetched_files(order, plan, done)),
             clock=common.clock,
         ),

@@ -86,7 +86,7 @@ class StartFetch(Protocol):
 class DownloadServices:
     """What all downloads use, as the configuration has it now.
 
-    `found` lets the library find a model that has come, `fetched` tells it where that came from.
+    `found` is told of what was fetched for a row and lets the library find it, `fetched` where that came from.
     """
 
     roots: Callable[[], Roots]
@@ -96,7 +96,7 @@ class DownloadServices:
     rate_bytes_s: Callable[[], float | None]
     is_draining: Callable[[], bool]
     events: DownloadEvents
-    found: Callable[[], Awaitable[None]]
+    found: Callable[[Operation | None, FetchPlan | None, Done], Awaitable[None]]
     fetched: Callable[[DownloadOrder, FetchPlan | None, Done], None]
     start_fetch: StartFetch = start_fetch
     clock: Callable[[], float] = time.monotonic
@@ -377,7 +377,7 @@ class Downloads:
 
     async def _finish(self, live: LiveDownload, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):
-            await self._let_library_find()
+            await self._let_library_find(live, outcome)
             await end_with(self._table, live.id, OperationStatus.DONE, None, live.facts_when_done())
             _log.info("download is there", download=live.id, path=outcome.path)
         elif live.is_cancelled:
@@ -387,10 +387,10 @@ class Downloads:
             await end_with(self._table, live.id, OperationStatus.FAILED, error, live.facts())
             _log.warning("download failed", download=live.id, code=outcome.code, error=outcome.message)
 
-    async def _let_library_find(self) -> None:
+    async def _let_library_find(self, live: LiveDownload, done: Done) -> None:
         """What is said to be here can be asked for. It is here even if the library breaks."""
         try:
-            await self._services.found()
+            await self._services.found(self._table.get(live.id), live.plan, done)
         except Exception as bug:
             _log.bug("the library did not look", bug)
 

@@ -17,6 +17,7 @@ from greenroom.config.schema import Model, ModelVersions
 from greenroom.core.model import ModelId
 from greenroom.errors import (
     BadRequest,
+    FetchFailed,
     GatewayBug,
     GreenroomError,
     ModelNotFound,
@@ -39,6 +40,8 @@ ROUTE: Final = "/update-model"
 # A first version that cannot be had is tried again: after so long, then twice as long each time.
 FIRST_PAUSE_S: Final = 5.0
 FIRST_PAUSE_MAX_S: Final = 300.0
+# So long an update waits until weights are locked or deleted. A disk that hangs may never end that.
+USING_MAX_S: Final = 60.0
 INTERRUPTED: Final = OperationError("restarted", "The gateway ended during the last update, which is not done.")
 
 
@@ -94,7 +97,7 @@ class Updates:
         self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
         self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        # Updates begin when it has ended.
+        # Locks or deletes weights. Updates begin when it has ended.
         self._using: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -320,8 +323,11 @@ class Updates:
         model = services.config().models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
-        if self._using is not None:
-            await asyncio.wait((self._using,))
+        if self._using is not None and (await asyncio.wait((self._using,), timeout=USING_MAX_S))[1]:
+            raise FetchFailed(
+                f"The folders of models did not answer within {USING_MAX_S:g} s: the versions of this gateway are not "
+                "locked there yet. Ask again."
+            )
         fetched = self._fetched.setdefault(name, set())
         if (left := self.of(name).prepared) is not None and left.is_fetched:
             # Of an update that the end of the gateway broke off.
@@ -353,19 +359,22 @@ class Updates:
     async def _remove(self, model: str) -> None:
         """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed.
 
-        While another model is updated, perhaps to the same files, they are left to the next update of this one.
+        While another model is updated, perhaps to the same files, they are left to the next update of this one. A disk
+        that hangs does not keep the update from ending.
         """
-        if not any(other != model for other in self._running):
-            await self._delete_unused(model)
+        is_idle = self._using is None or self._using.done()
+        if is_idle and not any(other != model for other in self._running):
+            deleting = self._delete_unused(model)
+            self._using = asyncio.get_running_loop().create_task(deleting, name=f"delete unused weights of {model}")
+            await asyncio.wait((self._using,), timeout=USING_MAX_S)
 
     async def _delete_unused(self, model: str) -> None:
         in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
         in_use += [one.path for one in self._known()]
         unused = {*self._fetched.pop(model, ()), *self.of(model).leaving}.difference(in_use)
         try:
-            if unused:
-                await self._services.weights.remove_unused(unused, in_use)
-            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=()))
+            later = await self._services.weights.remove_unused(unused, in_use) if unused else []
+            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
             await self._services.weights.use_only(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.

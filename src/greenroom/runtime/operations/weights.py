@@ -6,6 +6,7 @@ the library's.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Final
 
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
-from greenroom.library.fetched_marks import FetchedMarks
+from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
@@ -29,6 +30,9 @@ _log = get_logger("versions")
 
 # In whose name weights are fetched.
 TENANT: Final = "versions"
+# While another gateway deletes weights, nothing is fetched.
+BEGIN_TRIES: Final = 600
+BEGIN_EVERY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,25 @@ class Weights:
         if path is not None:
             await self._library.refresh()
             commit = self._commit_at(path, model)
-            return FoundWeights(path, name, commit, await self._used(path, is_fetched=path in fetched))
+            return FoundWeights(path, name, commit, await self._used(path))
         if name.startswith(("/", "./", "../", "~")):
             raise PathNotFound(
                 f"There is nothing at {shown(name)} below the folders of models (library.roots).", param="model_repo_id"
             )
-        return await self._fetched(model, order, fetched)
+        locks = await self._begun()
+        try:
+            return await self._fetched(model, order, fetched)
+        finally:
+            close_all(locks)
+
+    async def _begun(self) -> list[int]:
+        """Locks that keep other gateways from deleting what is being fetched. Raises FetchFailed."""
+        for _ in range(BEGIN_TRIES):
+            try:
+                return await run_detached(self._marks.begin_fetch, "begin to fetch")
+            except BlockingIOError:
+                await asyncio.sleep(BEGIN_EVERY_S)
+        raise FetchFailed("Another gateway has been deleting weights for a minute; ask again.")
 
     def _commit_at(self, path: str, model: Model) -> str | None:
         """The commit of what lies there. Raises UnusableModel if another engine runs it."""
@@ -98,19 +115,24 @@ class Weights:
         (facts,) = await downloads.facts([state])
         place, records = facts.destination, self._library.records
         there = [record for record in records if is_below(record.path, place) or record.folder == place]
+        fresh = [record.path for record in there if record.path not in known]
         if not self._is_wanted_by_others(row):
-            fetched.update(record.path for record in there if record.path not in known)
-        # At once: what was fetched for a model that cannot run it is deleted, unless another gateway uses it.
+            # At once: what was fetched for a model that cannot run it is deleted, unless another gateway uses it.
+            await run_detached(lambda: self._mark_all(fresh), "mark weights")
+            fetched.update(fresh)
         for path in fetched:
-            await self._used(path, is_fetched=True)
+            await self._used(path)
         record = _choose(there, wanted.quantization, model, order)
-        is_fetched = await self._used(record.path, is_fetched=record.path in fetched)
-        return FoundWeights(record.path, order.repo_id, facts.commit, is_fetched)
+        return FoundWeights(record.path, order.repo_id, facts.commit, await self._used(record.path))
 
-    async def _used(self, path: str, *, is_fetched: bool) -> bool:
+    def _mark_all(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self._marks.mark(path)
+
+    async def _used(self, path: str) -> bool:
         """Let no other gateway delete this. True if an update fetched it, here or elsewhere. Raises FetchFailed."""
         try:
-            return await run_detached(lambda: self._marks.use(path, is_fetched=is_fetched), "use weights")
+            return await run_detached(lambda: self._marks.use(path), "use weights")
         except BlockingIOError:
             raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
 
@@ -120,7 +142,7 @@ class Weights:
         def use() -> None:
             for version in versions:
                 with contextlib.suppress(BlockingIOError):
-                    self._marks.use(version.path, is_fetched=version.is_fetched)
+                    self._marks.use(version.path)
             self._marks.use_only({version.path for version in versions})
 
         await run_detached(use, "use weights")
@@ -132,16 +154,25 @@ class Weights:
             for row in self._downloads.newest_first()
         )
 
-    async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> None:
-        """Delete what lies at these paths, unless it is in use by any name, or by another gateway."""
+    async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> list[str]:
+        """Delete what lies at these paths, unless it is in use by any name, or by another gateway.
+
+        Returns those that could not be deleted because a gateway fetches: they are to be deleted later.
+        """
+        later: list[str] = []
         for path in await run_detached(lambda: _unused(paths, in_use), "compare versions"):
-            lock = await run_detached(lambda: self._marks.take(path), "look who uses weights")  # noqa: B023
-            if lock is None:
+            try:
+                locks = await run_detached(lambda: self._marks.take(path), "look who uses weights")  # noqa: B023
+            except BlockingIOError:
+                later.append(path)
+                continue
+            if locks is None:
                 continue
             try:
                 await self._remove(path)
             finally:
-                await run_detached(lambda: self._marks.let_go(path, lock), "let go of weights")  # noqa: B023
+                await run_detached(lambda: self._marks.let_go(path, locks), "let go of weights")  # noqa: B023
+        return later
 
     async def _remove(self, path: str) -> None:
         """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""

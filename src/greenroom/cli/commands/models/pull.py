@@ -125,7 +125,8 @@ async def _directly(order: Mapping[str, Any], to: str | None) -> View:
     """Fetch in a program of our own. The user may write wherever they may."""
     import asyncio
 
-    from greenroom.library.fetcher import Done, Failed, Trouble, start_fetch
+    from greenroom.library.fetched_marks import disown
+    from greenroom.library.fetcher import Done, Failed, Trouble, fetched_paths, start_fetch
     from greenroom.library.orders import OrderRules, read_order
     from greenroom.runtime.operations.downloads import LiveDownload
 
@@ -158,6 +159,8 @@ async def _directly(order: Mapping[str, Any], to: str | None) -> View:
         printed = await process.close()
     if end is None:
         raise CommandFailed("the program that fetches ended without a word; the same command goes on", printed or None)
+    if isinstance(end, Done):
+        disown(fetched_paths(live.plan, end))
     error = {"code": end.code, "message": end.message} if isinstance(end, Failed) else None
     told = live_view(live, is_done=error is None)
     return {**told, "model": asked.name, "error": error, "duration_seconds": round(time.monotonic() - began, 3)}
