@@ -16,6 +16,8 @@ class FakeReplica:
         # The commit that it finds for every repository.
         self.finds = "c1"
         self.fails_with: tuple[str, str] | None = None
+        # Of its last update, as its status tells it.
+        self.error: dict[str, str] | None = None
         # It ends in the middle of so many updates, before or after the version is promised.
         self.restarts = 0
         self.promises_before_restart = False
@@ -62,7 +64,7 @@ class FakeReplica:
         number, repo_id, commit = self.serves
         if path == "/status":
             known = {"model": "m", "model_version": number, "model_repo_id": repo_id, "commit": commit}
-            return 200, {**known, "updating": False, "desired": None, "error": None}, {}
+            return 200, {**known, "updating": False, "desired": None, "error": self.error}, {}
         if path == "/generate":
             headers = {"X-Model-Version": str(number), "X-Model-Repo-Id": repo_id}
             return 200, {"choices": [{"text": f"{body['prompt']}!"}]}, headers

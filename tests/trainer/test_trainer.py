@@ -140,7 +140,21 @@ def test_one_that_fails_lets_the_others_go_back_and_is_named(replica: Make) -> N
     assert not report.ok and outcomes(report) == [Outcome.ROLLED_BACK, Outcome.FAILED]
     assert first.serves == (5, "org/old", "c0") and second.serves == (3, "org/old", "c0")
     assert (report.results[1].code, report.results[1].message) == ("fetch_failed", "no such repository")
-    assert second.url in str(report) and "no such repository" in str(report)
+    assert report.summary == "1 of 2 replicas did not take org/new; the others went back."
+    assert f"  {second.url} failed: no such repository; it serves version 3 of org/old (c0)" in str(report).splitlines()
+
+
+def test_where_all_fail_none_is_said_to_have_gone_back(replica: Make) -> None:
+    first, second = replica(3), replica(3)
+    first.fails_with = second.fails_with = ("fetch_failed", "no such repository")
+    assert trainer(first, second).update("org/new").summary == "2 of 2 replicas did not take org/new."
+
+
+def test_verify_tells_the_error_of_the_last_update_beside_what_serves(replica: Make) -> None:
+    first = replica(3)
+    first.error = {"code": "fetch_failed", "message": "no such repository"}
+    said = f"{first.url} serves version 3 of org/old (c0); its last update failed: no such repository"
+    assert str(trainer(first).verify().results[0]) == said
 
 
 def test_one_that_does_not_go_back_is_named(replica: Make) -> None:

@@ -50,11 +50,15 @@ class Result:
         )
 
     def __str__(self) -> str:
-        version = "" if self.model_version is None else f" version {self.model_version}"
+        version = "no version" if self.model_version is None else f"version {self.model_version}"
         commit = "" if self.commit is None else f" ({self.commit[:12]})"
-        serves = f"{version} of {self.model_repo_id}{commit}" if self.model_repo_id else version
+        serves = f"serves {version} of {self.model_repo_id}{commit}" if self.model_repo_id else f"serves {version}"
+        if self.outcome is Outcome.SERVES:
+            why = "" if self.message is None else f"; its last update failed: {self.message}"
+            return f"{self.url} {serves}{why}"
+        is_known = self.model_version is not None or self.model_repo_id is not None
         why = "" if self.message is None else f": {self.message}"
-        return f"{self.url} {self.outcome.value.replace('_', ' ')}{serves}{why}"
+        return f"{self.url} {self.outcome.value.replace('_', ' ')}{why}{f'; it {serves}' if is_known else ''}"
 
 
 @dataclass(frozen=True, slots=True)

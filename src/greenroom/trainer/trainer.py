@@ -100,12 +100,10 @@ class Trainer:
         if not all_or_nothing:
             return Report(False, tuple(results), f"{words}.")
         after = self._sync.rolled_back(replicas, looked, results)
-        stay = sum(
-            one.outcome in TOOK_IT and now.outcome is not Outcome.ROLLED_BACK
-            for one, now in zip(results, after, strict=True)
-        )
-        back = f"{stay} of the others did not go back" if stay else "the others went back"
-        return Report(False, tuple(after), f"{words}; {back}.")
+        took_it = [now for one, now in zip(results, after, strict=True) if one.outcome in TOOK_IT]
+        stay = sum(now.outcome is not Outcome.ROLLED_BACK for now in took_it)
+        back = f"; {stay} of the others did not go back" if stay else "; the others went back" if took_it else ""
+        return Report(False, tuple(after), f"{words}{back}.")
 
     def reconcile(self, repo_id: str, revision: str | None = None) -> Report:
         """Update only replicas that do not serve these weights. Replicas that were away catch up by this.
