@@ -276,6 +276,25 @@ async def test_where_weights_lie_is_told_to_operators_only(tmp_path: Path) -> No
             assert [request["model_repo_id"], *(one["model_repo_id"] for one in listed)] == [told, told]
 
 
+async def test_a_version_that_heartbeats_came_before_is_told_of_the_request(tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(tmp_path), server={"heartbeat_after_s": 0.01}, **options(tmp_path)) as app:
+        answer = await ask(app, stream=True)
+        assert answer.whole and answer.events[0].startswith(": waiting") and "x-model-version" not in answer.headers
+        told = (await http(app, "GET", f"/api/v1/requests/{answer.headers['x-request-id']}")).json()
+        assert (told["model_version"], told["model_repo_id"]) == (1, "org/first")
+
+
+async def test_an_exclusive_model_is_updated_beside_itself_to_the_same_path(tmp_path: Path) -> None:
+    served = models(tmp_path, loop=True)
+    served["m"]["exclusive"] = True
+    async with gateway(tmp_path, served, **options(tmp_path)) as app, await Raw.open(app) as old:
+        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 400}, path=CHAT)
+        head = await old.head()
+        await update(app, str(tmp_path / "models" / "alpha.gguf"))
+        assert said(await ask(app, max_tokens=4))[::2] == ("2", "alpha")
+        assert (await old.rest(*head)).data[-1] == "[DONE]"
+
+
 # --- where the GPU holds only one of them ---------------------------------------------------------------------------
 
 
