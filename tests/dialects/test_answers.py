@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from openai.types.responses import ResponseErrorEvent
 
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.neutral import Frame
 from greenroom.dialects.ollama_answer import chat_translation
 from greenroom.dialects.responses_answer import response_translation
 from greenroom.errors import BadRequest
+from tests.later import Later
+
+responses = Later("openai.types.responses")
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
 DIALECTS = [messages_translation, response_translation, chat_translation]
@@ -119,7 +121,7 @@ def test_an_error_of_a_response_has_the_published_fields() -> None:
     told = streamed(response_translation, event({"content": "one"}), failed)
     assert [one["sequence_number"] for one in told] == list(range(len(told)))
     last = told[-1]
-    assert ResponseErrorEvent.model_validate(last).message == "no memory"
+    assert responses.ResponseErrorEvent.model_validate(last).message == "no memory"
     assert (last["type"], last["code"], last["param"]) == ("error", "engine_error", None)
     assert last["error"]["message"] == "no memory"
 

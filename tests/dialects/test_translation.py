@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic.types
 import msgspec
-import ollama
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +19,9 @@ from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.tokenize import tokenize_translation
 from greenroom.dialects.translation import PassedOn
 from greenroom.errors import BadRequest, EngineFault
+from tests.later import Later
+
+anthropic, ollama = Later("anthropic.types"), Later("ollama")
 
 FRAME = Frame("m", "abc", 1_700_000_000.0)
 
@@ -84,7 +85,7 @@ def read_events(stream: bytes) -> list[Any]:
 @given(st.lists(st.integers(0, 2_000), max_size=12))
 def test_a_message_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None:
     whole = json.loads(messages_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
-    anthropic.types.Message.model_validate(whole)
+    anthropic.Message.model_validate(whole)
     events = read_events(streamed(cuts))
     blocks: list[dict[str, Any]] = []
     for one in events:

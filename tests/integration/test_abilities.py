@@ -6,17 +6,18 @@ import io
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway, url
 from tests.integration.facts import Journal
 from tests.integration.raw import http
+from tests.later import Later
 from tests.waiting import PATIENCE_S
+
+openai = Later("openai")
 
 # The package calls two routes deprecated, of the models that OpenAI has.
 pytestmark = [
@@ -42,12 +43,14 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
-async def ask(client: AsyncOpenAI, route: str, model: str) -> Any:
+async def ask(client: openai.AsyncOpenAI, route: str, model: str) -> Any:
     match route:
         case "chat":
             return await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
@@ -89,11 +92,11 @@ CAN = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_every_route_reaches_a_model_of_which_nothing_is_known(client: AsyncOpenAI, route: str) -> None:
+async def test_every_route_reaches_a_model_of_which_nothing_is_known(client: openai.AsyncOpenAI, route: str) -> None:
     await ask(client, route, "anything")
 
 
-async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client: AsyncOpenAI) -> None:
+async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client: openai.AsyncOpenAI) -> None:
     pictures = await ask(client, "images", "painter")
     assert [one.b64_json for one in pictures.data] == ["iVBORw0KGgo="] * 2
     assert (await ask(client, "transcriptions", "ear")).text == "ear heard"
@@ -102,7 +105,9 @@ async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client:
 
 
 @pytest.mark.parametrize(("model", "route"), [(model, route) for model in CAN for route in ROUTES])
-async def test_a_route_that_a_model_has_no_ability_for_is_refused(client: AsyncOpenAI, model: str, route: str) -> None:
+async def test_a_route_that_a_model_has_no_ability_for_is_refused(
+    client: openai.AsyncOpenAI, model: str, route: str
+) -> None:
     if route in CAN[model]:
         await ask(client, route, model)
         return
@@ -117,7 +122,7 @@ async def test_nothing_is_loaded_for_what_is_refused(tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("refused")
     journal = Journal(folder)
     async with gateway(folder, {"talker": fake("talker", *journal.switches, abilities=["chat"])}) as app:
-        async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(openai.BadRequestError):
                 await ask(client, route, "talker")
         assert not app.loop.scheduler.state.slots_of(ModelId("talker"))

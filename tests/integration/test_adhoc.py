@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import yaml
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from greenroom.library.library import Library
 from tests.harness import gateway, tiny, url
 from tests.integration.raw import CHAT, Answer, http
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_hf
 from tests.waiting import until
+
+openai = Later("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,7 +79,7 @@ def adhoc(app: App) -> list[str]:
 
 
 async def test_a_path_an_id_and_a_hub_id_name_models_and_the_answer_repeats_the_name(app: App, shelf: Path) -> None:
-    client = AsyncOpenAI(base_url=f"{url(app)}/v1", api_key=USER)
+    client = openai.AsyncOpenAI(base_url=f"{url(app)}/v1", api_key=USER)
     names = {
         str(shelf / "models" / "alpha.gguf"): "alpha",
         "alpha.gguf": "alpha",

@@ -6,18 +6,19 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 
 from greenroom.app import App
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, counters
 from tests.integration.raw import http
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding, tiny_projector
 from tests.waiting import PATIENCE_S
+
+anthropic = Later("anthropic")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {
@@ -48,12 +49,12 @@ async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> Asy
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=url(app), api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=url(app), api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
-async def test_a_message(client: AsyncAnthropic) -> None:
+async def test_a_message(client: anthropic.AsyncAnthropic) -> None:
     answer = await client.messages.create(model="claude-sonnet-5", messages=HELLO, max_tokens=20, system="Be brief.")
     [block] = answer.content
     assert (block.type, block.text) == ("text", " alpha says hello")
@@ -62,7 +63,7 @@ async def test_a_message(client: AsyncAnthropic) -> None:
     assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 5
 
 
-async def test_a_stream(client: AsyncAnthropic) -> None:
+async def test_a_stream(client: anthropic.AsyncAnthropic) -> None:
     async with client.messages.stream(model="alpha", messages=HELLO, max_tokens=20) as stream:
         texts = [text async for text in stream.text_stream]
         answer = await stream.get_final_message()
@@ -70,12 +71,12 @@ async def test_a_stream(client: AsyncAnthropic) -> None:
     assert (answer.stop_reason, answer.usage.output_tokens) == ("end_turn", 4)
 
 
-async def test_an_answer_that_is_cut_says_so(client: AsyncAnthropic) -> None:
+async def test_an_answer_that_is_cut_says_so(client: anthropic.AsyncAnthropic) -> None:
     answer = await client.messages.create(model="alpha", messages=HELLO, max_tokens=2)
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 2)
 
 
-async def test_a_picture_is_seen_where_the_model_can(client: AsyncAnthropic) -> None:
+async def test_a_picture_is_seen_where_the_model_can(client: anthropic.AsyncAnthropic) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": PNG}
     said: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]}]
     answer = await client.messages.create(model="sees", messages=said, max_tokens=20)
@@ -87,7 +88,7 @@ async def test_a_picture_is_seen_where_the_model_can(client: AsyncAnthropic) -> 
         await client.messages.create(model="sees", messages=said, max_tokens=20)
 
 
-async def test_tokens_are_counted_as_they_are_served(client: AsyncAnthropic) -> None:
+async def test_tokens_are_counted_as_they_are_served(client: anthropic.AsyncAnthropic) -> None:
     counted = await client.messages.count_tokens(model="alpha", messages=HELLO)
     answer = await client.messages.create(model="alpha", messages=HELLO, max_tokens=1)
     served = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
@@ -96,7 +97,7 @@ async def test_tokens_are_counted_as_they_are_served(client: AsyncAnthropic) -> 
     assert (await client.messages.count_tokens(model="told", messages=HELLO)).input_tokens > 0
 
 
-async def test_the_tokens_of_a_stream_are_in_the_record(app: App, client: AsyncAnthropic) -> None:
+async def test_the_tokens_of_a_stream_are_in_the_record(app: App, client: anthropic.AsyncAnthropic) -> None:
     raw = await client.messages.with_raw_response.create(
         model="alpha", messages=HELLO, max_tokens=20, stream=True, extra_headers={"X-Tenant-ID": "lab"}
     )
@@ -112,7 +113,7 @@ async def test_the_tokens_of_a_stream_are_in_the_record(app: App, client: AsyncA
     assert raw.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_models(client: AsyncAnthropic) -> None:
+async def test_models(client: anthropic.AsyncAnthropic) -> None:
     listed = [model async for model in client.models.list()]
     assert {model.id for model in listed} == {"alpha", "sees", "bag", "told"}
     one = await client.models.retrieve("claude-sonnet-5")
@@ -124,7 +125,7 @@ async def test_models(client: AsyncAnthropic) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_is_called_and_its_result_is_sent_back(
-    app: App, client: AsyncAnthropic, journal: Journal, stream: bool
+    app: App, client: anthropic.AsyncAnthropic, journal: Journal, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "told", "max_tokens": 50, "tools": [WEATHER], "tool_choice": {"type": "any"}}
     said: list[Any] = [{"role": "user", "content": "tool:weather:Ulm"}]
@@ -145,7 +146,7 @@ async def test_a_tool_is_called_and_its_result_is_sent_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_was_thought_is_a_block_of_its_own(client: AsyncAnthropic, stream: bool) -> None:
+async def test_what_was_thought_is_a_block_of_its_own(client: anthropic.AsyncAnthropic, stream: bool) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     answer = await final(
         client,
@@ -159,7 +160,7 @@ async def test_what_was_thought_is_a_block_of_its_own(client: AsyncAnthropic, st
     assert answer.content[0].thinking == "hard"
 
 
-async def final(client: AsyncAnthropic, stream: bool, **asked: Any) -> Any:
+async def final(client: anthropic.AsyncAnthropic, stream: bool, **asked: Any) -> Any:
     if not stream:
         return await client.messages.create(**asked)
     async with client.messages.stream(**asked) as events:
@@ -169,7 +170,7 @@ async def final(client: AsyncAnthropic, stream: bool, **asked: Any) -> Any:
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-async def test_errors_have_the_shape_that_the_package_reads(app: App, client: AsyncAnthropic) -> None:
+async def test_errors_have_the_shape_that_the_package_reads(app: App, client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         await client.messages.create(model="nobody", messages=HELLO, max_tokens=5)
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -185,7 +186,7 @@ async def test_errors_have_the_shape_that_the_package_reads(app: App, client: As
         await client.messages.create(model="alpha", messages=HELLO, max_tokens=5, tools=[tool])
 
 
-async def test_an_engines_own_error_keeps_its_status_and_words(client: AsyncAnthropic) -> None:
+async def test_an_engines_own_error_keeps_its_status_and_words(client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"context|exceed"):
         await client.messages.create(model="alpha", messages=[{"role": "user", "content": "hi " * 3000}], max_tokens=5)
 

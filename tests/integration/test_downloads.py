@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pytest
 
 from greenroom.app import App
 from greenroom.runtime.operations.downloads import LOST_MAX
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes
+from tests.later import Later
 from tests.models import tiny
 from tests.standin_hub import StandinHub, standin_hub
 from tests.waiting import until, until_now
+
+ollama = Later("ollama")
 
 DOWNLOADS = "/v1/models/download"
 REPO = "org/name"

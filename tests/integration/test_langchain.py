@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from httpx2 import AsyncClient
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-from openai import NotFoundError
 
 from greenroom.app import App
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding
 from tests.waiting import PATIENCE_S
 
+langchain_openai, messages, openai = Later("langchain_openai"), Later("langchain_core.messages"), Later("openai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WEATHER: dict[str, Any] = {
@@ -40,8 +39,8 @@ class Served:
     # LangChain never closes its own.
     http: AsyncClient
 
-    def chat(self, model: str) -> ChatOpenAI:
-        return ChatOpenAI(model=model, **self.options())
+    def chat(self, model: str) -> langchain_openai.ChatOpenAI:
+        return langchain_openai.ChatOpenAI(model=model, **self.options())
 
     def options(self) -> dict[str, Any]:
         base_url = url(self.app) + "/v1"
@@ -70,7 +69,7 @@ async def test_chat(served: Served) -> None:
     assert answer.text.strip() == "alpha says hello"
     assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 4
     assert answer.response_metadata["finish_reason"] == "stop"
-    with pytest.raises(NotFoundError, match="nobody"):
+    with pytest.raises(openai.NotFoundError, match="nobody"):
         await served.chat("nobody").ainvoke("hi")
 
 
@@ -85,11 +84,11 @@ async def test_chat_as_a_stream(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_is_called_and_its_result_is_sent_back(served: Served, stream: bool) -> None:
     bound = served.chat("told").bind_tools([WEATHER])
-    said: list[Any] = [HumanMessage("tool:weather:Ulm")]
+    said: list[Any] = [messages.HumanMessage("tool:weather:Ulm")]
     asked = await _answer(bound, said, stream)
     [call] = asked.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"town": "Ulm"}) and call["id"]
-    said += [asked, ToolMessage("rain", tool_call_id=call["id"])]
+    said += [asked, messages.ToolMessage("rain", tool_call_id=call["id"])]
     last = await _answer(bound, said, stream)
     assert "told" in last.text and not last.tool_calls
     sent = json.loads(served.journal.lines("request")[-1]["body"])
@@ -98,20 +97,20 @@ async def test_a_tool_is_called_and_its_result_is_sent_back(served: Served, stre
     assert sent["tools"][0]["function"]["name"] == "weather"
 
 
-async def _answer(model: Any, said: list[Any], stream: bool) -> AIMessage:
+async def _answer(model: Any, said: list[Any], stream: bool) -> messages.AIMessage:
     if not stream:
-        whole: AIMessage = await model.ainvoke(said)
+        whole: messages.AIMessage = await model.ainvoke(said)
         return whole
     merged = None
     async for chunk in model.astream(said):
         merged = chunk if merged is None else merged + chunk
     assert merged is not None
-    return AIMessage(merged.content, tool_calls=merged.tool_calls)
+    return messages.AIMessage(merged.content, tool_calls=merged.tool_calls)
 
 
 async def test_embeddings(served: Served) -> None:
     # Without the check, which counts tokens with a table that it fetches.
-    embeddings = OpenAIEmbeddings(model="bag", check_embedding_ctx_length=False, **served.options())
+    embeddings = langchain_openai.OpenAIEmbeddings(model="bag", check_embedding_ctx_length=False, **served.options())
     first, second, other = await embeddings.aembed_documents(["good", "good", "bad"])
     assert second == pytest.approx(first, abs=1e-5) and other != pytest.approx(first, abs=1e-5)
     assert await embeddings.aembed_query("good") == pytest.approx(first, abs=1e-5)

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletion
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Answer, chat
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.waiting import until
+
+openai = Later("openai")
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ async def test_200_mixed_requests_over_4_real_models_with_memory_for_2(tmp_path:
     models = {name: tiny(tiny_model(name)) for name in NAMES}
     async with gateway(tmp_path, models, budget_mib=BUDGET_MIB) as app:
         files, tasks = open_files(), len(asyncio.all_tasks())
-        async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0) as client:
             said = await asyncio.gather(*(ask(client, *request) for request in shuffled(seed=1)))
         assert said == [f" {name} says hello" for name, _ in shuffled(seed=1)]
         await at_rest(app)
@@ -57,10 +58,10 @@ async def test_200_mixed_requests_over_4_real_models_with_memory_for_2(tmp_path:
         assert state.counters.grants == state.counters.dones == REQUESTS
 
 
-async def ask(client: AsyncOpenAI, model: str, stream: bool) -> str | None:
+async def ask(client: openai.AsyncOpenAI, model: str, stream: bool) -> str | None:
     question: Any = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
     if not stream:
-        answer: ChatCompletion = await client.chat.completions.create(**question)
+        answer: openai.types.chat.ChatCompletion = await client.chat.completions.create(**question)
         return answer.choices[0].message.content
     pieces = [chunk async for chunk in await client.chat.completions.create(**question, stream=True)]
     return "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import ollama
 import pytest
 import pytest_asyncio
 
@@ -15,9 +14,12 @@ from greenroom.core.model import ModelId
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest, is_ready
 from tests.integration.raw import http
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding, tiny_projector
 from tests.waiting import PATIENCE_S, until
+
+ollama = Later("ollama")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {

@@ -9,18 +9,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
-import openai
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, OpenAI
 
 from greenroom.app import App
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest, counters
 from tests.integration.raw import http
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding, tiny_reranker
 from tests.waiting import PATIENCE_S, until
+
+openai = Later("openai")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 
@@ -45,8 +46,10 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
@@ -54,7 +57,7 @@ async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
 
 
 @pytest.mark.parametrize(("model", "name"), [("alpha", "alpha"), ("gpt-4o", "alpha"), ("org/bravo", "bravo")])
-async def test_chat(client: AsyncOpenAI, model: str, name: str) -> None:
+async def test_chat(client: openai.AsyncOpenAI, model: str, name: str) -> None:
     answer = await client.chat.completions.create(model=model, messages=HELLO, max_tokens=20)
     assert answer.choices[0].message.content == f" {name} says hello"
     assert answer.choices[0].finish_reason == "stop"
@@ -62,14 +65,14 @@ async def test_chat(client: AsyncOpenAI, model: str, name: str) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-async def test_chat_as_a_stream(client: AsyncOpenAI) -> None:
+async def test_chat_as_a_stream(client: openai.AsyncOpenAI) -> None:
     chunks = [chunk async for chunk in await client.chat.completions.create(model="alpha", messages=HELLO, stream=True)]
     said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert said == " alpha says hello"
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_chat_as_a_stream_with_usage(client: AsyncOpenAI) -> None:
+async def test_chat_as_a_stream_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="alpha", messages=HELLO, stream=True, stream_options={"include_usage": True}
     )
@@ -78,7 +81,7 @@ async def test_chat_as_a_stream_with_usage(client: AsyncOpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 4
 
 
-async def test_stream_that_is_left_is_ended_at_the_engine(app: App, client: AsyncOpenAI) -> None:
+async def test_stream_that_is_left_is_ended_at_the_engine(app: App, client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(model="counts", messages=HELLO, stream=True, max_tokens=3000)
     async for _ in stream:
         break
@@ -89,7 +92,7 @@ async def test_stream_that_is_left_is_ended_at_the_engine(app: App, client: Asyn
     assert (record.status, (record.completion_tokens or 0) < 3000) == (499, True)
 
 
-async def test_raw_answer_carries_our_headers(app: App, client: AsyncOpenAI) -> None:
+async def test_raw_answer_carries_our_headers(app: App, client: openai.AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model="alpha",
         messages=HELLO,
@@ -101,12 +104,12 @@ async def test_raw_answer_carries_our_headers(app: App, client: AsyncOpenAI) -> 
     assert int(raw.headers["x-queue-wait-ms"]) >= 0
 
 
-async def test_completions(client: AsyncOpenAI) -> None:
+async def test_completions(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="alpha", prompt="hi", max_tokens=20)
     assert "alpha says hello" in answer.choices[0].text
 
 
-async def test_embeddings(client: AsyncOpenAI) -> None:
+async def test_embeddings(client: openai.AsyncOpenAI) -> None:
     answer = await client.embeddings.create(model="bag", input=["good", "good", "bad"])
     good, again, bad = (row.embedding for row in answer.data)
     # The same text at two places of a batch is equal up to rounding, which depends on the processor.
@@ -122,7 +125,7 @@ async def test_rerank(app: App) -> None:
     assert scores[1] > scores[0]
 
 
-async def test_models(client: AsyncOpenAI) -> None:
+async def test_models(client: openai.AsyncOpenAI) -> None:
     listed = {model.id: model async for model in client.models.list()}
     assert set(listed) == {"alpha", "org/bravo", "counts", "bag", "taste", "stalls", "broken"}
     assert listed["alpha"].owned_by == "greenroom"
@@ -134,7 +137,7 @@ async def test_models(client: AsyncOpenAI) -> None:
         await client.models.retrieve("org/nobody")
 
 
-async def test_listing_says_what_is_loaded_and_loads_nothing(app: App, client: AsyncOpenAI) -> None:
+async def test_listing_says_what_is_loaded_and_loads_nothing(app: App, client: openai.AsyncOpenAI) -> None:
     await client.chat.completions.create(model="alpha", messages=HELLO)
     slots = set(app.loop.scheduler.state.slots)
     status = {model.id: model.status["value"] async for model in client.models.list()}  # type: ignore[attr-defined]
@@ -146,7 +149,7 @@ async def test_listing_says_what_is_loaded_and_loads_nothing(app: App, client: A
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_model_is_a_not_found_error(client: AsyncOpenAI) -> None:
+async def test_unknown_model_is_a_not_found_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(model="nobody", messages=HELLO)
     assert (caught.value.code, caught.value.param, caught.value.type) == (
@@ -157,7 +160,7 @@ async def test_unknown_model_is_a_not_found_error(client: AsyncOpenAI) -> None:
     assert caught.value.request_id is not None
 
 
-async def test_bad_request_is_a_bad_request_error(client: AsyncOpenAI) -> None:
+async def test_bad_request_is_a_bad_request_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="alpha", messages=HELLO, extra_body={"x_priority": "urgent"})
     assert caught.value.param == "x_priority"
@@ -166,12 +169,14 @@ async def test_bad_request_is_a_bad_request_error(client: AsyncOpenAI) -> None:
         await client.chat.completions.create(model="alpha", messages=cast(Any, "not a list"))
 
 
-async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: AsyncOpenAI) -> None:
+async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="alpha does not do embeddings"):
         await client.embeddings.create(model="alpha", input="hi")
 
 
-async def test_failed_load_is_a_status_error_with_the_engines_words_and_when_to_retry(client: AsyncOpenAI) -> None:
+async def test_failed_load_is_a_status_error_with_the_engines_words_and_when_to_retry(
+    client: openai.AsyncOpenAI,
+) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="broken", messages=HELLO)
     assert (caught.value.status_code, caught.value.code) == (503, "model_load_failed")
@@ -179,7 +184,7 @@ async def test_failed_load_is_a_status_error_with_the_engines_words_and_when_to_
     assert int(caught.value.response.headers["retry-after"]) >= 1
 
 
-async def test_package_does_not_repeat_what_can_only_fail_again(app: App, client: AsyncOpenAI) -> None:
+async def test_package_does_not_repeat_what_can_only_fail_again(app: App, client: openai.AsyncOpenAI) -> None:
     """`x-should-retry: false` is what the package goes by."""
     before = app.edge.stats.requests
     with pytest.raises(openai.NotFoundError):
@@ -187,7 +192,7 @@ async def test_package_does_not_repeat_what_can_only_fail_again(app: App, client
     assert app.edge.stats.requests == before + 1
 
 
-async def test_timeout_of_the_client_frees_its_place(app: App, client: AsyncOpenAI) -> None:
+async def test_timeout_of_the_client_frees_its_place(app: App, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
         await client.with_options(timeout=1.0).chat.completions.create(model="stalls", messages=HELLO)
     await at_rest(app)
@@ -204,7 +209,7 @@ async def test_synchronous_client(app: App) -> None:
 
 
 def talk(address: str) -> tuple[str | None, str, int]:
-    with OpenAI(base_url=address + "/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
+    with openai.OpenAI(base_url=address + "/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
         answer = client.chat.completions.create(model="alpha", messages=HELLO, max_tokens=20)
         stream = client.chat.completions.create(model="alpha", messages=HELLO, stream=True)
         streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
@@ -293,7 +298,7 @@ async def test_curl_is_told_no_before_it_sends_a_body_that_is_too_large(app: App
 
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
 async def test_facts_at_the_end_of_a_stream_trouble_no_client(
-    app: App, client: AsyncOpenAI, stream_options: Any
+    app: App, client: openai.AsyncOpenAI, stream_options: Any
 ) -> None:
     """In a comment for those that read the bytes; the client sees the same events as without."""
     body: Any = {"model": "alpha", "messages": HELLO, "max_tokens": 20, "stream": True}

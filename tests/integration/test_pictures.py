@@ -13,14 +13,16 @@ from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway, url
 from tests.integration.raw import Answer, Raw, http, request_bytes
 from tests.integration.test_jobs import ended, post, result, submit
+from tests.later import Later
 from tests.waiting import PATIENCE_S, until
+
+openai = Later("openai")
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
@@ -307,7 +309,9 @@ async def test_result_of_a_job_can_do_nothing_in_a_browser(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("as_url", [True, False])
 async def test_openai_client(app: App, as_url: bool) -> None:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         how: Any = "url" if as_url else "b64_json"
         made = await client.images.generate(model="m", prompt="a", n=2, size="512x512", response_format=how)
         edited = await client.images.edit(model="m", prompt="a", image=("a.png", PNG), response_format=how)

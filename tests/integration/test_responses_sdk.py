@@ -6,16 +6,17 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.waiting import PATIENCE_S
+
+openai = Later("openai")
 
 WEATHER: Any = {
     "type": "function",
@@ -44,26 +45,28 @@ async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> Asy
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
-async def test_a_response(client: AsyncOpenAI) -> None:
+async def test_a_response(client: openai.AsyncOpenAI) -> None:
     answer = await client.responses.create(model="alpha", input="hi", instructions="Be brief.", max_output_tokens=20)
     assert (answer.output_text, answer.status, answer.model) == (" alpha says hello", "completed", "alpha")
     assert answer.usage is not None and answer.usage.output_tokens == 4 and answer.usage.input_tokens > 4
     assert (answer.instructions, answer.max_output_tokens) == ("Be brief.", 20)
 
 
-async def test_a_stream(client: AsyncOpenAI) -> None:
+async def test_a_stream(client: openai.AsyncOpenAI) -> None:
     async with client.responses.stream(model="alpha", input=[{"role": "user", "content": "hi"}]) as stream:
         texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         answer = await stream.get_final_response()
     assert len(texts) > 1 and "".join(texts) == answer.output_text == " alpha says hello"
 
 
-async def test_an_answer_that_is_cut_says_so(client: AsyncOpenAI) -> None:
+async def test_an_answer_that_is_cut_says_so(client: openai.AsyncOpenAI) -> None:
     answer = await client.responses.create(model="alpha", input="hi", max_output_tokens=2)
     assert answer.status == "incomplete" and answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
@@ -71,7 +74,7 @@ async def test_an_answer_that_is_cut_says_so(client: AsyncOpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_is_called_and_its_result_is_sent_back(
-    client: AsyncOpenAI, journal: Journal, stream: bool
+    client: openai.AsyncOpenAI, journal: Journal, stream: bool
 ) -> None:
     said: list[Any] = [{"role": "user", "content": "tool:weather:Ulm"}]
     [call] = (await final(client, stream, model="told", input=said, tools=[WEATHER])).output
@@ -88,20 +91,20 @@ async def test_a_tool_is_called_and_its_result_is_sent_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_was_thought_is_an_item_of_its_own(client: AsyncOpenAI, stream: bool) -> None:
+async def test_what_was_thought_is_an_item_of_its_own(client: openai.AsyncOpenAI, stream: bool) -> None:
     answer = await final(client, stream, model="told", input="think:hard")
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     assert answer.output[0].content[0].text == "hard"
 
 
-async def final(client: AsyncOpenAI, stream: bool, **asked: Any) -> Any:
+async def final(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> Any:
     if not stream:
         return await client.responses.create(**asked)
     async with client.responses.stream(**asked) as events:
         return await events.get_final_response()
 
 
-async def test_what_would_be_stored_is_refused_by_name(client: AsyncOpenAI) -> None:
+async def test_what_would_be_stored_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="store"):
         await client.responses.create(model="alpha", input="hi", store=True)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -110,7 +113,7 @@ async def test_what_would_be_stored_is_refused_by_name(client: AsyncOpenAI) -> N
         await client.responses.create(model="nobody", input="hi")
 
 
-async def test_an_engine_that_is_lost_ends_a_stream_with_an_error(client: AsyncOpenAI) -> None:
+async def test_an_engine_that_is_lost_ends_a_stream_with_an_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APIError, match="engine"):
         async for _ in await client.responses.create(model="dies", input="hi", stream=True):
             pass

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, BadRequestError
 
 from greenroom.app import App
 from tests.harness import gateway, url
 from tests.integration.raw import http
+from tests.later import Later
 from tests.waiting import PATIENCE_S
+
+openai = Later("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,12 +40,14 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
-async def wav(client: AsyncOpenAI, text: str = TEXT, **more: Any) -> tuple[float, bytes]:
+async def wav(client: openai.AsyncOpenAI, text: str = TEXT, **more: Any) -> tuple[float, bytes]:
     """How long it speaks, and its samples."""
     answer = await client.audio.speech.create(
         model="voice", input=text, response_format="wav", **{"voice": "alloy", **more}
@@ -53,14 +57,14 @@ async def wav(client: AsyncOpenAI, text: str = TEXT, **more: Any) -> tuple[float
         return file.getnframes() / file.getframerate(), samples
 
 
-async def test_text_is_spoken_and_a_longer_one_takes_longer(client: AsyncOpenAI) -> None:
+async def test_text_is_spoken_and_a_longer_one_takes_longer(client: openai.AsyncOpenAI) -> None:
     short, _ = await wav(client, "Yes.")
     long, samples = await wav(client)
     assert 0.2 < short < long < 10
     assert len(set(samples)) > 100, "there is a sound in it"
 
 
-async def test_speed_and_voice_are_heard(client: AsyncOpenAI) -> None:
+async def test_speed_and_voice_are_heard(client: openai.AsyncOpenAI) -> None:
     usual, said = await wav(client)
     fast, _ = await wav(client, speed=2.0)
     slow, _ = await wav(client, speed=0.5)
@@ -68,7 +72,7 @@ async def test_speed_and_voice_are_heard(client: AsyncOpenAI) -> None:
     assert (await wav(client, voice="de"))[1] != said != (await wav(client, voice="nova"))[1]
 
 
-async def test_pcm_has_the_rate_that_clients_play_it_with(app: App, client: AsyncOpenAI) -> None:
+async def test_pcm_has_the_rate_that_clients_play_it_with(app: App, client: openai.AsyncOpenAI) -> None:
     length_s, _ = await wav(client)
     body = {"model": "voice", "input": TEXT, "voice": "alloy", "response_format": "pcm"}
     answer = await http(app, "POST", "/v1/audio/speech", body)
@@ -77,7 +81,7 @@ async def test_pcm_has_the_rate_that_clients_play_it_with(app: App, client: Asyn
     assert float(answer.headers["x-audio-seconds"]) == pytest.approx(length_s, abs=0.01)
 
 
-async def test_text_is_never_a_command(client: AsyncOpenAI) -> None:
+async def test_text_is_never_a_command(client: openai.AsyncOpenAI) -> None:
     for text in ("; touch /tmp/x", "--voices", "-w /etc/x", "$(id)", "日本語 \x00 é"):
         assert (await wav(client, text))[0] > 0
 
@@ -97,15 +101,15 @@ async def test_text_is_never_a_command(client: AsyncOpenAI) -> None:
     ],
 )
 async def test_wrong_input_is_refused_by_the_name_of_its_field(
-    client: AsyncOpenAI, wrong: dict[str, Any], param: str
+    client: openai.AsyncOpenAI, wrong: dict[str, Any], param: str
 ) -> None:
     asked: dict[str, Any] = {"voice": "alloy", "input": TEXT, "response_format": "wav"}
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as refused:
         await client.audio.speech.create(model="voice", **{**asked, **wrong})
     assert refused.value.param == param
 
 
-async def test_what_is_said_is_counted_in_seconds(app: App, client: AsyncOpenAI) -> None:
+async def test_what_is_said_is_counted_in_seconds(app: App, client: openai.AsyncOpenAI) -> None:
     before_s = await spoken_s(app)
     length_s, _ = await wav(client)
     assert await spoken_s(app) - before_s == pytest.approx(length_s, abs=0.01), "an answer's length is told in ms"
@@ -117,7 +121,7 @@ async def spoken_s(app: App) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in sums if 'route="speech"' in line)
 
 
-async def test_many_speak_at_once(client: AsyncOpenAI) -> None:
+async def test_many_speak_at_once(client: openai.AsyncOpenAI) -> None:
     said = await asyncio.gather(*(wav(client, f"Number {number}.") for number in range(6)))
     assert len({samples for _, samples in said}) == 6
 

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from tests.harness import gateway, url
 from tests.integration import orders
 from tests.integration.facts import at_rest, pids
 from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.later import Later
 from tests.models import tiny_ears
 from tests.sounds import FORM, form, heard, noise
 from tests.waiting import PATIENCE_S, until
+
+openai = Later("openai")
 
 # The package calls the models deprecated that OpenAI itself has.
 pytestmark = [
@@ -47,8 +49,10 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
@@ -64,7 +68,7 @@ async def sent(app: App, *files: bytes, path: str = TRANSCRIPTIONS, kind: str = 
 # --- the official client --------------------------------------------------------------------------------------------
 
 
-async def test_json_has_the_text_and_how_long_the_sound_was(client: AsyncOpenAI) -> None:
+async def test_json_has_the_text_and_how_long_the_sound_was(client: openai.AsyncOpenAI) -> None:
     answer = await client.audio.transcriptions.create(model="alpha", file=file())
     assert answer.text == SAID
     assert answer.usage is not None and answer.usage.type == "duration"
@@ -79,12 +83,12 @@ async def test_json_has_the_text_and_how_long_the_sound_was(client: AsyncOpenAI)
         ("vtt", "WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nalpha\n\n"),
     ],
 )
-async def test_formats_that_are_plain_text(client: AsyncOpenAI, format: Any, said: str) -> None:
+async def test_formats_that_are_plain_text(client: openai.AsyncOpenAI, format: Any, said: str) -> None:
     answer: Any = await client.audio.transcriptions.create(model="alpha", file=file(), response_format=format)
     assert isinstance(answer, str) and answer.startswith(said)
 
 
-async def test_verbose_json_has_segments_or_words_as_asked(client: AsyncOpenAI) -> None:
+async def test_verbose_json_has_segments_or_words_as_asked(client: openai.AsyncOpenAI) -> None:
     told = await client.audio.transcriptions.create(
         model="alpha", file=file(), response_format="verbose_json", prompt="Names: alpha.", temperature=0.2
     )
@@ -99,7 +103,7 @@ async def test_verbose_json_has_segments_or_words_as_asked(client: AsyncOpenAI) 
     assert all(0 <= word.start <= word.end <= SOUND_S for word in worded.words or ())
 
 
-async def test_stream_tells_each_segment_and_then_all(client: AsyncOpenAI) -> None:
+async def test_stream_tells_each_segment_and_then_all(client: openai.AsyncOpenAI) -> None:
     events = [
         event async for event in await client.audio.transcriptions.create(model="alpha", file=file(), stream=True)
     ]
@@ -109,14 +113,14 @@ async def test_stream_tells_each_segment_and_then_all(client: AsyncOpenAI) -> No
     assert done.type == "transcript.text.done" and done.text == SAID
 
 
-async def test_translation(client: AsyncOpenAI) -> None:
+async def test_translation(client: openai.AsyncOpenAI) -> None:
     assert (await client.audio.translations.create(model="alpha", file=file())).text == SAID
     told = await client.audio.translations.create(model="alpha", file=file(), response_format="verbose_json")
     assert told.language == "english"
     assert [segment.text for segment in told.segments or ()] == [" alpha", " speaks"] * 2
 
 
-async def test_voices_are_looked_for_where_asked(client: AsyncOpenAI) -> None:
+async def test_voices_are_looked_for_where_asked(client: openai.AsyncOpenAI) -> None:
     """Nobody speaks in noise."""
     answer = await client.audio.transcriptions.create(model="alpha", file=file(), extra_body={"vad_filter": True})
     assert answer.text == ""

@@ -14,12 +14,14 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from openai import OpenAI
 
 from tests.harness import PATIENCE_S, left_behind
+from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
+
+openai = Later("openai")
 
 PROGRAM = [sys.executable, "-m", "greenroom"]
 
@@ -86,7 +88,7 @@ def hub() -> Iterator[StandinHub]:
         yield hub
 
 
-def said_by(client: OpenAI, model: str) -> str:
+def said_by(client: openai.OpenAI, model: str) -> str:
     answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=8)
     assert answer.model == model
     return answer.choices[0].message.content or ""
@@ -100,7 +102,7 @@ def test_an_empty_folder_a_pull_and_answers_by_every_name(tmp_path: Path, hub: S
         assert [one["id"] for one in gate.get("/v1/models")["data"]] == ["org/pair-GGUF"]
         assert "org/pair-GGUF" in gate.run("models")
         (path,) = gate.models.glob("models--org--pair-GGUF/snapshots/*/pair-Q4_K_M.gguf")
-        with OpenAI(base_url=f"{gate.url}/v1", api_key="none") as client:
+        with openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none") as client:
             for name in ("org/pair-GGUF", "org/pair-GGUF:Q4_K_M", str(path), str(path.relative_to(gate.models))):
                 assert "alpha says" in said_by(client, name), name
         assert "org/pair-GGUF" in gate.run("ps")
@@ -120,7 +122,7 @@ def test_a_load_fetches_what_is_not_there_and_is_polled_until_it_is_done(tmp_pat
                 break
             time.sleep(0.5)
         assert (said["status"], said["modelId"], said["error"]) == ("completed", "org/single", None)
-        with OpenAI(base_url=f"{gate.url}/v1", api_key="none") as client:
+        with openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none") as client:
             assert "beta says" in said_by(client, "org/single")
         task = gate.post("/v1/models/load", {"modelId": "org/nothing"})["taskId"]
         until_now(lambda: gate.get(f"/v1/models/load/{task}")["status"] == "failed", gate.log.read_text)

@@ -8,17 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
 from tests.harness import fake, gateway, url, write_config
 from tests.integration.raw import CHAT, asking, chat, http
+from tests.later import Later
 from tests.standin_provider import KEY, Provider, provider
 from tests.waiting import PATIENCE_S, until
+
+openai = Later("openai")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 JSON = "content-type: application/json\r\n"
@@ -37,8 +38,8 @@ def cloud(**keys: Any) -> dict[str, Any]:
     return {"engine": "remote", "remote": "acme", "use_model_name": "acme-large", **keys}
 
 
-def client_of(app: App, key: str = "none") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=url(app) + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+def client_of(app: App, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url(app) + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 async def test_the_openai_client_talks_to_a_remote_model_whole_and_as_a_stream(there: Provider, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import jsonschema_rs
 import pytest
-import schemathesis
 
 from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
@@ -20,8 +19,11 @@ from greenroom.server.inference.body import model_options
 from greenroom.server.inference.body.peek import BUDGET_S, CLIENT_ID, KEEP_ALIVE, KEEP_ALIVE_S, PRIORITY
 from greenroom.server.inference.our_headers import OUR_HEADERS
 from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES
+from tests.later import Later
 from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model
 from tests.waiting import until
+
+schemathesis = Later("schemathesis")
 
 
 def _gateway(**server: Any) -> FakeGateway:
