@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import signal
@@ -69,6 +70,8 @@ async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
 
 
 async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: Signals) -> int:
+    # What a start makes stays: there is no garbage to look for.
+    gc.disable()
     from greenroom.app import App
 
     try:
@@ -78,6 +81,8 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
     except asyncio.CancelledError:
         # A signal came before the gateway had started.
         return ExitStatus.OK
+    finally:
+        gc.enable()
     signals.app = app
     try:
         greet(app)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+from greenroom.config.described import descriptions
 from greenroom.config.reader import plain
 from greenroom.config.schema import (
     ApiKey,
@@ -188,16 +189,17 @@ OTHER_MODELS: tuple[tuple[tuple[str, dict[str, Any]], frozenset[str], str], ...]
 def example() -> str:
     """The whole file. It loads without changes."""
     parts = [HEAD]
+    sentences = descriptions(Config)
     for name, field in Config.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             parts.append("\n".join([*_comment(kind.__doc__), f"{name}:", *_indented(_options(kind))]))
         elif name == "models":
-            parts.append("\n".join([*_comment(field.description), "models:", *_indented(_models())]))
+            parts.append("\n".join([*_comment(sentences[name]), "models:", *_indented(_models())]))
         elif name == "remotes":
-            parts.append("\n".join([*_comment(field.description), "remotes:", *_indented(_remotes())]))
+            parts.append("\n".join([*_comment(sentences[name]), "remotes:", *_indented(_remotes())]))
         else:
-            parts.append("\n".join(_option(name, field.description, field.default)))
+            parts.append("\n".join(_option(name, sentences.get(name), field.default)))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -211,7 +213,7 @@ def said(value: object) -> str:
 
 def _options(section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        yield from _option(name, field.description, field.default)
+        yield from _option(name, descriptions(section).get(name), field.default)
 
 
 def _option(name: str, sentence: str | None, value: object) -> Iterator[str]:
@@ -233,14 +235,14 @@ def _companies() -> Iterator[str]:
         lines = [line for key, value in sample.items() for line in _told(section, key, value)]
         for name in reversed(below):
             lines = [f"{name}:", *_indented(iter(lines))]
-        lines = [*_comment(Company.model_fields[way].description), f"{way}:", *_indented(iter(lines))]
+        lines = [*_comment(descriptions(Company)[way]), f"{way}:", *_indented(iter(lines))]
         yield from _as_comment([FOR_EXAMPLE, "company:", *_indented(iter(lines))])
         # An empty line keeps the two apart.
         yield ""
 
 
 def _told(section: type[Section], key: str, value: object) -> list[str]:
-    return [*_comment(section.model_fields[key].description), f"{key}: {said(value)}"]
+    return [*_comment(descriptions(section).get(key)), f"{key}: {said(value)}"]
 
 
 def _items(name: str) -> Iterator[str]:
@@ -250,7 +252,7 @@ def _items(name: str) -> Iterator[str]:
         start = "  - "
         for key, value in item.items():
             if key not in told:
-                yield from (f"    {line}" for line in _comment(section.model_fields[key].description))
+                yield from (f"    {line}" for line in _comment(descriptions(section).get(key)))
             told.add(key)
             yield f"{start}{key}: {said(value)}"
             start = "    "
@@ -273,14 +275,14 @@ def _remotes() -> Iterator[str]:
     name, given = REMOTE
     yield f"{name}:"
     for key, field in Remote.model_fields.items():
-        yield from _indented(_option(key, field.description, given.get(key, field.default)))
+        yield from _indented(_option(key, descriptions(Remote).get(key), given.get(key, field.default)))
 
 
 def _model(name: str, given: Mapping[str, str], keys: list[str]) -> Iterator[str]:
     yield f"{name}:"
     for key in keys:
-        field = Model.model_fields[key]
-        yield from _indented(_option(key, field.description, given.get(key, field.default)))
+        default = Model.model_fields[key].default
+        yield from _indented(_option(key, descriptions(Model).get(key), given.get(key, default)))
 
 
 def _comment(sentence: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from greenroom.config.described import descriptions
 from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
 from greenroom.config.environment import TABLE
 from greenroom.config.example import example, said
@@ -142,7 +143,13 @@ def _rows(section: type[Section], prefix: str, keys: list[str]) -> Iterator[str]
         field = section.model_fields[key]
         default = "needed" if field.is_required() else "" if field.default is None else f"`{said(field.default)}`"
         kind = _kind(schema["properties"][key], schema.get("$defs", {}))
-        cells = (f"`{key}`", kind, default, _on_reload(prefix, key), " ".join((field.description or "").split()))
+        cells = (
+            f"`{key}`",
+            kind,
+            default,
+            _on_reload(prefix, key),
+            " ".join(descriptions(section).get(key, "").split()),
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from greenroom.config.described import Described
 from greenroom.config.reader import Problem, Where
 
 # One part of a path, without percent-encoding.
@@ -277,10 +278,10 @@ PublicUrl = Annotated[
 ]
 
 
-class Section(BaseModel):
+class Section(Described):
     """A part of the file. Unknown keys are refused: a typo must not silently become a default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 STORE_SCHEMES: Final = ("redis://", "rediss://", "unix://")

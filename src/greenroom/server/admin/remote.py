@@ -6,8 +6,9 @@ Neither tells anything of a provider's key.
 from __future__ import annotations
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, StrictBool
+from pydantic import ConfigDict, StrictBool
 
+from greenroom.config.described import Described
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 
@@ -20,8 +21,8 @@ class RuntimeConfig(View):
     """Whether a request for a task may fall to a remote model that is not the first of its candidates."""
 
 
-class RuntimeConfigChange(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class RuntimeConfigChange(Described):
+    model_config = ConfigDict(extra="forbid")
 
     allowCloudFallback: StrictBool  # noqa: N815
     """As in the answer."""

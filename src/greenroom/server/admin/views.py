@@ -8,8 +8,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
+from greenroom.config.described import Described
 from greenroom.tenancy.tenants import parse_priority
 
 Tier = Literal["ready", "asleep", "cold"]
@@ -34,8 +35,8 @@ class StatusWord(StrEnum):
     FAILED = "failed"
 
 
-class View(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class View(Described):
+    model_config = ConfigDict(frozen=True)
 
 
 # --- /v1/models -----------------------------------------------------------------------------------------------------
@@ -397,8 +398,8 @@ class LogLines(View):
 # --- orders ---------------------------------------------------------------------------------------------------------
 
 
-class Order(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class Order(Described):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class GovernedOrder(Order):

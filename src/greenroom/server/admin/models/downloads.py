@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.config.described import Described
 from greenroom.errors import NotFound, shown
 from greenroom.library.orders import PATTERNS_MAX, read_order
 from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts, Downloads
@@ -69,8 +70,8 @@ class DownloadedFile(BaseModel):
     total_bytes: int | None = None
 
 
-class DownloadView(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class DownloadView(Described):
+    model_config = ConfigDict(frozen=True)
 
     job_id: str
     status: Status

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.errors import ShuttingDown
@@ -89,8 +90,8 @@ class LoadTaken(BaseModel):
     """Seconds, by how long it took before."""
 
 
-class LoadView(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class LoadView(Described):
+    model_config = ConfigDict(frozen=True)
 
     taskId: str  # noqa: N815
     status: Status
@@ -118,8 +119,8 @@ class UnloadView(BaseModel):
     kvCacheFlushed: bool  # noqa: N815
 
 
-class MoveResult(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class MoveResult(Described):
+    model_config = ConfigDict(frozen=True)
 
     gpu_mib: int
     """What a load took of GPUs, or what an unload freed."""
@@ -131,10 +132,10 @@ class OperationFault(BaseModel):
     message: str
 
 
-class OperationView(BaseModel):
+class OperationView(Described):
     """A row of the table of operations."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
     id: str
     """`taskId` or `job_id` where its own route tells more of it."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, ModelNotFound
@@ -61,8 +62,8 @@ class RollbackAsked(GovernedOrder):
     """The number of a version that is kept; the last one before the current when not given."""
 
 
-class UpdateView(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+class UpdateView(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     taskId: str  # noqa: N815
     status: Literal["updating", "completed", "failed"]
@@ -79,8 +80,8 @@ class UpdateView(BaseModel):
     errorCode: str | None = None  # noqa: N815
 
 
-class Desired(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+class Desired(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     model_repo_id: str
     revision: str | None = None
@@ -93,8 +94,8 @@ class UpdateFault(BaseModel):
     message: str
 
 
-class ServedVersion(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+class ServedVersion(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     model: str
     model_version: int | None

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from greenroom.config.described import Described
 from greenroom.errors import (
     BadRequest,
     GreenroomError,
@@ -57,8 +58,8 @@ class JobError(BaseModel):
     message: str
 
 
-class JobView(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+class JobView(Described):
+    model_config = ConfigDict(frozen=True)
 
     id: str
     object: Literal["job"] = "job"
