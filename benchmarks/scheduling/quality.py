@@ -6,6 +6,8 @@ goals: a starved model, priority classes, a flooding tenant, kept cases, and tha
 
     python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals grid,starved,classes,flood,cases,more]
     python -m benchmarks.scheduling.quality --goals grid --family bursty,users --cells 100
+    python -m benchmarks.scheduling.quality --goals grid --save     # 900 cells: about an hour of one core
+    python -m benchmarks.scheduling.quality --goals more --save     # 2,000 pairs: about ten minutes of one core
     python -m benchmarks.scheduling.quality --cell 'steady#3' --cell dominant --cell 'more#12' --policy default,strict
 
 `--policy` names the policies that are judged: built-in, `strict` or `clairvoyant` (references), or `module:class`.
@@ -72,6 +74,7 @@ class Bench:
         self.grid_seeds = options.seeds or 1
         self.cells = options.cells or self.extent.cells
         self.pairs = options.pairs or self.extent.pairs
+        self.jobs: int | None = options.jobs or None
         self.policies: list[str] = options.policy.split(",")
         self.traces = {trace_name(path): path for path in options.traces}
         self.families: list[str] = options.family.split(",") if options.family else [*FAMILIES, *self.traces]
@@ -79,7 +82,7 @@ class Bench:
         self.figures: dict[str, Any] = {}
 
     def run(self, cells: Iterable[Cell], what: str, seeds: int, beside: tuple[str, ...] = (FIFO,)) -> None:
-        run_all(over(cells, (*self.policies, *beside), seeds), self.results, what)
+        run_all(over(cells, (*self.policies, *beside), seeds), self.results, what, self.jobs)
 
     def goals(self, wanted: Iterable[str]) -> list[Goal]:
         computed: dict[str, Callable[[], list[Goal]]] = {
@@ -140,7 +143,7 @@ class Bench:
     def _classes(self) -> list[Goal]:
         extent = self.extent
         bases = [goal_cell("classes", count, swap_s) for count, swap_s in product(extent.class_slots, extent.swaps_s)]
-        loaded = all_stretched(bases, UNDER_LOAD, extent.busy_steps)
+        loaded = all_stretched(bases, UNDER_LOAD, extent.busy_steps, self.jobs)
         cells = loaded + [overloaded(cell) for cell in loaded]
         self.run(cells, "classes", self.seeds)
         show_cells(self.results, cells)
@@ -192,6 +195,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=0, help="cells of each family")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of the goal `more`")
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=0, help="processes; one for each core if not given")
     parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
     parser.add_argument("--policy", default="default", help="the policies that are judged")
     options = parser.parse_args()

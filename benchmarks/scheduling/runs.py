@@ -1,11 +1,12 @@
-"""Runs many cells on all cores, with a progress bar, and keeps their figures.
+"""Runs many cells on all cores, and keeps their figures.
 
-Every cell is run once, however many goals need it.
+Every cell is run once, however many goals need it. A terminal shows a progress bar, a file gets a line now and then.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -26,6 +27,8 @@ _COLUMNS = (
 )
 # With a green room a decision has more to choose from, and costs so many times as much.
 GREEN_ROOM_TIMES = 3
+# How often a line tells what is done, where no terminal shows it.
+LINE_EVERY_S = 15.0
 
 Task = TypeVar("Task")
 Found = TypeVar("Found")
@@ -57,10 +60,10 @@ def over(cells: Iterable[Cell], policies: Sequence[str], seeds: int) -> list[Cel
     return [replace(cell, policy=policy, seed=seed) for cell in cells for policy in policies for seed in range(seeds)]
 
 
-def run_all(cells: Iterable[Cell], results: Results, what: str) -> None:
+def run_all(cells: Iterable[Cell], results: Results, what: str, jobs: int | None = None) -> None:
     """Run the cells that were not run yet. The slowest go first, so that no core idles at the end."""
     todo = sorted(results.lacks(cells), key=_cost, reverse=True)
-    for cell, figures in zip(todo, each(run_cell, todo, what), strict=True):
+    for cell, figures in zip(todo, each(run_cell, todo, what, jobs), strict=True):
         results.add(cell, figures)
 
 
@@ -71,18 +74,25 @@ def _cost(cell: Cell) -> float:
     return cell.traffic.expected * len(machine.models_mib) * times
 
 
-def all_stretched(cells: Sequence[Cell], occupied: float, steps: int) -> list[Cell]:
+def all_stretched(cells: Sequence[Cell], occupied: float, steps: int, jobs: int | None = None) -> list[Cell]:
     """Each of these cells at the stretch that makes it that busy under collating FIFO."""
-    return each(stretch_for, cells, f"looking for {occupied:.0%} busy", occupied, steps)
+    return each(stretch_for, cells, f"looking for {occupied:.0%} busy", jobs, occupied, steps)
 
 
-def each(work: Callable[..., Found], tasks: Sequence[Task], what: str, *details: object) -> list[Found]:
-    """The work done on each task, in the order of the tasks."""
-    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress, ProcessPoolExecutor(os.cpu_count()) as pool:
+def each(
+    work: Callable[..., Found], tasks: Sequence[Task], what: str, jobs: int | None = None, *details: object
+) -> list[Found]:
+    """The work done on each task, in the order of the tasks; by so many processes, or by one for each core."""
+    console, began = Console(stderr=True), time.monotonic()
+    told_at = began
+    with Progress(*_COLUMNS, console=console) as progress, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
         bar = progress.add_task(what, total=len(tasks))
         futures = {pool.submit(work, task, *details): place for place, task in enumerate(tasks)}
         found: dict[int, Found] = {}
         for future in as_completed(futures):
             found[futures[future]] = future.result()
             progress.advance(bar)
+            if not console.is_terminal and (now := time.monotonic()) >= told_at + LINE_EVERY_S:
+                told_at = now
+                console.print(f"{what}: {len(found):,} of {len(tasks):,} after {now - began:.0f} s")
     return [found[place] for place in range(len(tasks))]
