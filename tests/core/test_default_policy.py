@@ -39,9 +39,9 @@ def queue(*arrived: float, priority: int = 1, tenant: str = "", swap_s: float = 
     return result
 
 
-def flooded(oldest: float, aged_from: float) -> Queue:
+def flooded(oldest: float, aged_from: float, priority: int = 1) -> Queue:
     """The queue of a tenant that asked too fast: its next request came then, but counts as if it had come later."""
-    result = queue(oldest, oldest, tenant="flood")
+    result = queue(oldest, oldest, priority=priority, tenant="flood")
     accounts = Accounts()
     accounts.settle(TenantId("flood"), used_s=1e6, estimate_s=0.0)
     result.remove(result.heads()[0], accounts, served_at=aged_from)
@@ -182,7 +182,14 @@ def test_a_queue_of_a_higher_class_than_the_last_request_closes_a_resident_at_it
     for priority, above in ((1, 5.0), (0, DUE_S)):
         one = resident(priority=priority, queue=None)
         assert POLICY.takes_at(queue(50.0, priority=0), one, 51.0) == 50.0 + above
-    assert POLICY.takes_at(queue(50.0, priority=0), resident(queue=own), 51.0) == 55.0, "whatever waits for it"
+    assert POLICY.takes_at(queue(50.0, priority=0), resident(queue=own), 51.0) == 55.0, "whatever less urgent waits"
+
+
+def test_a_resident_is_as_urgent_as_its_most_urgent_waiter() -> None:
+    """Otherwise models with requests of several classes would close each other after every request under overload."""
+    now, one = 100 * DUE_S, resident(priority=1, owes=3, service_s=1.0, queue=queue(60.0, priority=0))
+    assert POLICY.takes_at(queue(50.0, priority=0), one, 70.0) == 50.0 + DUE_S
+    assert POLICY.takes_at(queue(50.0, priority=0), one, now) == now + 3.0, "those that waited have their turn first"
 
 
 def test_a_preload_never_closes_a_busy_resident() -> None:
@@ -264,6 +271,19 @@ def test_a_tenant_floods_when_its_next_request_counts_as_younger_by_more_than_th
 def test_a_tenant_cannot_use_its_own_flood_to_close_a_resident_sooner() -> None:
     now = 500.0
     assert not is_taken(queue(now - AWAY_S, tenant="flood"), resident(queue=flooded(400.0, now)), now)
+
+
+def test_a_flood_of_a_higher_class_delays_others_by_a_lift_for_each_step() -> None:
+    """As in the queue of one model, where a class counts as so much age."""
+    floods = resident(priority=0, queue=flooded(400.0, 500.0, priority=0))
+    for priority, step_s in ((0, 0.0), (1, LIFT_S), (2, 2 * LIFT_S)):
+        cold = queue(450.0, priority=priority, tenant="other")
+        assert POLICY.takes_at(cold, floods, 500.0) == 450.0 + step_s + AWAY_S - 1.0
+
+
+def test_a_flood_delays_others_no_longer_than_any_other_traffic() -> None:
+    floods = resident(priority=-9, queue=flooded(400.0, 500.0, priority=-9))
+    assert POLICY.takes_at(queue(450.0, tenant="other"), floods, 500.0) == 450.0 + DUE_S
 
 
 # --- worth ----------------------------------------------------------------------------------------------------------

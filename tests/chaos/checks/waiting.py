@@ -23,12 +23,16 @@ Flow = tuple[ModelId, TenantId, int]
 
 @dataclass(slots=True)
 class Visit:
-    """A model's stay on a device: since when, until when, and how many waited for it when it came."""
+    """A model's stay on a device: since when, until when, and how many waited for it when it came.
+
+    `is_cut`: some of these still waited when it left for a request that is more urgent than all of them.
+    """
 
     model: ModelId
     ready_at: float
     waiting: int
     left_at: float = float("inf")
+    is_cut: bool = False
 
 
 @dataclass(slots=True)
@@ -45,7 +49,8 @@ class Away:
 class WaitingBound(Check):
     """A model that is waited for comes within due + visits: once it is due, each other model comes at most once more.
 
-    Each of these visits serves as many as waited when it began, and ends.
+    Each of these visits serves as many as waited when it began, and ends. One that a higher class cut short may be
+    repeated.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -87,6 +92,16 @@ class WaitingBound(Check):
         if move.kind not in ARRIVING and move.slot in self._visit_of:
             visit = self._visit_of.pop(move.slot)
             visit.left_at = self._left_at[visit.model] = self._now
+            visit.is_cut = self._is_outranked(visit)
+
+    def _is_outranked(self, visit: Visit) -> bool:
+        owed, others = [], []
+        for arrived, (model, _, priority) in self._arrived.values():
+            if model != visit.model:
+                others.append(priority)
+            elif arrived <= visit.ready_at:
+                owed.append(priority)
+        return bool(owed and others) and min(others) < min(owed)
 
     def move_done(self, event: ev.MoveDone) -> None:
         move = self._moves.pop(event.move)
@@ -127,7 +142,7 @@ class WaitingBound(Check):
             for visit in self._visits
             if visit.model != one.model and due_at < visit.left_at and visit.ready_at < one.ready_at
         ]
-        came = [visit.model for visit in others if visit.ready_at > due_at + self._turn_s(0)]
+        came = [visit.model for visit in others if visit.ready_at > due_at + self._turn_s(0) and not visit.is_cut]
         again = {model for model in came if came.count(model) > 1}
         bound_s = self._turn_s(0) + sum(self._turn_s(visit.waiting) for visit in others)
         if again or one.ready_at > due_at + bound_s:

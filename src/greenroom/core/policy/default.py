@@ -60,21 +60,26 @@ class BoundedFirstCome:
         """
         if not resident.is_busy:
             return now
-        if queue.priorities.first < resident.priority:
+        own = resident.queue
+        # As urgent as its last request, or as its most urgent waiter: these would have to wait just like the others.
+        urgency = resident.priority if own is None else min(resident.priority, own.priorities.first)
+        steps = queue.priorities.first - urgency
+        if steps < 0:
             return queue.deadline_at
         away_s = resident.drain_s + queue.swap_s + queue.service_s + resident.reload_s
-        own = resident.queue
-        if own is not None and own.tenants.keys().isdisjoint(queue.tenants) and own.aged_from - own.oldest > away_s:
-            # More waits there than a tenant may ask for, and it has nothing to gain here: each has half of the time.
-            # While it drains, it still serves its own.
-            return queue.oldest + away_s - resident.drain_s
         latest_s = away_s / self._limits.away_share
         if self._limits.wait_max_s is not None:
             latest_s = min(latest_s, self._limits.wait_max_s - IN_TIME * (resident.drain_s + queue.swap_s))
         due_at = max(queue.deadline_at, min(queue.oldest + latest_s, _outweighs_at(queue, resident, away_s)))
-        if own is None or not resident.owes:
+        if own is None:
             return due_at
-        return max(due_at, now + max(resident.owes * resident.service_s / resident.at_once, _MOMENT_S))
+        if resident.owes:
+            due_at = max(due_at, now + max(resident.owes * resident.service_s / resident.at_once, _MOMENT_S))
+        if own.tenants.keys().isdisjoint(queue.tenants) and own.aged_from - own.oldest > away_s:
+            # More waits there than a tenant may ask for, and it has nothing to gain here: each has half of the time.
+            # While it drains, it still serves its own.
+            due_at = min(due_at, queue.oldest + steps * self._limits.lift_s + away_s - resident.drain_s)
+        return due_at
 
     # --- worth ----------------------------------------------------------------------------------------------------
 
