@@ -21,22 +21,29 @@ HELD_BYTES_MAX: Final = 64 * 1024
 class WriteBatch:
     """The writes of many connections. Belongs to one event loop."""
 
-    __slots__ = ("_is_due", "_writers")
+    __slots__ = ("_count", "_was_lone", "_writers")
 
     def __init__(self) -> None:
         self._writers: list[Writer] = []
-        self._is_due = False
+        # How many wrote in this turn, and whether no more than one did in the turn before.
+        self._count = 0
+        self._was_lone = True
 
     def add(self, writer: Writer) -> None:
-        self._writers.append(writer)
-        if not self._is_due:
-            self._is_due = True
+        self._count += 1
+        if self._count == 1:
             asyncio.get_running_loop().call_soon(self._end_turn)
-        elif len(self._writers) >= WRITERS_MAX:
+            if self._was_lone:
+                # There is little to do: it need not wait for others that will not come.
+                writer.flush()
+                return
+        self._writers.append(writer)
+        if len(self._writers) >= WRITERS_MAX:
             self._flush()
 
     def _end_turn(self) -> None:
-        self._is_due = False
+        self._was_lone = self._count == 1
+        self._count = 0
         self._flush()
 
     def _flush(self) -> None:
@@ -71,5 +78,11 @@ class Writer:
     def flush(self) -> None:
         """Write what is held, now."""
         data, self._held = self._held, b""
-        if data and not self._transport.is_closing():
+        if not data:
+            return
+        try:
             self._transport.write(data)
+        except RuntimeError:
+            # So says uvloop of a transport that is closed, and was not asked whether it is, which costs more.
+            if not self._transport.is_closing():
+                raise
