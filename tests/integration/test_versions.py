@@ -130,6 +130,14 @@ async def test_a_version_that_cannot_be_served_changes_nothing(tmp_path: Path, w
         assert (now["model_version"], now["error"], now["desired"]) == (2, None, None)
 
 
+async def test_a_path_has_no_revisions(tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
+        order = {"model_repo_id": weights(tmp_path, "bravo"), "revision": "step-1200"}
+        refused = await http(app, "POST", "/update-model?wait=true", order)
+        assert (refused.status, refused.error["param"]) == (400, "revision")
+        assert (await version(app))["model_version"] == 1
+
+
 async def test_a_warm_up_that_says_nothing_or_too_late_changes_nothing(tmp_path: Path) -> None:
     served = models(tmp_path, warm_up_timeout_s=0.001)
     async with gateway(tmp_path, served, **options(tmp_path)) as app:

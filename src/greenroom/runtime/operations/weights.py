@@ -67,6 +67,11 @@ class Weights:
         if path is not None:
             await self._library.refresh()
             commit = self._commit_at(path, model)
+            if order.revision not in (None, commit):
+                raise BadRequest(
+                    f"{shown(name)} is a path, which has no revisions; `revision` is for repositories of the hub.",
+                    param="revision",
+                )
             return FoundWeights(path, name, commit, await self._used(path))
         if name.startswith(("/", "./", "../", "~")):
             raise PathNotFound(
