@@ -12,13 +12,15 @@ from greenroom.sim.records import SimCall
 from greenroom.sim.workloads import Draw
 from greenroom.sim.world import World
 from tests.chaos.fault_plan import FaultCounts
-from tests.chaos.scenario import Scenario, Traffic
+from tests.chaos.scenario import Scenario, Task, Traffic
 
 
 class Callers:
     def __init__(self, scenario: Scenario, counts: FaultCounts) -> None:
         self._traffic: Traffic = scenario.traffic
         self._random = Random(f"{scenario.seed}:callers")
+        # Of its own, so that nothing else is drawn differently where there are tasks.
+        self._tasks = Random(f"{scenario.seed}:asked tasks")
         self._counts = counts
         self._models = Draw({str(model): weight for model, weight in self._traffic.weights.items()})
         self._tenants = Draw({str(tenant): weight for tenant, weight in self._traffic.tenants.items()})
@@ -46,7 +48,7 @@ class Callers:
 
     def _come(self, world: World) -> None:
         for _ in range(min(self.left, self._random.randint(1, 2 * self._traffic.burst - 1))):
-            self._arrive(world, self._candidates(world))
+            self._arrive(world, self._candidates(world), self._task())
         self._come_later(world)
 
     def _candidates(self, world: World) -> tuple[ModelId, ...]:
@@ -56,11 +58,15 @@ class Callers:
             return (first,)
         return tuple(dict.fromkeys((first, ModelId(self._models.one(self._random)))))
 
-    def _arrive(self, world: World, candidates: tuple[ModelId, ...]) -> None:
+    def _task(self) -> Task | None:
+        is_one = self._traffic.tasks and self._tasks.random() < self._traffic.tasked
+        return self._tasks.choice(self._traffic.tasks) if is_one else None
+
+    def _arrive(self, world: World, candidates: tuple[ModelId, ...], task: Task | None) -> None:
         random, traffic = self._random, self._traffic
         self.left -= 1
         call = world.arrive(
-            candidates,
+            candidates if task is None else task.candidates,
             1 + int(random.expovariate(1.0 / traffic.prompt_len)),
             1 + int(random.expovariate(1.0 / traffic.output_len)),
             TenantId(self._tenants.one(random)),
@@ -68,6 +74,7 @@ class Callers:
             patience_s=self._drawn(traffic.impatient, 4.0),
             budget_s=self._drawn(traffic.budgeted, 6.0),
             keep_alive_s=random.choice(traffic.stays_s) if random.random() < traffic.keeping else None,
+            choice=None if task is None else task.choice,
         )
         if random.random() < traffic.leaving:
             # At once, while its model loads, or in the middle of the answer.

@@ -12,7 +12,7 @@ from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome
 from greenroom.sim.hooks import Ending, MoveFate, ServeFate
 from greenroom.sim.records import SimCall
 from greenroom.sim.world import World
-from tests.chaos.scenario import HOST, Scenario
+from tests.chaos.scenario import HOST, REMOTE, Scenario
 
 # A hang ends at the time limit of the move.
 HANG_MAX_S = 40.0
@@ -49,6 +49,7 @@ class FaultPlan:
         # Of its own, so that nothing else is drawn differently where copies are folded.
         self._folding = Random(f"{scenario.seed}:folded")
         self._folded = scenario.folded
+        self._busy = Random(f"{scenario.seed}:busy")
         # What the copy of each slot takes of the host, told whenever it has gone to sleep.
         self._copies: dict[SlotId, int] = {}
         self._counts = counts
@@ -127,6 +128,10 @@ class FaultPlan:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
+        could_fall = REMOTE in call.candidates and call.model != REMOTE and not self._is_over
+        if could_fall and self._busy.random() < self._odds.busy:
+            self._counts.count("engine_is_busy")
+            return ServeFate(Ending.BUSY, 0.0)
         if self._is_over or self._random.random() >= self._odds.answer:
             return None
         kind = self._random.choice(ANSWERS)

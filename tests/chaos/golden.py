@@ -162,7 +162,7 @@ def workload_hash(name: str) -> str:
 
 def fault_hash(seed: str) -> str:
     """One fault seed, without the checkers that judge it."""
-    golden, one = Golden(), Play(draw_scenario(int(seed), exclusives=False), hashed=True)
+    golden, one = Golden(), Play(draw_scenario(int(seed), exclusives=False, tasks=False), hashed=True)
     one.checkers, one._hash = Checkers([]), golden  # type: ignore[assignment]
     begun = one._begun
 

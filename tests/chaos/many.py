@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from tests.chaos.play import Failure, Played, play
+from tests.chaos.play import Failure, Play, Played, play
+from tests.chaos.scenario import draw_task_storm
 
 # How many seeds a process is given at a time: few, because they take very different times.
 CHUNK = 2
@@ -62,8 +63,19 @@ def outcome(seed: int, versions: bool = False) -> Played | Failure:
         return failure
 
 
-def play_many(seeds: Iterable[int], jobs: int | None = None, versions: bool = False) -> Iterator[Played | Failure]:
+def task_storm_outcome(seed: int) -> Played | Failure:
+    """What comes of one short storm in which callers ask for tasks."""
+    try:
+        return Play(draw_task_storm(seed)).to_the_end()
+    except Failure as failure:
+        return failure
+
+
+def play_many(
+    seeds: Iterable[int], jobs: int | None = None, versions: bool = False, task_storms: bool = False
+) -> Iterator[Played | Failure]:
     """Play these seeds on so many processes, all cores by default, each outcome as soon as it is there."""
+    one = task_storm_outcome if task_storms else partial(outcome, versions=versions)
     # Started afresh, so that nothing of this process, threads and test doubles included, is inherited.
     with get_context("spawn").Pool(jobs or os.cpu_count() or 1) as pool:
-        yield from pool.imap_unordered(partial(outcome, versions=versions), seeds, CHUNK)
+        yield from pool.imap_unordered(one, seeds, CHUNK)

@@ -84,10 +84,15 @@ class Recent:
 
 
 def play(
-    seed: int, hashed: bool = False, folding: bool = True, exclusives: bool = True, versions: bool = False
+    seed: int,
+    hashed: bool = False,
+    folding: bool = True,
+    exclusives: bool = True,
+    tasks: bool = True,
+    versions: bool = False,
 ) -> Played:
     """Play this seed to its end; with `versions`, models are updated meanwhile. Raises Failure."""
-    return Play(draw_scenario(seed, folding, exclusives), hashed, versions).to_the_end()
+    return Play(draw_scenario(seed, folding, exclusives, tasks and not versions), hashed, versions).to_the_end()
 
 
 class Play:

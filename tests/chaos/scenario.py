@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
-from greenroom.core.events import Limits
+from greenroom.core.events import Choice, Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, TenantId
 from greenroom.core.policy.coresidency import Group, Rules
 from greenroom.core.policy.matrix import Matrix
 from greenroom.sim.config import SimConfig, SimModel, Timings
 
 HOST = DeviceId("host")
+REMOTE = ModelId("remote")
 # The longest that an idle model stays, unless it stays for good.
 STAY_MAX_S = 30.0
+# A storm of tasks has so many times fewer callers than others, and most of them ask for tasks.
+TASK_STORM_SHARE, TASKED_IN_A_TASK_STORM = 25, 0.7
 TENANTS = tuple(TenantId(name) for name in ("ada", "bert", "cleo", "dora", "emil"))
 
 
@@ -26,6 +29,12 @@ class Kind(Enum):
     STORM = "storm"
     CALM = "calm"
     DUEL = "duel"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    candidates: tuple[ModelId, ...]
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,9 @@ class Traffic:
     # How many say how long the model should stay for them, and what they say.
     keeping: float = 0.0
     stays_s: tuple[float, ...] = (0.0,)
+    # How many ask for a task instead of a model.
+    tasked: float = 0.0
+    tasks: tuple[Task, ...] = ()
     # Closed loops: this many callers of each tenant ask again as soon as they were answered.
     loops: int = 0
 
@@ -57,6 +69,8 @@ class Odds:
 
     move: float = 0.0
     answer: float = 0.0
+    # That an engine has no room for a request that could be served by another model.
+    busy: float = 0.0
     disturbance_rate: float = 0.0
     shuts_down: bool = False
 
@@ -72,18 +86,29 @@ class Scenario:
     folded: tuple[float, ...] = ()
 
 
-def draw_scenario(seed: int, folding: bool = True, exclusives: bool = True) -> Scenario:
+def draw_scenario(seed: int, folding: bool = True, exclusives: bool = True, tasks: bool = True) -> Scenario:
     """The scenario of this seed, always the same.
 
-    Without `folding` it is what it was before copies could be folded, without `exclusives` before models could be.
+    Without `folding` it is what it was before copies could be folded, without `exclusives` before models could be, and
+    without `tasks` before callers asked for tasks.
     """
     random = Random(f"{seed}:scene")
     kind = random.choices((Kind.STORM, Kind.CALM, Kind.DUEL), (0.78, 0.12, 0.1))[0]
     if kind is Kind.STORM:
         storm = _storm(seed, random)
         storm = _folding(storm) if folding else storm
-        return _exclusives(storm) if exclusives else storm
+        storm = _exclusives(storm) if exclusives else storm
+        # Drawn apart, too.
+        random = Random(f"{seed}:tasks")
+        return _with_tasks(storm, random) if tasks and random.random() <= 1 / 3 else storm
     return _calm(seed, random) if kind is Kind.CALM else _duel(seed, random)
+
+
+def draw_task_storm(seed: int) -> Scenario:
+    """A short storm in which callers ask for tasks."""
+    storm = _with_tasks(_storm(seed, Random(f"{seed}:scene")), Random(f"{seed}:tasks"))
+    arrivals = storm.traffic.arrivals // TASK_STORM_SHARE
+    return replace(storm, traffic=replace(storm.traffic, arrivals=arrivals, tasked=TASKED_IN_A_TASK_STORM))
 
 
 # --- storms -----------------------------------------------------------------------------------------------------------
@@ -139,6 +164,28 @@ def _exclusives(scenario: Scenario) -> Scenario:
         return scenario
     models = tuple(relabelled(one, exclusive=random.choice(("", "x", "x", "y"))) for one in scenario.config.models)
     return replace(scenario, config=replace(scenario.config, models=models))
+
+
+def _with_tasks(scenario: Scenario, random: Random) -> Scenario:
+    """Some callers ask for tasks, with a remote model as their last resort."""
+    names = [model.spec.id for model in scenario.config.models]
+    tasks = tuple(_task(random, names) for _ in range(3))
+    at_once = random.choice((1, 4, 10_000))
+    spec = ModelSpec(REMOTE, need=Need(0), concurrency=at_once, pinned=True, preload=True, is_remote=True)
+    remote = SimModel(spec, Timings(load_s=0.01, unload_s=0.01, concurrency=at_once))
+    config = replace(scenario.config, models=(*scenario.config.models, remote))
+    traffic = replace(scenario.traffic, tasked=random.choice((0.05, 0.3)), tasks=tasks)
+    odds = replace(scenario.odds, busy=random.choice((0.0, 0.02, 0.1)))
+    return replace(scenario, config=config, traffic=traffic, odds=odds)
+
+
+def _task(random: Random, names: list[ModelId]) -> Task:
+    """Some local models, and after the first of them perhaps the remote one."""
+    candidates = random.sample(names, random.randint(1, min(3, len(names))))
+    if random.random() < 0.8:
+        candidates.insert(random.randint(1, len(candidates)), REMOTE)
+    is_pinned, prefer_first_s = random.random() < 0.3, random.choice((0.0, 1.0, 30.0))
+    return Task(tuple(candidates), Choice(prefer_first_s, is_pinned, (REMOTE,)))
 
 
 def _hosted(model: SimModel) -> SimModel:

@@ -312,3 +312,21 @@ def test_in_no_run_a_request_goes_to_the_last_resort_though_a_local_model_could_
     got = [served_by(world, f"x{number}") for number in range(25)]
     assert all(world.fate(f"x{number}") is Fate.SERVED for number in range(25))
     assert set(got) == {"r"} if fails else "r" not in got
+
+
+def test_a_request_that_waits_for_the_last_resort_leaves_it_when_another_can_serve_again() -> None:
+    world = World([model("a", 2_000), model("r", 0, concurrency=1)])
+    world.engines |= {"a": Engine(load_s=0.1)}
+    world.arrive("first r", "r", takes_s=0.1)
+    world.run(10.0)
+    world.outcome_of = lambda move: Outcome.FAILED
+    world.arrive("on a", "a")
+    world.run(0.5)
+    assert world.code("on a") is RejectCode.LOAD_FAILED
+    world.arrive("on r", "r", takes_s=60.0)
+    world.arrive("x", "a", "r", takes_s=1.0, choice=REMOTE)
+    world.config(learned={})
+    assert world.fate("x") is Fate.WAITING and world.scheduler.state.waitlist.count(ModelId("r")) == 1
+    world.outcome_of = lambda move: Outcome.DONE
+    world.run()
+    assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "a"

@@ -17,7 +17,7 @@ from greenroom.core.configuration import Configuration
 from greenroom.core.decide.arrival import called_off, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.estimate import eta_s
-from greenroom.core.decide.ladder import Option, choose, model_of, weigh
+from greenroom.core.decide.ladder import Option, choose, decide, model_of, weigh
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
@@ -82,6 +82,7 @@ class Scheduler:
             self._settle_request(self._on_request_gone(event), event.now)
         else:
             self._handlers[type(event)](event)
+            self._leave_last_resort(event.now)
             self._settle(event.now)
             self._slots.trim(event.now)
 
@@ -356,6 +357,15 @@ class Scheduler:
         self._fill(now)
         self._choose(now)
         self._rounds.bring(now)
+
+    def _leave_last_resort(self, now: float) -> None:
+        """Move requests that wait for a candidate of last resort to another one that can serve by now."""
+        state = self.state
+        for waiter in state.waitlist.choosing():
+            if waiter.model not in waiter.preferred:
+                plan = decide(state, waiter, now, self._places)
+                if model_of(state, plan) in waiter.preferred:
+                    self._act.carry_out(waiter, plan, now)
 
     def _choose(self, now: float) -> None:
         """Decide again on requests with several candidates, where one of these has room.

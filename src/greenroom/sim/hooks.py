@@ -29,6 +29,7 @@ class Ending(Enum):
     ANSWERED = "answered"
     CLIENT_GOES = "client_goes"
     LOST_EARLY = "lost_early"  # before its first byte; the engine goes on
+    BUSY = "busy"  # the engine has no room for it and goes on
     CRASH = "crash"  # the engine dies with all its requests
 
 

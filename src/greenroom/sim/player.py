@@ -236,8 +236,8 @@ class Player:
             return
         if fate.ending is Ending.CLIENT_GOES:
             self.leave(call)
-        elif fate.ending is Ending.LOST_EARLY:
-            self._lose_early(call)
+        elif fate.ending is Ending.LOST_EARLY or fate.ending is Ending.BUSY:
+            self._lose_early(call, was_busy=fate.ending is Ending.BUSY)
         elif fate.ending is Ending.CRASH and call.slot in self.truth.places:
             self.crash((call.slot,), fate.left_in)
         else:
@@ -254,11 +254,11 @@ class Player:
             call.was_broken = True
             self._answered(served)
 
-    def _lose_early(self, call: SimCall) -> None:
+    def _lose_early(self, call: SimCall, was_busy: bool = False) -> None:
         call.fate = Fate.WAITING
         self._stop_serving(call)
         call.slot = None
-        self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True))
+        self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True, was_busy=was_busy))
 
     def _end_move(self, ending: tuple[Move, MoveFate]) -> None:
         """Post exactly one `MoveDone` for each move: the first ending counts."""

@@ -117,6 +117,7 @@ class World(Player):
         patience_s: float | None = None,
         budget_s: float | None = None,
         keep_alive_s: float | None = None,
+        choice: ev.Choice | None = None,
     ) -> SimCall:
         """A request arrives now."""
         number = self._next_number()
@@ -137,6 +138,7 @@ class World(Player):
                 give_up_at=give_up_at,
                 answer_by=answer_by,
                 keep_alive_s=keep_alive_s,
+                choice=choice,
             )
         )
         return call

@@ -12,6 +12,7 @@ from tests.chaos.checks.order import Order
 from tests.chaos.checks.reasons import Reasons
 from tests.chaos.checks.slots import Apart, Memory, NoReturn, OneMove, PinnedStay, Revisions
 from tests.chaos.checks.tables import AtRest, Invariants, Timers
+from tests.chaos.checks.tasks import LastResort
 from tests.chaos.checks.versions import Servable
 from tests.chaos.checks.waiting import WaitingBound
 from tests.chaos.scenario import Kind, Scenario
@@ -58,6 +59,7 @@ def _everywhere(scenario: Scenario) -> list[Check]:
         Needs(),
         CoordinatorRules(),
         Reasons(),
+        LastResort(),
         Timers(),
         Invariants(),
         AtRest(),

@@ -22,12 +22,15 @@ class State(Enum):
 class Ends(Check):
     def __init__(self) -> None:
         self._places: dict[str, State] = {}
-        self._came_back: set[str] = set()
-        # One that was lost twice must be rejected before the event is over.
+        # How often each request was lost, and may be: once at each of its models, and twice at a single one.
+        self._losses: dict[str, int] = {}
+        self._losses_max: dict[str, int] = {}
+        # One that was lost that often must be rejected before the event is over.
         self._must_end: str | None = None
 
     def request_arrived(self, event: ev.RequestArrived) -> None:
         self._places[event.request] = State.WAITS
+        self._losses_max.setdefault(event.request, max(2, len(event.candidates)))
 
     def lease_asked(self, event: ev.LeaseAsked) -> None:
         self._places[event.lease] = State.WAITS
@@ -40,7 +43,7 @@ class Ends(Check):
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
         if self._places.pop(request, None) is not State.WAITS:
             raise Violation(f"{request} is rejected though it {self._said_of(request)}")
-        self._came_back.discard(request)
+        self._forget(request)
 
     def cut(self, request: RequestId, reason: Reason) -> None:
         if self._places.get(request) is not State.SERVED:
@@ -49,9 +52,9 @@ class Ends(Check):
     def serve_done(self, event: ev.ServeDone) -> None:
         if event.lost_before_first_byte and event.request in self._places:
             self._places[event.request] = State.WAITS
-            if event.request in self._came_back:
+            self._losses[event.request] = losses = self._losses.get(event.request, 0) + 1
+            if losses >= self._losses_max[event.request]:
                 self._must_end = event.request
-            self._came_back.add(event.request)
         else:
             self._end(event.request)
 
@@ -63,12 +66,16 @@ class Ends(Check):
 
     def _end(self, who: str) -> None:
         self._places.pop(who, None)
-        self._came_back.discard(who)
+        self._forget(who)
+
+    def _forget(self, who: str) -> None:
+        self._losses.pop(who, None)
+        self._losses_max.pop(who, None)
 
     def settled(self, event: ev.Event) -> None:
         if self._must_end is not None:
             if self._must_end in self._places:
-                raise Violation(f"{self._must_end} was lost twice and is taken back again")
+                raise Violation(f"{self._must_end} was lost at each of its models and is taken back again")
             self._must_end = None
 
     def at_rest(self) -> None:

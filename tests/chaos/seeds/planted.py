@@ -21,7 +21,8 @@ from typing import Any
 from greenroom.core import events, ledger, model, scheduler, state
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide import placement, residents
+from greenroom.core.decide import ladder, placement, residents
+from greenroom.core.decide.decision import Serve
 from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator
@@ -29,11 +30,11 @@ from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waiter import WEIGHT_MIN, Accounts
-from greenroom.core.queue.waitlist import Queue
+from greenroom.core.queue.waitlist import Queue, Waiter
 from greenroom.core.scheduler import Dirty, Scheduler
 from greenroom.core.slots import SlotWriter
-from tests.chaos.many import outcome
-from tests.chaos.play import Failure
+from tests.chaos.many import outcome, task_storm_outcome
+from tests.chaos.play import Failure, Played
 
 # Seeds played before a bug counts as not found.
 SEEDS_MAX = 200
@@ -70,6 +71,42 @@ def every(nth: int) -> Callable[[], bool]:
 
 def nothing(*_: Any, **__: Any) -> None:
     """What a forgotten call does."""
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+
+
+@planted(ladder, "choose")
+def cloud_too_early(original: Callable[..., int]) -> Any:
+    """A remote model serves whatever no local one can serve at once."""
+
+    def choose(options: list[ladder.Option], waiter: Waiter) -> int:
+        best = original(options, waiter)
+        spare = [place for place, one in enumerate(options) if one.is_last_resort and isinstance(one.plan, Serve)]
+        return spare[0] if spare and not isinstance(options[best].plan, Serve) else best
+
+    return choose
+
+
+@planted(Waiter, "next_of")
+def cloud_after_the_first_loss(original: Callable[..., Any]) -> Any:
+    """A request whose model was lost falls to the last of its candidates."""
+
+    def next_of(self: Waiter, known: Any, but: model.ModelId) -> model.ModelId | None:
+        return next((name for name in reversed(self.candidates) if name != but and name in known), None)
+
+    return next_of
+
+
+@planted(Actions, "strike_last_resort")
+def cloud_for_the_busy(original: Callable[..., Any]) -> Any:
+    return nothing
+
+
+@planted(Scheduler, "_leave_last_resort")
+def cloud_for_ever(original: Callable[..., Any]) -> Any:
+    """A request that waits for a remote model stays there when a local one can serve again."""
+    return nothing
 
 
 # --- counting and granting --------------------------------------------------------------------------------------------
@@ -430,19 +467,21 @@ def bug(name: str) -> Iterator[None]:
         setattr(one.owner, one.attribute, original)
 
 
-def found(name: str, seeds: Sequence[int] = range(SEEDS_MAX)) -> Failure | None:
+def found(
+    name: str, seeds: Sequence[int] = range(SEEDS_MAX), play: Callable[[int], Played | Failure] = outcome
+) -> Failure | None:
     """The first of these seeds that shows the bug, and would show nothing without it."""
     for seed in seeds:
         # Planted anew for each seed, so that the seed alone shows it again.
         with bug(name):
-            failure = outcome(seed)
-        if isinstance(failure, Failure) and not isinstance(outcome(seed), Failure):
+            failure = play(seed)
+        if isinstance(failure, Failure) and not isinstance(play(seed), Failure):
             return failure
     return None
 
 
 def _found(name: str) -> tuple[str, Failure | None]:
-    return name, found(name)
+    return name, found(name, play=task_storm_outcome if name.startswith("cloud_") else outcome)
 
 
 def main(names: Sequence[str]) -> int:
