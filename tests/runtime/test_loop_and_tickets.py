@@ -192,3 +192,32 @@ def test_cut_reaches_whoever_listens_later() -> None:
     ticket.cut(QueueFull("over"))
     ticket.on_cut(lambda: heard.append(1))
     assert heard == [1]
+
+
+def test_an_engine_that_has_answered_nothing_but_503_for_a_minute_is_not_only_busy() -> None:
+    slot = some_slot()
+    slot.answered(503, 100.0, is_at_work=False)
+    slot.answered(503, 150.0, is_at_work=False)
+    assert not slot.is_unavailable(159.0) and slot.is_unavailable(160.0)
+    slot.answered(400, 161.0, is_at_work=False)
+    assert not slot.is_unavailable(1_000.0)
+    slot.answered(503, 1_000.0, is_at_work=False)
+    slot.answered(503, 1_059.0, is_at_work=True)
+    assert not slot.is_unavailable(2_000.0)
+
+
+def test_an_engine_works_on_a_request_that_it_has_had_for_a_while() -> None:
+    now = 10.0
+    tickets = Tickets(lambda _: None, lambda: now)
+    arrivals = [RequestArrived(now, RequestId(name), (ModelId("m"),)) for name in ("mine", "old", "elsewhere")]
+    mine, old, elsewhere = (tickets.arrive(arrival) for arrival in arrivals)
+    mine.slot = old.slot = some_slot()
+    elsewhere.slot = some_slot()
+    mine.granted_at = old.granted_at = elsewhere.granted_at = now
+    now = 10.5
+    assert not tickets.works_on_another(mine)
+    now = 15.0
+    old.granted_at = 14.5
+    assert not tickets.works_on_another(mine)
+    old.granted_at = 10.0
+    assert tickets.works_on_another(mine) and not tickets.works_on_another(elsewhere)

@@ -21,6 +21,8 @@ from greenroom.runtime.remote.spending import Meter
 EXIT_FOLLOWS_S = 0.5
 # An erase waits for the answer that its prompt slot is busy with.
 ERASE_MAX_S = 2.0
+# 503 says that an engine has no room, or loads something. After so long of nothing else it is broken.
+UNAVAILABLE_MAX_S = 60.0
 
 
 class _Erased(msgspec.Struct):
@@ -40,6 +42,7 @@ class LiveSlot:
         "ready_since",
         "remote",
         "socket",
+        "unavailable_since",
     )
 
     def __init__(
@@ -71,6 +74,19 @@ class LiveSlot:
         self.prompts = PromptSlots(count) if count else None
         # What its engine last told of its cache; None if it tells nothing.
         self.figures: CacheFigures | None = None
+        # Since when its engine has answered nothing but 503; None if it has answered otherwise.
+        self.unavailable_since: float | None = None
+
+    def answered(self, status: int, now: float, *, is_at_work: bool) -> None:
+        """Note the status of an answer. `is_at_work`: the engine works on other answers."""
+        if status != 503 or is_at_work:
+            self.unavailable_since = None
+        elif self.unavailable_since is None:
+            self.unavailable_since = now
+
+    def is_unavailable(self, now: float) -> bool:
+        """True if its engine has answered nothing but 503 for so long that it is not only busy."""
+        return self.unavailable_since is not None and now - self.unavailable_since >= UNAVAILABLE_MAX_S
 
     @property
     def process(self) -> Child:

@@ -15,6 +15,8 @@ from greenroom.errors import GreenroomError
 from greenroom.runtime.slots import LiveSlot
 
 Clock = Callable[[], float]
+# An engine that has not answered a request within this time works on it.
+WORKS_S = 1.0
 
 
 class Ticket:
@@ -106,6 +108,16 @@ class Tickets:
             # Granted at once: it did not wait, even if the clock has moved on since the event.
             ticket.granted_at = ticket.arrived
         return ticket
+
+    def works_on_another(self, ticket: Ticket) -> bool:
+        """True if the engine of this one has been busy with another request for a while.
+
+        One that is unavailable says so at once. Looks at all tickets: for rare questions only.
+        """
+        since = self._clock() - WORKS_S
+        return any(
+            one.slot is ticket.slot and one is not ticket and one.granted_at < since for one in self.open.values()
+        )
 
     def lost(self, ticket: Ticket, was_busy: bool = False) -> None:
         """The engine was lost before its first byte: the request waits again, or is rejected the second time.

@@ -83,6 +83,26 @@ async def test_a_local_engine_that_says_it_has_no_room_is_not_replaced_by_a_remo
         assert not there.calls
 
 
+async def test_a_local_engine_that_has_answered_nothing_but_503_for_long_is_replaced(
+    there: Provider, tmp_path: Path
+) -> None:
+    models = {"full": fake("full", "--sse-weird", "error-503"), "cloud": CLOUD}
+    tasks = {"t": {"candidates": ["full", "cloud"]}}
+    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
+        await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
+        for _ in range(2):
+            assert (await chat(app, "t", stream=True)).status == 503
+            (full,) = [live for live in app.slots.live.values() if live.entry.id == "full"]
+            assert full.unavailable_since is not None and not there.calls
+            # Any other answer, also to a request that named the model itself, shows that it works.
+            assert (await chat(app, "full")).status == 200
+            assert full.unavailable_since is None
+        assert (await chat(app, "t", stream=True)).status == 503
+        full.unavailable_since = app.clock() - 3600
+        assert (await chat(app, "t", stream=True)).headers["x-model"] == "cloud"
+        assert (await chat(app, "t")).headers["x-model"] == "full" and len(there.calls) == 1
+
+
 async def test_a_remote_primary_that_has_no_room_is_replaced_by_the_next_remote_one(
     there: Provider, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ lost before its first byte. All other answers go to the relay as they come.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 from greenroom.errors import EngineLost, RemoteFailed
@@ -15,18 +16,20 @@ from greenroom.http.relays.relay import Relay
 
 # An engine has no room now: too many requests, or unavailable.
 BUSY: Final = frozenset((429, 503))
+# The same for an engine that has been unavailable for too long.
+BUSY_IF_BROKEN: Final = frozenset((429,))
 
 
 class FailingOver:
     """A Sink before a relay. Use for one answer."""
 
-    __slots__ = ("_name", "_relay", "_tells_busy")
+    __slots__ = ("_name", "_relay", "_told")
 
-    def __init__(self, relay: Relay, name: str, *, tells_busy: bool) -> None:
-        """`name` is the model, for the error. `tells_busy`: that it has no room now is told to the client."""
+    def __init__(self, relay: Relay, name: str, told: Container[int]) -> None:
+        """`name` is the model, for the error. Statuses in `told` go to the client although they are failures."""
         self._relay = relay
         self._name = name
-        self._tells_busy = tells_busy
+        self._told = told
 
     @property
     def upstream(self) -> Connection | None:
@@ -72,7 +75,7 @@ class FailingOver:
 
     def _is_failure(self, status: int) -> bool:
         """True if another model might do better: the engine broke, or has no room. Other errors are the caller's."""
-        return not self._tells_busy if status in BUSY else status >= 500
+        return (status >= 500 or status in BUSY) and status not in self._told
 
     def _fail(self, status: int) -> None:
         self._relay.status = status

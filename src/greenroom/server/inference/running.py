@@ -32,7 +32,7 @@ from greenroom.http.engine_connection import Sink
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
-from greenroom.http.relays.failing_over import BUSY, FailingOver
+from greenroom.http.relays.failing_over import BUSY, BUSY_IF_BROKEN, FailingOver
 from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.http.relays.renamed import Renamed
 from greenroom.http.relays.translated import Translated
@@ -290,7 +290,11 @@ class Running:
         slot = self.ticket.slot
         if self.ask.rungs is None or slot is None or not self._has_other(slot) or not self._may_run_again():
             return relay
-        return FailingOver(relay, self._name, tells_busy=not self._has_other(slot, is_busy=True))
+        return FailingOver(relay, self._name, () if self._has_other(slot, is_busy=True) else self._busy_at(slot))
+
+    def _busy_at(self, slot: LiveSlot) -> frozenset[int]:
+        """The statuses by which its engine says that it has no room now."""
+        return BUSY_IF_BROKEN if slot.is_unavailable(self._shared.clock()) else BUSY
 
     def _has_other(self, slot: LiveSlot, *, is_busy: bool = False) -> bool:
         """True if a model of its task is left beside this one.
@@ -339,9 +343,17 @@ class Running:
             self.bill = None
         if not relay.status:
             await ticket.slot.settle()
-        is_busy = self.ask.rungs is not None and ticket.slot.remote is None and relay.status in BUSY
-        self._turn_away(relay.error, was_busy=is_busy)
+        self._note_status(relay)
+        is_local_task = self.ask.rungs is not None and ticket.slot.remote is None
+        self._turn_away(relay.error, was_busy=is_local_task and relay.status in self._busy_at(ticket.slot))
         return True
+
+    def _note_status(self, relay: Relay) -> None:
+        """Note whether the engine was available."""
+        slot = self.ticket.slot
+        if slot is not None and relay.status and (relay.status == 503 or slot.unavailable_since is not None):
+            is_at_work = self._shared.tickets.works_on_another(self.ticket)
+            slot.answered(relay.status, self._shared.clock(), is_at_work=is_at_work)
 
     def _pinned(self, prompts: PromptSlots) -> bool:
         """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
@@ -500,6 +512,8 @@ class Running:
             try:
                 self._unpin()
                 self._shared.sweep.remove(self)
+                if self.relay is not None:
+                    self._note_status(self.relay)
                 self._shared.tickets.close(self.ticket)
                 self._shared.ended(self, error)
             finally:
