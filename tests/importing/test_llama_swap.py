@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "store.path": ({**model(), "store": {"path": "a.db"}}, "", "state_dir"),
     "metricsMaxInMemory": ({**model(), "metricsMaxInMemory": 5}, "", "/api/v1/requests"),
     "captureBuffer": ({**model(), "captureBuffer": 5}, "", "never kept"),
-    "ui.activity.session_id": ({**model(), "ui": {"activity": {"session_id": ["X-S"]}}}, "", "no web interface"),
+    "ui.activity.session_id": ({**model(), "ui": {"activity": {"session_id": ["X-S"]}}}, "", "no header"),
     "performance.disabled": ({**model(), "performance": {"disabled": True}}, "", "server.metrics"),
     "performance.every": ({**model(), "performance": {"every": "5s"}}, "", "look_every_s"),
     "startPort": ({**model(), "startPort": 9000}, "ports>first", 9000),
@@ -85,6 +85,11 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
         "server>api_keys",
         [{"name": "key1", "key": "${env.K}", "tenant": "everyone", "admin": True}],
     ),
+    "globalConcurrencyLimit": ({**model(), "globalConcurrencyLimit": 8}, "", "its own concurrency"),
+    **{
+        f"security.cors.{key}": ({**model(), "security": {"cors": {key: value}}}, "", "server.allowed_origins")
+        for key, value in {"allowedOrigins": ["https://a.example"], "allowCredentials": True, "maxAge": 9}.items()
+    },
     "upstream.ignorePaths": ({**model(), "upstream": {"ignorePaths": ["x"]}}, "", "loads its model"),
     "profiles.p.pins.a": ({**model(), "profiles": {"p": {"pins": {"a": "m"}}}}, "", "greenroom reload"),
     "profiles.p.description": ({**model(), "profiles": {"p": {"description": "d"}}}, "", "greenroom reload"),
@@ -96,6 +101,7 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "selectors.s.name": (selector(name="N"), "", "name for people"),
     "selectors.s.metadata.a": (selector(metadata={"a": 1}), "", "no metadata"),
     "hooks.on_startup.preload": ({**model(), "hooks": {"on_startup": {"preload": ["m"]}}}, "models>m>preload", True),
+    "hooks.on_startup.profile": ({**model(), "hooks": {"on_startup": {"profile": "p"}}}, "", "greenroom reload"),
     **{
         f"{at}groups.g.{key}": (
             under(at, groups={"g": {"members": ["m"], key: value}}),
@@ -173,6 +179,7 @@ KEYS: dict[str, tuple[dict[str, Any], str, Any]] = {
         ["chat", "completions", "embeddings", "tools"],
     ),
     "models.m.capabilities.reranker": (model(capabilities={"reranker": True}), "models>m>abilities", ["rerank"]),
+    "models.m.capabilities.disableAuto": (model(capabilities={"disableAuto": True}), "", "always shown"),
     "models.m.capabilities.context": (model(capabilities={"context": 9}), "", "engine's own context"),
     "models.m.healthCheckTimeout": (model(healthCheckTimeout=9), "", "load_timeout_s"),
 }
@@ -188,6 +195,43 @@ def test_every_key_is_mapped_or_named_and_the_result_can_be_served(key: str, tmp
     else:
         lines = [note.line for note in made.notes if note.line.startswith(f"{key}: not mapped: ")]
         assert len(lines) == 1 and wanted in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        (model(filters={"setParams": {"max_tokens?": 9, "top_p": 1}}), "models>m>set_params"),
+        (model(filters={"setParamsByID": {"h": {"max_tokens?": 9, "top_p": 1}}}), "tasks>h>set_params"),
+        (peer(filters={"setParams": {"max_tokens?": 9, "top_p": 1}}), "models>p/q>set_params"),
+    ],
+)
+def test_a_default_for_requests_is_named_and_not_forced_on_them(
+    said: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    made = imported(tmp_path, said)
+    assert at(made.tree, place) == {"top_p": 1}
+    (told,) = [note.line for note in made.notes if "max_tokens?" in note.line]
+    assert "not mapped" in told and "only where a request does not" in told
+
+
+def test_the_older_name_of_stripped_fields_counts_only_alone(tmp_path: Path) -> None:
+    made = imported(tmp_path, model(filters={"stripParams": "a", "strip_params": "b"}))
+    assert at(made.tree, "models>m>strip_params") == ["a"]
+
+
+@pytest.mark.parametrize(("used", "decides"), [(None, "groups"), ("group", "groups"), ("matrix", "matrix")])
+def test_below_routing_groups_decide_unless_it_says_otherwise(used: str | None, decides: str, tmp_path: Path) -> None:
+    settings = {"groups": {"g": {"members": ["m"]}}, "matrix": {"sets": {"s": "m"}}}
+    made = imported(tmp_path, routing(router={"settings": settings, **({"use": used} if used else {})}))
+    assert list(at(made.tree, "scheduler>company")) == [decides]
+    assert any("decide" in note.line for note in made.notes)
+
+
+def test_a_priority_may_be_said_of_an_alias(tmp_path: Path) -> None:
+    said = {"routing": {"scheduler": {"settings": {"fifo": {"priority": {"other": 3}}}}}}
+    made = imported(tmp_path, {"models": {"m": {"cmd": CMD, "aliases": ["other"]}, "n": {"cmd": CMD}}, **said})
+    assert at(made.tree, "models>m>priority") == 0 and "priority" not in at(made.tree, "models>n")
+    assert not [note for note in made.notes if "not mapped" in note.line]
 
 
 def test_the_guide_names_every_key() -> None:

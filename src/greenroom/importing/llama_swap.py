@@ -26,7 +26,6 @@ PRIORITY_MAX: Final = 100
 NORMAL: Final = 1
 TENANT: Final = "everyone"
 _LEVELS: Final = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
-_NO_UI: Final = "there is no web interface"
 _NOT_KEPT: Final = "bodies of requests are never kept"
 NOT_MAPPED: Final = {
     "logTimeFormat": "the time in log lines has one format; log.format: json has the date too",
@@ -35,13 +34,15 @@ NOT_MAPPED: Final = {
     "store.path": "usage is kept in state_dir (server.usage_days), each request in the file server.record_activity",
     "metricsMaxInMemory": "how many requests are remembered is fixed; see /api/v1/requests",
     "captureBuffer": _NOT_KEPT,
-    "ui.activity.session_id": _NO_UI,
+    "ui.activity.session_id": "requests are shown by key, tenant and client; no header names a session",
     "performance.disabled": "server.metrics turns metrics off; memory is looked at in any case",
     "performance.every": "memory.look_every_s says how often memory is looked at",
     "sendLoadingState": "server.heartbeat keeps a stream open while its model loads, without text in the answer",
     "includeAliasesInList": "/v1/models shows aliases in each model's entry, not as entries of their own",
     "upstream.ignorePaths": "every path below /upstream loads its model",
     "profiles": "names cannot be led elsewhere while the gateway runs; change the file and type: greenroom reload",
+    "globalConcurrencyLimit": "each model has its own concurrency, and keys and tenants have limits",
+    "security.cors": "server.allowed_origins says which pages may ask; without it, none of another host",
     "routing.scheduler.use": "requests are ordered by priority and waiting time; see scheduler.policy",
 }
 
@@ -146,18 +147,20 @@ class _Import:
         routing = self._top.below("routing")
         router = routing.below("router")
         used, settings = router.text("use"), router.below("settings")
-        matrix = [keys for keys in (self._top.below("matrix"), settings.below("matrix")) if keys.tree]
+        older, newer = self._top.below("matrix"), settings.below("matrix")
+        matrix = [keys for keys in (older, newer) if keys.tree]
         groups = [keys for keys in (self._top.below("groups"), settings.below("groups")) if keys.tree]
         self._scheduling = routing.below("scheduler")
         self._priorities = self._scheduling.below("settings").below("fifo").below("priority")
         for keys in (settings, router):
             keys.name_rest({}, UNKNOWN)
-        if matrix and used != "group":
+        # Below `routing` groups decide unless it says otherwise; the older key decides by being there.
+        if matrix and (used == "matrix" or (used is None and older.tree)):
             for unused in groups:
                 self.notes.unmapped(unused.where, "a matrix is there too, which decides")
             return self._matrix(matrix[0], models)
         for unused in matrix:
-            self.notes.unmapped(unused.where, "routing.router.use says that groups decide")
+            self.notes.unmapped(unused.where, "groups decide where routing.router.use is not matrix")
         return {"groups": {name: group for keys in groups for name, group in self._groups(keys, models).items()}}
 
     def _groups(self, keys: SourceKeys, models: dict[str, dict[str, Value]]) -> dict[str, Value]:
@@ -195,7 +198,10 @@ class _Import:
 
     def _set_priorities(self, models: dict[str, dict[str, Value]]) -> None:
         """There the higher number goes first, here the lower one. Only the order is taken over."""
-        said = {name: value for name in self._priorities.tree if (value := self._priority(name, models)) is not None}
+        id_of = _ids(models)
+        said = {
+            id_of[name]: value for name in self._priorities.tree if (value := self._priority(name, id_of)) is not None
+        }
         self._scheduling.name_rest({"use": NOT_MAPPED["routing.scheduler.use"]}, UNKNOWN)
         order = sorted({0, *said.values()}, reverse=True)
         # Models without a number keep the priority that is normal here, if none is to come after them.
@@ -208,9 +214,9 @@ class _Import:
             told = "the order is reversed: here lower numbers go first"
             self.notes.differs(self._priorities.where, told)
 
-    def _priority(self, name: str, models: dict[str, dict[str, Value]]) -> float | None:
+    def _priority(self, name: str, id_of: dict[str, str]) -> float | None:
         value = self._priorities.number(name, least=float("-inf"))
-        if name in models:
+        if name in id_of:
             return value
         self.notes.unmapped((*self._priorities.where, name), "is no model that was imported")
         return None
@@ -218,14 +224,19 @@ class _Import:
     def _set_preloads(self, models: dict[str, dict[str, Value]]) -> None:
         hooks = self._top.below("hooks")
         startup = hooks.below("on_startup")
-        id_of = {alias: name for name, model in models.items() for alias in (name, *_aliases(model))}
+        id_of = _ids(models)
         for asked in startup.texts("preload"):
             if asked in id_of:
                 models[id_of[asked]]["preload"] = True
             else:
                 self.notes.unmapped((*startup.where, "preload"), f"{asked} is no model that was imported")
-        for keys in (startup, hooks):
-            keys.name_rest({}, UNKNOWN)
+        startup.name_rest({"profile": NOT_MAPPED["profiles"]}, UNKNOWN)
+        hooks.name_rest({}, UNKNOWN)
+
+
+def _ids(models: dict[str, dict[str, Value]]) -> dict[str, str]:
+    """The id of each model by its id and its aliases."""
+    return {alias: name for name, model in models.items() for alias in (name, *_aliases(model))}
 
 
 def _aliases(model: Value) -> list[str]:

@@ -19,11 +19,13 @@ from greenroom.importing.llama_swap_macros import PID, PORT
 from greenroom.importing.source_keys import SourceKeys
 
 UNKNOWN: Final = "llama-swap has no such key"
+_NO_DEFAULTS: Final = "set_params replaces what a request says; a field cannot be set only where a request does not"
 _ALL_TIMES: Final = "connections to engines have times of their own; see server.answer_idle_max_s"
 NOT_MAPPED: Final = {
     "healthCheckTimeout": "llama-swap ignores it here; set load_timeout_s",
     "sendLoadingState": "server.heartbeat keeps a stream open while its model loads, without text in the answer",
     "compat.ignoreWebsockets": "a WebSocket counts as a request for as long as it is open",
+    "capabilities.disableAuto": "what an engine tells of itself is always shown",
     "capabilities.context": "it is only shown by llama-swap; the engine's own context counts",
     **{
         f"timeouts.{key}": _ALL_TIMES
@@ -188,7 +190,7 @@ def _abilities(said: SourceKeys) -> list[Value]:
     """The routes that a model answers, by what it takes and gives. Nothing is said: nothing is known."""
     takes, gives = said.texts("in"), said.texts("out")
     tools, reranks = said.flag("tools"), said.flag("reranker")
-    said.name_rest({"context": NOT_MAPPED["capabilities.context"]}, UNKNOWN)
+    said.name_rest({key: NOT_MAPPED[f"capabilities.{key}"] for key in ("context", "disableAuto")}, UNKNOWN)
     if not (takes or gives or tools or reranks):
         return []
     found = ["rerank"] if reranks else []
@@ -222,9 +224,8 @@ def _request(keys: SourceKeys, filters: SourceKeys) -> dict[str, Value]:
 def params_of(filters: SourceKeys) -> dict[str, Value]:
     """The fields of requests that are removed, and those that are set."""
     made: dict[str, Value] = {}
-    # The second is its older name.
-    stripped = ",".join(said for key in ("stripParams", "strip_params") if (said := filters.text(key)))
-    strip = list(dict.fromkeys(name for part in stripped.split(",") if (name := part.strip())))
+    stripped, older = filters.text("stripParams"), filters.text("strip_params")
+    strip = list(dict.fromkeys(name for part in (stripped or older or "").split(",") if (name := part.strip())))
     kept = [name for name in strip if name not in PARAMS_NOT_OURS_TO_CHANGE]
     if len(kept) < len(strip):
         filters.notes.unmapped((*filters.where, "stripParams"), "model and stream cannot be removed")
@@ -252,15 +253,20 @@ def _tasks(model: str, by_id: SourceKeys) -> dict[str, Value]:
 
 def _forced(params: SourceKeys) -> dict[str, Value]:
     """The fields that are set, without those that cannot be."""
-    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & params.tree.keys()):
-        params.notes.unmapped((*params.where, name), f"{name} cannot be set")
-    return {name: value for name, value in _settled(params).items() if name not in PARAMS_NOT_OURS_TO_CHANGE}
+    refused = {name: f"{name} cannot be set" for name in PARAMS_NOT_OURS_TO_CHANGE & params.tree.keys()}
+    # There a ? at the end sets a field only for requests that do not.
+    refused |= dict.fromkeys((name for name in params.tree if name.endswith("?")), _NO_DEFAULTS)
+    for name in sorted(refused):
+        params.notes.unmapped((*params.where, name), refused[name])
+    return _settled(params, refused)
 
 
-def _settled(keys: SourceKeys) -> dict[str, Value]:
-    """A mapping as it is, without values that hold a port: that is free at each start."""
+def _settled(keys: SourceKeys, without: Collection[str] = ()) -> dict[str, Value]:
+    """A mapping as it is, without these keys and without values that hold a port: that is free at each start."""
     made: dict[str, Value] = {}
     for key, value in keys.tree.items():
+        if key in without:
+            continue
         if _has_hole(value):
             keys.notes.unmapped((*keys.where, key), "${PORT} and ${PID} are known only once an engine starts")
         else:
