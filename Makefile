@@ -9,6 +9,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8210
 # Many tests wait for processes; twice as many at once as there are cores keep both busy where there are two.
 JOBS ?= 4
+# Neighbours stay together as long as none is idle: the tests of a file share gateways and what they import.
+SPREAD := --numprocesses $(JOBS) --dist worksteal
 SEEDS ?= 200
 FIRST ?= 0
 # The versions that everything here is tested with.
@@ -117,14 +119,14 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: at most 8 minutes on two cores
-	@$(BIN)/python -m pytest tests/core -m '$(QUICK)' --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
-	@$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses $(JOBS) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
-	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS)
-	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --numprocesses $(JOBS) --ignore=tests/integration/transformers
+	@$(BIN)/python -m pytest tests/core -m '$(QUICK)' --cov --cov-fail-under=100 --cov-report=term:skip-covered $(SPREAD)
+	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
+	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
+	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' $(SPREAD) --ignore=tests/integration/transformers
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 12 minutes
-	@$(BIN)/python -m pytest -m '$(SLOW)' --numprocesses $(JOBS) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS),--ignore=$(folder))
+	@$(BIN)/python -m pytest -m '$(SLOW)' $(SPREAD) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(SLOW)' --numprocesses $(UI_JOBS) --dist loadfile
 	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
@@ -158,7 +160,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 
 # One test draws records from their annotations, which compiled classes do not keep.
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
-	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
+	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' $(SPREAD) \
 	  --deselect tests/runtime/record/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
 	  tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))

@@ -20,11 +20,15 @@ from tests.tenancy.governance.token_rig import PUBLIC, SHARED, key_file
 Out = pytest.CaptureFixture[str]
 
 
-def checked(folder: Path, capsys: Out, **sections: Any) -> tuple[int, dict[str, Any]]:
-    """The status and the result of `check --json`; `warnings` has what is wrong, whether it is an error or not."""
+def configured(folder: Path, **sections: Any) -> str:
     file = folder / "greenroom.yaml"
     file.write_text(json.dumps({"state_dir": str(folder / "state"), **sections}))
-    status = main(["check", str(file), "--json"])
+    return str(file)
+
+
+def checked(folder: Path, capsys: Out, **sections: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the result of `check --json`; `warnings` has what is wrong, whether it is an error or not."""
+    status = main(["check", configured(folder, **sections), "--json"])
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return status, {"warnings": result.get("problems"), **result}
 
@@ -55,17 +59,16 @@ def test_nothing_is_shown_while_nothing_is_signed(tmp_path: Path, capsys: Out) -
     assert checked(tmp_path, capsys)[1]["governance"] is None
 
 
-@pytest.mark.parametrize(
-    ("data", "mode", "expected"),
-    [
-        (None, 0, "No such file"),
-        (SHARED, 0o644, "chmod 600"),
-        (b"short", 0o600, "holds only 5 bytes"),
-        (b"-----BEGIN PRIVATE KEY-----\n" + b"A" * 64, 0o600, "PEM"),
-        (b"x" * 5_000, 0o600, "larger than"),
-    ],
-)
-def test_what_is_wrong_with_a_key_file_is_told_here_and_at_the_start(
+WRONG_KEY_FILES = [
+    (SHARED, 0o644, "chmod 600"),
+    (b"short", 0o600, "holds only 5 bytes"),
+    (b"-----BEGIN PRIVATE KEY-----\n" + b"A" * 64, 0o600, "PEM"),
+    (b"x" * 5_000, 0o600, "larger than"),
+]
+
+
+@pytest.mark.parametrize(("data", "mode", "expected"), [(None, 0, "No such file"), *WRONG_KEY_FILES])
+def test_what_is_wrong_with_a_key_file_is_told(
     tmp_path: Path, capsys: Out, data: bytes | None, mode: int, expected: str
 ) -> None:
     path = str(tmp_path / "none") if data is None else key_file(tmp_path, data, mode)
@@ -73,7 +76,17 @@ def test_what_is_wrong_with_a_key_file_is_told_here_and_at_the_start(
     (warning,) = result["warnings"]
     assert status == 0 and warning.startswith("governance.key_path: ") and expected in warning
     assert "does not start" in warning and result["governance"]["keys"][0]["id"] is None
-    config = str(tmp_path / "greenroom.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "mode", "expected"),
+    [(None, 0, "No such file"), *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_KEY_FILES)],
+)
+def test_what_is_wrong_with_a_key_file_is_told_at_the_start(
+    tmp_path: Path, data: bytes | None, mode: int, expected: str
+) -> None:
+    path = str(tmp_path / "none") if data is None else key_file(tmp_path, data, mode)
+    config = configured(tmp_path, governance={"key_path": path})
     ran = subprocess.run(
         [sys.executable, "-m", "greenroom", "serve", "--config", config, "--port", "0"],
         capture_output=True,

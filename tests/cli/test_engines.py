@@ -66,6 +66,7 @@ def test_without_a_configuration_every_engine_has_its_usual_place(capsys: pytest
     assert all(row["models"] == [] for row in found.values())
 
 
+@pytest.mark.slow
 def test_it_is_said_why_no_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines"]) == 0
     assert capsys.readouterr().err == "no configuration here, so no models; name one with --config\n"

@@ -158,6 +158,7 @@ def started(hub: StandinHub, *words: str, **streams: Any) -> subprocess.Popen[by
     return subprocess.Popen([sys.executable, "-c", code, "pull", REPO, *words], **streams)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_what_the_same_command_goes_on_with(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
     pulling = started(hub, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -174,6 +175,7 @@ def test_an_interrupt_leaves_what_the_same_command_goes_on_with(hub: StandinHub,
     assert hub.sent - sent <= len(MODEL) * 3 + 2 - have
 
 
+@pytest.mark.slow
 def test_bars_at_a_terminal(hub: StandinHub) -> None:
     hub.faults.drip_s = 0.01
     ours, theirs = pty.openpty()

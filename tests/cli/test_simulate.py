@@ -108,6 +108,7 @@ def test_the_table_has_further_columns_where_they_say_something(
     assert titles == ["POLICY", "ROOM_MIB", "SERVED", "LOST", *WAITS, "SWAPS", "BUSY", "FAIR"]
 
 
+@pytest.mark.slow
 def test_one_command_compares_gpus_their_size_green_rooms_and_concurrency(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_file_damaged_anywhere_loads_or_is_refused(file: Path, start: int, remov
     outcome(file, RICH[:start] + put + RICH[start + removed :])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.text(max_size=60))
 def test_any_text_loads_or_is_refused(file: Path, text: str) -> None:

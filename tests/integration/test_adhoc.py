@@ -190,6 +190,7 @@ async def test_options_make_another_model_and_only_one_of_a_path_is_in_memory(ap
     assert entry is not None and entry.spec.ttl_s == 60, "the last that was said counts, and the process stayed"
 
 
+@pytest.mark.slow
 async def test_a_hundred_mixed_requests_never_have_both_in_memory(app: App) -> None:
     seen: list[int] = []
 
@@ -209,6 +210,7 @@ async def test_a_hundred_mixed_requests_never_have_both_in_memory(app: App) -> N
     assert max(seen) == 1
 
 
+@pytest.mark.slow
 async def test_the_one_not_used_for_longest_makes_room(app: App) -> None:
     for layers in range(7):
         assert "beta says" in text(await say(app, "beta", device="cpu", n_gpu_layers=layers))
@@ -277,6 +279,7 @@ async def test_without_roots_only_what_is_configured_is_served(tmp_path: Path) -
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.slow
 async def test_a_model_whose_files_are_gone_leaves_the_list_once_it_is_not_in_memory(app: App, shelf: Path) -> None:
     shutil.copy(tiny_model("beta"), shelf / "models" / "passing.gguf")
     assert (await say(app, "passing.gguf")).status == 200

@@ -62,6 +62,7 @@ async def test_many_at_once_are_answered_or_told_that_there_are_too_many(app: Ap
     assert any(answer.status == 200 for answer in answers)
 
 
+@pytest.mark.slow
 async def test_nothing_is_kept_of_models_that_are_forgotten(app: App) -> None:
     for layers in range(6):
         assert (await say(app, "beta.gguf", n_gpu_layers=layers)).status == 200

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from greenroom.app import App
@@ -139,6 +140,7 @@ async def test_mixed_requests_of_five_tenants_never_meet_in_four_slots(tmp_path:
     assert found["b"][-1][1] > 100 and found["a"][-1][1] > 100
 
 
+@pytest.mark.slow
 async def test_several_answers_to_a_long_prompt_find_room_whatever_is_kept(app: App) -> None:
     """A prompt that fills more than half of the context, after others that do: llama.cpp erases only what is idle."""
     tenants = ("lab", "lab", "shop", "lab", "shop", "lab")

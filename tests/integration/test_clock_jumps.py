@@ -39,6 +39,7 @@ def load(url: str, token: Any) -> str:
     return str(said.get("status") or said["error"]["code"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jumps_s", [(HOUR, 0, -HOUR, 0), (YEAR, 0, -YEAR, 0), (-HOUR, YEAR, 0)])
 def test_a_clock_that_jumps_lets_no_token_be_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jumps_s: tuple[int, ...]

@@ -177,6 +177,7 @@ async def test_cancelled_and_ordered_again_it_goes_on(hub: StandinHub, tmp_path:
         assert hub.sent - sent < len(FILES["model.safetensors"])
 
 
+@pytest.mark.slow
 async def test_only_so_many_run_at_once_and_what_waits_can_be_cancelled(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path, downloads_max=1)) as app:
@@ -207,6 +208,7 @@ def fetchers(parent: int | None = None) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_killed_program_is_started_again(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path)) as app:
@@ -233,6 +235,7 @@ async def test_a_program_that_is_always_lost_is_told(hub: StandinHub, tmp_path: 
         assert (failed["status"], failed["error"]["code"]) == ("failed", "fetcher_lost")
 
 
+@pytest.mark.slow
 async def test_a_restart_in_the_middle_goes_on(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path)) as app:
@@ -359,6 +362,7 @@ async def test_others_than_admins_see_nothing(hub: StandinHub, tmp_path: Path) -
         assert hub.seen == []
 
 
+@pytest.mark.slow
 async def test_ollamas_client_pulls_and_deletes(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a")}, **options(tmp_path)) as app, ollama.AsyncClient(url(app)) as client:
         hub.repos["org/tiny"] = {"tiny.gguf": tiny("alpha").read_bytes()}

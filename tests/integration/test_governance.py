@@ -382,6 +382,7 @@ async def test_of_fifty_replays_on_two_gateways_one_runs(tmp_path: Path) -> None
                 assert lost.error["code"] == "token_issued_before_start"
 
 
+@pytest.mark.slow
 async def test_a_kill_while_a_permitted_load_begins_lets_it_not_run_again(tmp_path: Path) -> None:
     """The engine's own start ends the gateway: the token is spent, and the next run refuses it."""
     killer = {"cmd": ["/bin/sh", "-c", f"kill -9 $(cat {tmp_path}/pid); exit 1 # ${{PORT}}"], "memory_mib": 100}

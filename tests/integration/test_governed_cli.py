@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from greenroom.app import App
@@ -77,6 +78,7 @@ COMMANDS: list[tuple[list[str], str, str | None, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_every_command_needs_its_token_and_sends_it(app: App, tmp_path: Path) -> None:
     file = tmp_path / "token"
     for words, operation, model, body in COMMANDS:

@@ -454,6 +454,7 @@ async def test_a_job_whose_key_is_removed_while_it_waits_does_not_run(tmp_path: 
         assert journal.count("request") == 1
 
 
+@pytest.mark.slow
 async def test_more_jobs_than_are_handed_over_are_all_run_and_no_tenant_waits_for_another(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, server={"api_keys": KEYS}) as app:
         first = await submit(app, chat(tokens=1000, token_s=0.1), by=key("ann"))

@@ -247,6 +247,7 @@ async def test_a_tenant_that_a_keys_holder_names_is_ignored(app: App) -> None:
 # --- models of requests, in turns of tenants ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_tenant_that_asks_with_many_options_pushes_out_its_own(app: App) -> None:
     for layers in (0, 1):
         assert (await say(app, "chat", "seen.gguf", n_gpu_layers=layers)).status == 200

@@ -198,6 +198,7 @@ async def test_a_request_that_breaks_the_gateway_gives_back_what_it_took(
 # --- whatever a model is called, and however it is reached ------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_models_limit_holds_by_whatever_name_its_file_is_asked_for(tmp_path: Path) -> None:
     root = tmp_path / "models"
     (root / "sub").mkdir(parents=True)
@@ -302,7 +303,13 @@ class Flood:
                         break
 
 
-@pytest.mark.parametrize("limits", [{"queue_depth_max": 20}, {"requests_per_minute": 200, "queue_depth_max": 20}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({"queue_depth_max": 20}, marks=pytest.mark.slow),
+        {"requests_per_minute": 200, "queue_depth_max": 20},
+    ],
+)
 async def test_a_tenant_at_a_hundred_times_the_rate_is_refused_and_the_others_are_not(
     tmp_path: Path, limits: dict[str, int]
 ) -> None:

@@ -200,6 +200,7 @@ async def numbers(app: App) -> list[int]:
     return [one["model_version"] for one in kept]
 
 
+@pytest.mark.slow
 async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_between_are_not(
     hub: StandinHub,  # noqa: F811
     tmp_path: Path,
@@ -222,6 +223,7 @@ async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_betwe
             assert await numbers(app) == [7, 5]
 
 
+@pytest.mark.slow
 async def test_a_state_that_waits_for_another_update_gives_way_to_a_newer_one(
     hub: StandinHub,  # noqa: F811
     tmp_path: Path,
@@ -244,6 +246,7 @@ async def test_a_state_that_waits_for_another_update_gives_way_to_a_newer_one(
             assert await numbers(app) == [6, 2]
 
 
+@pytest.mark.slow
 async def test_a_replica_that_was_changed_by_its_api_is_brought_back_by_the_file(tmp_path: Path) -> None:
     state_file, two = str(tmp_path / "sync_state.json"), tmp_path / "two"
     two.mkdir()

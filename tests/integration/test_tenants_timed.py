@@ -14,6 +14,7 @@ from tests.integration.timed_tenants import KEYS, ask, assert_nothing_is_left, a
 from tests.models import tiny as tiny_gguf
 
 
+@pytest.mark.slow
 async def test_time_to_the_first_token_tells_nothing_on_llama_cpp(tmp_path: Path) -> None:
     models = {"alpha": tiny(tiny_gguf("timed", hidden=256, layers=4), ctx_size=8_192)}
     async with gateway(tmp_path, models, server={"api_keys": KEYS}) as app:

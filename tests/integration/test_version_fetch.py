@@ -108,6 +108,7 @@ async def test_requests_are_told_that_there_is_no_version_yet(hub: StandinHub, t
         assert said(await ask(app)) == ("1", "org/bravo", "bravo")
 
 
+@pytest.mark.slow
 async def test_a_name_that_was_corrected_is_fetched_after_a_reload(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(repo_id="org/typo"), **options(tmp_path)) as app:
 
@@ -125,6 +126,7 @@ async def test_a_name_that_was_corrected_is_fetched_after_a_reload(hub: StandinH
         await until(has_version, "it has its first version")
 
 
+@pytest.mark.slow
 async def test_a_name_that_is_corrected_while_the_wrong_one_is_fetched_comes_right_after_it(
     hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def files(folder: Path, name: str) -> list[Path]:
     return list((folder / "models").glob(f"models--org--{name}/snapshots/*/model.gguf"))
 
 
+@pytest.mark.slow
 async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
         await has_first_version(app)
@@ -161,6 +164,7 @@ async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub
         assert not files(tmp_path, "alpha") and files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_files_that_another_model_needs_by_another_path_stay(hub: StandinHub, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "models")
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
@@ -173,6 +177,7 @@ async def test_files_that_another_model_needs_by_another_path_stay(hub: StandinH
         assert files(tmp_path, "alpha")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["two models", "no warm-up"])
 async def test_what_an_update_that_fails_has_fetched_is_deleted(hub: StandinHub, tmp_path: Path, what: str) -> None:
     served = models()
@@ -193,6 +198,7 @@ async def test_what_an_update_that_fails_has_fetched_is_deleted(hub: StandinHub,
         assert said(await ask(app)) == ("1", "org/alpha", "alpha")
 
 
+@pytest.mark.slow
 async def test_files_that_were_there_before_an_update_that_fails_stay(hub: StandinHub, tmp_path: Path) -> None:
     own = tmp_path / "models" / "own.gguf"
     own.write_bytes(tiny_file("bravo").read_bytes())
@@ -209,6 +215,7 @@ async def test_files_that_were_there_before_an_update_that_fails_stay(hub: Stand
         assert own.exists() and files(tmp_path, "charlie")
 
 
+@pytest.mark.slow
 async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)
@@ -282,6 +289,7 @@ async def test_a_disk_that_hangs_fails_an_update_in_time_and_the_next_one_succee
         answers.set()
 
 
+@pytest.mark.slow
 async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub: StandinHub, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
@@ -321,6 +329,7 @@ async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: Stand
         assert not files(tmp_path, "alpha") and not files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)
@@ -337,6 +346,7 @@ async def test_files_that_came_just_before_an_update_are_not_its_own(hub: Standi
         assert files(tmp_path, "alpha") and files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next(
     hub: StandinHub, tmp_path: Path
 ) -> None:
@@ -355,6 +365,7 @@ async def test_what_an_update_fetched_that_was_broken_off_is_deleted_by_the_next
         assert files(tmp_path, "alpha") and files(tmp_path, "charlie") and not files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_what_an_update_was_fetching_when_the_gateway_ended_is_fetched_by_the_next_one_and_is_its_own(
     hub: StandinHub, tmp_path: Path
 ) -> None:

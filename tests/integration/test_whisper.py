@@ -207,6 +207,7 @@ async def test_type_that_a_caller_claims_is_not_believed(app: App, kind: str) ->
 # --- leaving, and what is counted -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_caller_who_leaves_is_heard_no_longer(app: App) -> None:
     await orders.order(app, "load", "alpha")
     async with await Raw.open(app) as raw:

@@ -110,6 +110,7 @@ def test_an_empty_folder_a_pull_and_answers_by_every_name(tmp_path: Path, hub: S
         gate.stop()
 
 
+@pytest.mark.slow
 def test_a_load_fetches_what_is_not_there_and_is_polled_until_it_is_done(tmp_path: Path, hub: StandinHub) -> None:
     """As a client in a browser does it: a task, asked for again and again, sixty times at most."""
     (tmp_path / "greenroom.yaml").write_text("library: {download: true}\n")

@@ -141,6 +141,7 @@ def _plain(records: object) -> Iterator[tuple[str, object]]:
         yield record.id, told(record, with_paths=True)
 
 
+@pytest.mark.slow
 async def test_a_thousand_models(tmp_path: Path) -> None:
     root, model = tmp_path / "root", tiny("a")
     for number in range(1_000):

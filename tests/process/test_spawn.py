@@ -344,6 +344,7 @@ async def test_start_that_hangs_is_given_up(start: Start) -> None:
 # --- resources -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_descriptors_are_back_to_base_after_twenty_cycles(start: Start) -> None:
     await (await start("plain")).stop(term_s=20)
     fds = open_fds()

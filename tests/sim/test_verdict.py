@@ -172,6 +172,7 @@ def test_times_are_said_as_people_say_them() -> None:
 # --- requests that are not served count -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gpu_that_serves_twice_as_many_helps_though_waits_stay_as_long() -> None:
     """Callers give up after a minute, so with one GPU as with two those served waited up to a minute."""
     base = replace(SMALL, patience_s=60.0)

@@ -210,6 +210,7 @@ def test_counters_and_nothing_else_end_in_total() -> None:
     assert b"greenroom_log_lines_lost_total 3.0" in body.splitlines()
 
 
+@pytest.mark.slow
 def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
     metrics = Metrics(is_known=lambda name: name == "qwen")
     for number in range(50_000):

@@ -54,6 +54,7 @@ def test_a_revoked_key_stays_and_its_name_is_no_others(file: Path) -> None:
     assert names(file) == ["first"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("race", ["at_once", "killed"])
 def test_commands_at_once_lose_nothing_though_killed_at_any_moment(file: Path, race: str) -> None:
     """In a process without threads, which may fork."""

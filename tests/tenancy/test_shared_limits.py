@@ -190,6 +190,7 @@ async def test_a_gateway_whose_clock_is_wrong_takes_nothing_ahead_at_its_start(e
         await one.store.close()
 
 
+@pytest.mark.slow
 async def test_store_killed_and_back_stays_within_the_stated_excess(redis: RedisServer) -> None:
     async with gateways(redis, 2) as made:
         pressing = [asyncio.create_task(one.press(math.inf)) for one in made]
@@ -216,6 +217,7 @@ async def test_store_killed_and_back_stays_within_the_stated_excess(redis: Redis
         assert [is_down for is_down, _ in made[0].told][:2] == [True, False]
 
 
+@pytest.mark.slow
 async def test_store_that_lost_its_data_unnoticed_gives_nothing_twice(redis: RedisServer) -> None:
     async with gateways(redis, 2) as made:
         pressing = [asyncio.create_task(one.press(3 * PERIOD_S)) for one in made]

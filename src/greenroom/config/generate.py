@@ -76,9 +76,13 @@ def with_reference(guide: str) -> str:
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
 
 
-def outdated(root: Path) -> list[str]:
-    wanted = generated(root)
-    return [name for name in wanted if not (root / name).is_file() or (root / name).read_text("utf-8") != wanted[name]]
+def outdated(root: Path) -> dict[str, str]:
+    """The files that are missing or out of date, with the text each should have."""
+    return {
+        name: text
+        for name, text in generated(root).items()
+        if not (root / name).is_file() or (root / name).read_text("utf-8") != text
+    }
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -86,8 +90,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     check_only = parser.parse_args(argv).check
     stale = outdated(root)
-    for name, text in generated(root).items():
-        if name in stale and not check_only:
+    for name, text in stale.items():
+        if not check_only:
             (root / name).write_text(text, encoding="utf-8")
     did = "is out of date; run python -m greenroom.config.generate" if check_only else "written"
     sys.stdout.writelines(f"{name} {did}\n" for name in stale)

@@ -218,6 +218,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 async def test_kill_9_in_the_middle_of_a_write_leaves_whole_transactions(tmp_path: Path) -> None:
     path, written, chosen = tmp_path / FILE_NAME, 0, random.Random(3)
     for _ in range(8):

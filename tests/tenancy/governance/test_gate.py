@@ -232,6 +232,7 @@ def flipped(data: bytes) -> list[bytes]:
     return [bytes([*data[:at], data[at] ^ (1 << bit), *data[at + 1 :]]) for at in range(len(data)) for bit in range(8)]
 
 
+@pytest.mark.slow
 async def test_no_token_with_a_flipped_bit_is_accepted(tmp_path: Path) -> None:
     """All bits of every form, none of which was used before."""
     gate = await opened(tmp_path, key_path=key_file(tmp_path), signers={**PUBLIC, "admin1": None})

@@ -111,6 +111,7 @@ def test_names_that_begin_alike_do_not_harm_each_other(hub: StandinHub, tmp_path
     assert found == files
 
 
+@pytest.mark.slow
 def test_parts_of_an_older_content_go_when_the_new_one_is_there(hub: StandinHub, tmp_path: Path) -> None:
     folder = tmp_path / "f"
     hub.faults.cut = 99
@@ -156,23 +157,28 @@ def test_retry_after_is_obeyed(hub: StandinHub, cache: Path, tmp_path: Path) -> 
     assert time.monotonic() - began >= 1.0
 
 
+FAULTS_THAT_STAY = [
+    ({"refuse": 99}, "hub_error"),
+    ({"refuse": 99, "refuse_with": 429, "retry_after": "0"}, "hub_busy"),
+    ({"refuse": 99, "refuse_with": 404}, "file_not_found"),
+    ({"stall": 99}, "stalled"),
+    ({"wrong_size": 99}, "wrong_size"),
+    ({"html": 99}, "not_the_file"),
+    ({"gated_bytes": True}, "gated"),
+    ({"api_refuse": 99, "api_with": 429, "retry_after": "0"}, "hub_busy"),
+    ({"api_refuse": 99, "api_with": 500}, "hub_error"),
+    ({"redirect": "ftp://127.0.0.1"}, "bad_url"),
+    ({"redirect_api": "http://127.0.0.1:9/api/models/org/name"}, "redirect_refused"),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        ({"refuse": 99}, "hub_error"),
-        ({"refuse": 99, "refuse_with": 429, "retry_after": "0"}, "hub_busy"),
         ({"refuse": 99, "refuse_with": 403}, "not_authorised"),
-        ({"refuse": 99, "refuse_with": 404}, "file_not_found"),
-        ({"stall": 99}, "stalled"),
         ({"wrong_hash": 99}, "wrong_hash"),
-        ({"wrong_size": 99}, "wrong_size"),
-        ({"html": 99}, "not_the_file"),
         ({"gated": True}, "gated"),
-        ({"gated_bytes": True}, "gated"),
-        ({"api_refuse": 99, "api_with": 429, "retry_after": "0"}, "hub_busy"),
-        ({"api_refuse": 99, "api_with": 500}, "hub_error"),
-        ({"redirect": "ftp://127.0.0.1"}, "bad_url"),
-        ({"redirect_api": "http://127.0.0.1:9/api/models/org/name"}, "redirect_refused"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FAULTS_THAT_STAY),
     ],
     ids=str,
 )
@@ -239,6 +245,7 @@ def test_what_a_hub_says_of_files_is_checked(
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quantization_picks_gguf_files_and_include_adds_to_them(hub: StandinHub, tmp_path: Path) -> None:
     names = ["m-Q4_K_M.gguf", "m-Q4_0.gguf", "m-Q4_0_4_4.gguf", "m-iq4_xs.gguf", "mmproj.gguf", "config.json"]
     hub.repos[REPO] = {name: name.encode() for name in names}
@@ -268,6 +275,7 @@ def test_pickles_come_where_there_is_nothing_better_or_by_name(hub: StandinHub, 
 # --- where files may go -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_links_do_not_lead_out_of_a_root(hub: StandinHub, tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     root.mkdir()
@@ -348,6 +356,7 @@ def test_a_file_that_changed_or_cannot_be_told_apart_begins_anew(hub: StandinHub
 # --- several at once, and ends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cache", "folder"])
 def test_two_processes_fetch_once(hub: StandinHub, tmp_path: Path, where: str) -> None:
     hub.faults.drip_s = 0.01
@@ -358,6 +367,7 @@ def test_two_processes_fetch_once(hub: StandinHub, tmp_path: Path, where: str) -
         whole(tmp_path / "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_the_hubs_own_client_and_ours_fetch_once(
     hub: StandinHub, cache: Path, tmp_path: Path, ours_first: bool

@@ -122,6 +122,7 @@ def test_picture_is_no_sound() -> None:
         length_s(view(file.getvalue()))
 
 
+@pytest.mark.slow
 def test_sound_that_is_too_long_is_refused() -> None:
     with pytest.raises(ApiError) as refused:
         length_s(view(silence(LENGTH_MAX_S + 10)))
@@ -129,6 +130,7 @@ def test_sound_that_is_too_long_is_refused() -> None:
     assert "4 hours" in refused.value.message
 
 
+@pytest.mark.slow
 def test_long_sound_takes_no_more_memory_than_the_part_that_is_heard() -> None:
     reader = SampleReader(view(silence(1200)))
     tracemalloc.start()

@@ -58,6 +58,7 @@ async def all_of(found: AsyncIterator[Segment]) -> list[Segment]:
     return [segment async for segment in found]
 
 
+@pytest.mark.slow
 async def test_sound_is_not_measured_for_a_caller_that_has_left() -> None:
     transcriber, sound = Transcriber(ScriptedModel(10), beam_size=1, at_once=1), memoryview(silence(13_000, rate=4_000))
     began = time.perf_counter()
