@@ -180,9 +180,12 @@ wheel: setup            ## dist/: the sdist and a compiled wheel for this Python
 	@GREENROOM_WHEEL="$$(ls -t dist/*.whl | head -1)" $(BIN)/python -m pytest tests/deploy/test_wheel.py
 	@ls dist
 
+# A wheel that is installed elsewhere is measured instead of compiling: make bench INSTALLED=/opt/greenroom/bin/python
+INSTALLED ?=
 bench: setup            ## CPU per request and per chunk of both builds, beside nginx in the same run
 	@command -v nginx >/dev/null || (apt-get update -qq && apt-get install -y -qq nginx-light)
-	@if command -v cc >/dev/null; then $(MAKE) --no-print-directory compiled && \
+	@if test -n '$(INSTALLED)'; then $(BIN)/python -m benchmarks.gateway.cost --compiled '$(INSTALLED)'; \
+	elif command -v cc >/dev/null; then $(MAKE) --no-print-directory compiled && \
 	  $(BIN)/python -m benchmarks.gateway.cost --compiled $(COMPILED)/bin/python; \
 	else echo "no C compiler: only the pure build is measured"; $(BIN)/python -m benchmarks.gateway.cost; fi
 
