@@ -25,8 +25,8 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import gpu_mib
-from greenroom.server.admin.reports.memory import kv_mib
-from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
+from greenroom.server.admin.reports.memory import cache_view, kv_mib
+from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import StatusWord, View
 from greenroom.server.asgi import caller_of
 from greenroom.tenancy.keys import Caller

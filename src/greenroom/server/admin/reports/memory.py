@@ -1,11 +1,11 @@
-"""GPUs, host memory and the green room as the management API shows them.
+"""GPUs, host memory, caches and the green room as the management API shows them.
 
 Owns the route, its published shapes, and how they are filled from the last look at memory and the scheduler's ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -17,8 +17,9 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.readings import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.slots import LiveSlots
 from greenroom.server.admin.gateway import Gateway, WatchedMemory
-from greenroom.server.admin.views import GpuView, GreenRoomView, ProbeView, View
+from greenroom.server.admin.views import CacheView, GpuView, GreenRoomView, ProbeView, View
 
 PATH = "/api/v1/gpus"
 # A look this recent is shown again.
@@ -270,3 +271,22 @@ def _kv_of(gateway: Gateway, entry: Entry, slot: SlotFacts) -> int | None:
         # Its cache takes what the rest leaves of its claim.
         return max(0, held_mib - sum(part.gpu_mib for part in estimate.parts if not part.is_kv))
     return planned_mib
+
+
+def cache_view(live: LiveSlots, slots: Sequence[SlotFacts]) -> CacheView | None:
+    """The figures of all slots of a model together; None if none has any."""
+    found = [live.live[slot.id].figures for slot in slots if slot.id in live.live]
+    told = [figures for figures in found if figures is not None]
+    if not told:
+        return None
+    return CacheView(
+        kv_used=max(one.kv_used for one in told),
+        prefix_queries=_sum_of(one.prefix_queries for one in told),
+        prefix_hits=_sum_of(one.prefix_hits for one in told),
+        kv_tokens=_sum_of(one.kv_tokens for one in told),
+    )
+
+
+def _sum_of(figures: Iterable[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None

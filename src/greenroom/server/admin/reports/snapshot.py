@@ -6,7 +6,7 @@ Owns how tables become answers. Never changes anything and never waits, so that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Final, Literal
@@ -18,11 +18,10 @@ from greenroom.errors import LoadOutOfMemory
 from greenroom.http import edge
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Account
-from greenroom.runtime.slots import LiveSlots
 from greenroom.server import render
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.reports.memory import GpuPicture, green_room_view
+from greenroom.server.admin.reports.memory import GpuPicture, cache_view, green_room_view
 from greenroom.server.admin.views import StatusWord
 
 # Whether the hot path is Python or machine code.
@@ -372,25 +371,6 @@ def need_view(need: Need, account: Account | None) -> views.NeedView:
         estimated_host_mib=None if estimate is None else estimate.host_mib,
         estimate_error=None if error is None else round(error, 4),
     )
-
-
-def cache_view(live: LiveSlots, slots: Sequence[SlotFacts]) -> views.CacheView | None:
-    """The figures of all slots of a model together; None if none has any."""
-    found = [live.live[slot.id].figures for slot in slots if slot.id in live.live]
-    told = [figures for figures in found if figures is not None]
-    if not told:
-        return None
-    return views.CacheView(
-        kv_used=max(one.kv_used for one in told),
-        prefix_queries=_sum_of(one.prefix_queries for one in told),
-        prefix_hits=_sum_of(one.prefix_hits for one in told),
-        kv_tokens=_sum_of(one.kv_tokens for one in told),
-    )
-
-
-def _sum_of(figures: Iterable[int | None]) -> int | None:
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) if known else None
 
 
 def _no_sleep(entry: Entry) -> str | None:

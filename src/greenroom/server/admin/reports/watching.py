@@ -22,8 +22,8 @@ from greenroom.library.versions import told_as
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.live import LiveState, StateFeed
-from greenroom.server.admin.reports.memory import green_room_used_mib, memory_split
-from greenroom.server.admin.reports.snapshot import Snapshot, cache_view
+from greenroom.server.admin.reports.memory import cache_view, green_room_used_mib, memory_split
+from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.telemetry.gauges import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
