@@ -8,7 +8,6 @@ that owns the scheduler's state; none runs in a thread, where that state could c
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from html import escape
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -16,13 +15,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match, Route
 
 import greenroom
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
 from greenroom.server import render
+from greenroom.server.admin.docs_page import docs_page
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.governed import GovernedRoutes
 from greenroom.server.admin.governed_models import GovernedModels
@@ -307,7 +307,7 @@ def _add_docs(app: FastAPI, gateway: Gateway) -> None:
     async def docs() -> Response:
         if not gateway.config.server.docs:
             raise nothing_at(DOCS_PATH)
-        return HTMLResponse(docs_page(app.openapi(), OPENAPI_PATH), headers=HEADERS)
+        return docs_page(app.openapi(), OPENAPI_PATH)
 
     app.get(DOCS_PATH, include_in_schema=False)(docs)
 
@@ -357,56 +357,6 @@ class Management:
                 others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
                 needed = next(others, needed)
         return needed
-
-
-HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
-    "code{font-size:.95em}h2{font-size:1rem;margin:1.5rem 0 0}p{margin:.2rem 0}ul{margin:.2rem 0}"
-)
-
-
-def docs_page(schema: Mapping[str, Any], schema_path: str) -> str:
-    title = escape(schema["info"]["title"])
-    operations = "\n".join(_operations(schema))
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>\n'
-        f"<h1>{title} {escape(schema['info']['version'])}</h1>\n"
-        f'<p>{escape(schema["info"].get("description", ""))} <a href="{escape(schema_path)}">OpenAPI schema</a></p>\n'
-        f"{operations}\n</html>\n"
-    )
-
-
-def _operations(schema: Mapping[str, Any]) -> Iterator[str]:
-    for path, methods in schema["paths"].items():
-        for method, operation in methods.items():
-            yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
-            yield f"<p>{escape(operation.get('description', ''))}</p>"
-            if items := [*_parameters(operation), *_body_fields(schema, operation)]:
-                yield f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
-
-
-def _parameters(operation: Mapping[str, Any]) -> Iterator[str]:
-    for parameter in operation.get("parameters", ()):
-        yield _item(parameter["name"], parameter["in"], parameter.get("description", ""))
-
-
-def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[str]:
-    """The fields of the request body, if it has a named shape."""
-    contents = list(operation.get("requestBody", {}).get("content", {}).values())
-    content: Mapping[str, Any] = contents[0].get("schema", {}) if contents else {}
-    for option in (content, *content.get("anyOf", ())):
-        name = option.get("$ref", "").rpartition("/")[2]
-        shape = schema.get("components", {}).get("schemas", {}).get(name, {})
-        for field, about in shape.get("properties", {}).items():
-            yield _item(field, "body", about.get("description", ""))
-
-
-def _item(name: str, where: str, about: str) -> str:
-    return f"<code>{escape(name)}</code> ({escape(where)}) {escape(about)}".rstrip()
 
 
 def _as_get(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
