@@ -1,18 +1,38 @@
-"""What a request may say about a model that no configuration names, and the configuration that this makes of it."""
+"""Ad-hoc models, which no configuration names: what a request may say about one, and which are remembered.
+
+Owns the configuration that is made of what a request says, and the bound on how many are remembered. A path that is
+asked for with other options is another model. `resolver.py` finds them on disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-from greenroom.config.schema import Model, Vllm
+from greenroom.config.kinds import id_problem
+from greenroom.config.limits import ttl_s_of
+from greenroom.config.schema import Config, Model, Vllm
 from greenroom.config.sections.engine_keys import WITH_PATH
-from greenroom.core.model import DeviceId
-from greenroom.errors import BadRequest
+from greenroom.core.events import ConfigChanged, Learned
+from greenroom.core.model import DeviceId, ModelId
+from greenroom.core.view import SchedulerView
+from greenroom.errors import BadRequest, TooManyModels
+from greenroom.library.library import Library
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("models")
+
+# Names are remembered too, so that most requests need no look at the disk.
+NAMES_PER_MODEL: Final = 16
+RETRY_AFTER_S: Final = 5.0
 
 # The share of a GPU for engines that take what they are given, where nothing says how much.
 SHARE_OF_GPU: Final = 0.7
@@ -32,6 +52,10 @@ class ModelOptions:
     ctx_size: int | None = None
     budget_mib: int | None = None
     ttl_s: float | None = None
+
+    @property
+    def are_about_the_model(self) -> bool:
+        return replace(self, ttl_s=None) != NO_OPTIONS
 
 
 NO_OPTIONS: Final = ModelOptions()
@@ -108,3 +132,192 @@ def _param(error: ValidationError) -> str | None:
     problems = first.get("ctx", {}).get("problems") or ()
     where = problems[0].where if problems else first["loc"]
     return str(where[0]) if where else None
+
+
+# --- which of them are remembered -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Adhoc:
+    record: LibraryRecord
+    tenant: str | None
+    """Of the last request for it."""
+    used: int = 0
+
+
+class AdhocModels:
+    """Which ad-hoc models are remembered, under which names, and which of them leaves for a newcomer."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        library: Library,
+        config: Callable[[], Config],
+        view: Callable[[], SchedulerView],
+        post: Callable[[ConfigChanged], None],
+        clock: Callable[[], float],
+        recall: Callable[[Iterable[ModelId]], Mapping[ModelId, Learned]],
+        forgotten: Callable[[], None],
+    ) -> None:
+        """`forgotten` is called when a model has left, so that what others keep of it can go too."""
+        self._catalog = catalog
+        self._library = library
+        self._config = config
+        self._view = view
+        self._post = post
+        self._clock = clock
+        self._recall = recall
+        self._forgotten = forgotten
+        self._known: dict[ModelId, _Adhoc] = {}
+        self._names: dict[tuple[str, ModelOptions], ModelId] = {}
+        self._uses = 0
+
+    def named(self, name: str, options: ModelOptions) -> Entry | None:
+        """The model that was found by this name and with these options; None if it is not remembered."""
+        known = self._names.get((name, replace(options, ttl_s=None)))
+        return None if known is None else self._catalog.find(known)
+
+    def find(self, model: ModelId) -> Entry | None:
+        """The ad-hoc model of this id, if its files are still what they were."""
+        entry = self._catalog.find(model)
+        return entry if entry is not None and entry.is_adhoc and self.is_current(entry) else None
+
+    def add(self, entry: Entry, record: LibraryRecord, tenant: str | None) -> None:
+        """Raises TooManyModels."""
+        self._expect_room(entry.id, tenant)
+        self._known[entry.id] = _Adhoc(record, tenant)
+        self._catalog.add(entry)
+        self._post(ConfigChanged(self._clock(), models=(entry.spec,), learned=self._recall((entry.id,)) or None))
+        _log.info("model found", model=entry.id, path=record.path, engine=entry.engine.name)
+
+    def is_current(self, entry: Entry) -> bool:
+        """False if its files are not what they were when its memory was estimated, or its id now means others."""
+        known = self._known.get(entry.id)
+        if known is None:
+            return False
+        record, seen = known.record, self._library.find(known.record.path)
+        if not record.files:
+            # The library did not know it.
+            return seen is None
+        named = self._library.find(record.id)
+        if seen is None and named is None:
+            # Its root or its files are gone. What is in memory serves on.
+            return bool(self._view().slots_of(entry.id))
+        return seen is not None and seen.files == record.files and named is not None and named.path == record.path
+
+    def used(self, entry: Entry, options: ModelOptions, tenant: str | None) -> Entry:
+        """A request of this tenant asks for it. Returns it with the `ttl_s` that the request says."""
+        known = self._known[entry.id]
+        self._uses += 1
+        known.used, known.tenant = self._uses, tenant
+        self._library.used(known.record)
+        if options.ttl_s is None or entry.config.ttl_s == options.ttl_s:
+            return entry
+        # The last request that says it counts. The running process stays.
+        model = entry.config.model_copy(update={"ttl_s": options.ttl_s})
+        spec = replace(entry.spec, ttl_s=ttl_s_of(model, self._config().stay_warm))
+        entry = replace(entry, config=model, spec=spec)
+        self._catalog.add(entry)
+        self._post(ConfigChanged(self._clock(), models=(spec,)))
+        return entry
+
+    def remember(self, name: str, options: ModelOptions, entry: Entry) -> None:
+        key = (name, replace(options, ttl_s=None))
+        self._names.pop(key, None)
+        self._names[key] = entry.id
+        while len(self._names) > NAMES_PER_MODEL * self._config().library.adhoc_models_max:
+            del self._names[next(iter(self._names))]
+
+    def _expect_room(self, coming: ModelId, tenant: str | None) -> None:
+        """One model makes room for one more. Raises TooManyModels if those that could are all in use."""
+        most = self._config().library.adhoc_models_max
+        while len(self._known) >= most and coming not in self._known:
+            leaving = self._least_missed(tenant)
+            if leaving is None:
+                count = "One model" if most == 1 else f"{most:,} models"
+                raise TooManyModels(
+                    f"{count} outside of the configuration may be in use at once (library.adhoc_models_max).",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._forget(leaving)
+
+    def _least_missed(self, tenant: str | None) -> ModelId | None:
+        """Of the tenant that has most, the newcomer's counted with it, the idle model that was not used for longest.
+
+        No tenant's models leave for one that has more than it.
+        """
+        counts = Counter(known.tenant for known in self._known.values())
+        counts[tenant] += 1
+        idle = [
+            (-counts[known.tenant], known.used, model)
+            for model, known in self._known.items()
+            if counts[known.tenant] >= counts[tenant] and not self._is_busy(model)
+        ]
+        return min(idle)[2] if idle else None
+
+    def _is_busy(self, model: ModelId) -> bool:
+        view = self._view()
+        return view.is_waited_for(model) or any(slot.in_flight or slot.move for slot in view.slots_of(model))
+
+    def _forget(self, model: ModelId) -> None:
+        del self._known[model]
+        self._names = {key: known for key, known in self._names.items() if known != model}
+        entry = self._catalog.find(model)
+        if entry is not None and entry.is_adhoc:
+            self._catalog.remove(model)
+            self._post(ConfigChanged(self._clock(), removed=(model,)))
+            self._forgotten()
+
+    def reloaded(self) -> None:
+        """Forget models that a changed configuration has taken over, or whose roots are gone."""
+        roots = self._library.real_roots()
+        for model, known in list(self._known.items()):
+            entry = self._catalog.find(model)
+            if entry is None or not entry.is_adhoc or known.record.root not in roots:
+                self._forget(model)
+
+    def looked(self) -> None:
+        """The disk was looked at: models that are neither there nor in memory are no longer listed."""
+        for model, known in list(self._known.items()):
+            is_gone = bool(known.record.files) and self._library.find(known.record.path) is None
+            if is_gone and not self._view().slots_of(model) and not self._is_busy(model):
+                self._forget(model)
+
+    def removed(self, record: LibraryRecord) -> None:
+        """Its files were deleted: it is asked for no more."""
+        for model, known in list(self._known.items()):
+            if known.record.path == record.path:
+                self._forget(model)
+
+    def id_for(self, record: LibraryRecord, options: ModelOptions, dtype: str | None) -> ModelId:
+        """The record's id, and what makes it differ from the same model without options."""
+        parts = [options.backend] if options.backend not in (None, ENGINE_OF_KIND[record.kind]) else []
+        parts += ["cpu"] if options.device == "cpu" else []
+        if options.n_gpu_layers is not None:
+            parts.append(f"layers={options.n_gpu_layers}")
+        if options.gpu_memory_utilization is not None:
+            parts.append(f"gpu={options.gpu_memory_utilization:g}")
+        parts += [] if options.ctx_size is None else [f"ctx={options.ctx_size}"]
+        parts += [] if options.budget_mib is None else [f"mib={options.budget_mib}"]
+        parts += [] if dtype is None else [dtype]
+        plain = ModelId(record.id)
+        if not parts and id_problem(plain) is None and self.is_free(plain, record):
+            return plain
+        model_id = ModelId(f"{record.id}+{','.join(part for part in parts if part) or 'found'}")
+        if id_problem(model_id) is not None:
+            # Not every file that the library does not know has a name that can be an id.
+            model_id = ModelId(f"found-{hashlib.sha256(os.fsencode(model_id)).hexdigest()[:16]}")
+        while not self.is_free(model_id, record):
+            model_id = ModelId(f"{model_id}+")
+        return model_id
+
+    def is_free(self, model_id: ModelId, record: LibraryRecord) -> bool:
+        """Whether this record can have this id."""
+        taken = self._catalog.find(model_id)
+        if taken is None:
+            return True
+        return (
+            taken.version is None
+            and taken.is_adhoc
+            and (taken.config.path == record.path or not self.is_current(taken))
+        )
