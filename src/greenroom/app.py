@@ -21,7 +21,7 @@ from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
-from greenroom.library.versions import NamedVersions, Version, VersionStore
+from greenroom.library.versions import VersionStore, begin_versions
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.routing.tasks import Tasks
@@ -30,19 +30,13 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
-from greenroom.runtime.operations.updates import Updates
-from greenroom.runtime.operations.version_changes import UpdateServices
-from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import Weights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
-from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.snapshot import BUILD
 from greenroom.server.inference.prefix_cache import CacheSalts
@@ -56,6 +50,7 @@ from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
 from greenroom.wiring.governance import wire_governance
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
+from greenroom.wiring.operations import Updating, wire_loads, wire_updates
 from greenroom.wiring.shutdown import close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -137,8 +132,9 @@ class App:
         self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
         self.downloads, self.usage, self.requestors = front.downloads, front.usage, front.requestors
         self.limiter = front.limiter
-        self.loads = self._wire_loads()
-        self.updates = self._wire_updates()
+        self.loads = wire_loads(common, front, self.operations, self)
+        updating = Updating(self.library, self.versions, self.tickets, self._reloading, self._forget_removed)
+        self.updates = wire_updates(common, front, self.operations, self, updating)
         self.state_follower = StateFollower(self.updates, lambda: self.config)
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
@@ -158,45 +154,6 @@ class App:
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
         self.versions = VersionStore(self.state_dir.path, replace_file)
         self.catalog.version_of = lambda name: self.versions.of(name).current
-
-    def _wire_loads(self) -> Loads:
-        return Loads(
-            self.operation_table,
-            LoadServices(
-                self.resolver,
-                self.downloads,
-                self.operations,
-                lambda: self.config.library.download,
-                lambda: self.loop.scheduler.view,
-                lambda model: gpu_mib(self, model),
-                self.hosted_slots.progress_of,
-                lambda model: self.slots.log(model).tail(LINES_READ),
-                self.clock,
-            ),
-        )
-
-    def _wire_updates(self) -> Updates:
-        return Updates(
-            self.operation_table,
-            UpdateServices(
-                config=lambda: self.config,
-                catalog=self.catalog,
-                store=self.versions,
-                weights=Weights(self.library, self.downloads),
-                moves=self.operations,
-                warm_up=WarmUp(self.tickets, self.clock),
-                slots=self.slots,
-                hosted_slots=self.hosted_slots,
-                post=self.post,
-                clock=self.clock,
-                learned=self.loop.scheduler.learned,
-                unchanging=self._reloading,
-                is_draining=lambda: self.is_draining,
-                forgotten=self._forget_removed,
-                view=lambda: self.loop.scheduler.view,
-                until=self.loop.until,
-            ),
-        )
 
     def _is_named(self, tenant: str) -> bool:
         return is_named(self.config, tenant) or tenant in self.door.keys.tenants
@@ -427,16 +384,6 @@ class App:
         await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
         self.state_dir.close()
         self.closed.set()
-
-
-def begin_versions(store: VersionStore, config: Config, now: float) -> None:
-    """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
-    firsts = {
-        name: Version(1, model.versions.repo_id or model.path, model.path, since=round(now, 3))
-        for name, model in config.models.items()
-        if model.versions is not None and model.path is not None and store.of(name).current is None
-    }
-    store.put_all((name, NamedVersions(first)) for name, first in firsts.items())
 
 
 def _refuse_open_door(config: Config) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.plain_file import sync_folder
+from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 
 FILE_NAME: Final = "versions.json"
@@ -120,3 +121,13 @@ class VersionStore:
             with contextlib.suppress(OSError):
                 sync_folder(self._path.parent)
             self._models = models
+
+
+def begin_versions(store: VersionStore, config: Config, now: float) -> None:
+    """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
+    firsts = {
+        name: Version(1, model.versions.repo_id or model.path, model.path, since=round(now, 3))
+        for name, model in config.models.items()
+        if model.versions is not None and model.path is not None and store.of(name).current is None
+    }
+    store.put_all((name, NamedVersions(first)) for name, first in firsts.items())
