@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom.config.example import FOR_EXAMPLE, example, said
-from greenroom.config.generate import BEGIN, END, ROOT, generated, main, with_reference
+from greenroom.config.generate.example import FOR_EXAMPLE, example, said
+from greenroom.config.generate.reference import BEGIN, END, ROOT, generated, main, with_reference
 from greenroom.config.loader import load
 from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Quorum, Remote, Section
 

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.schema:
-        from greenroom.config.generate import json_schema
+        from greenroom.config.generate.reference import json_schema
 
         screen.say_json(json_schema())
         return ExitStatus.OK

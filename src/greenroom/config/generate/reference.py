@@ -16,7 +16,7 @@ from typing import Any
 from greenroom.config.described import descriptions
 from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
 from greenroom.config.environment import TABLE
-from greenroom.config.example import example, said
+from greenroom.config.generate.example import example, said
 from greenroom.config.schema import (
     ApiKey,
     ClientProfile,
@@ -37,7 +37,7 @@ from greenroom.config.schema import (
 )
 from greenroom.config.sections.remotes import TokenCost
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 GUIDE = "docs/configuration.md"
 BEGIN = "<!-- begin of the reference, written by python -m greenroom.config.generate -->"
 END = "<!-- end of the reference -->"
@@ -187,7 +187,3 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     if low is not None and high is not None and high <= 65535:
         return f" {low}…{high}"
     return f" ≥ {low}" if low is not None else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())
