@@ -6,24 +6,23 @@ reload loads again and compares (`diff.py`).
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from greenroom.config import environment, kinds, macros
 from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
 from greenroom.config.limits import limits_of, plugin_problems
+from greenroom.config.mistakes import problems_of
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
-from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
-from greenroom.config.schema import Company, Config, Model, Remote, Section
+from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal
+from greenroom.config.schema import Config, Model, Remote
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.errors import ConfigError
 
@@ -256,164 +255,3 @@ def _is_bare(path: str) -> bool:
 
 def _absolute(path: str, folder: Path) -> str:
     return os.path.normpath(folder / os.path.expanduser(path))
-
-
-_WANTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number",
-    "int_from_float": "a whole number",
-    "number_wanted": "a number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "dict_type": "a mapping (key: value)",
-    "model_type": "a mapping (key: value)",
-    "model_attributes_type": "a mapping (key: value)",
-}
-_BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("more than", "gt"),
-    "less_than_equal": ("at most", "le"),
-}
-# Patterns that are better explained by a sentence.
-_PATTERNS = {
-    "sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them",
-    "api_key_env": "must be the name of an environment variable, not the key itself",
-}
-# Values below these keys may be secrets and are never shown.
-SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
-# Commands, their arguments and what is put into them may hold keys for what they start; numbers among them are none.
-COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "args", "macros"})
-
-
-def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
-    """One problem for each place. A value with several allowed shapes fails once for each; these are joined."""
-    by_place: dict[Where, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
-        by_place.setdefault(_place(detail, lines), []).append(detail)
-    for where, details in by_place.items():
-        deeper = any(len(other) > len(where) and other[: len(where)] == where for other in by_place)
-        # An item of a list is wrong; do not also report that the list is not a text.
-        if deeper and all(detail["type"] in _WANTED for detail in details):
-            continue
-        yield from _told(where, details)
-
-
-def _place(detail: ErrorDetails, lines: Lines) -> Where:
-    """The path of the value in the file, without the schema's own names for alternatives."""
-    where: Where = ()
-    for step in detail["loc"]:
-        if (*where, step) in lines:
-            where = (*where, step)
-    if detail["type"] == "missing":
-        where = (*where, detail["loc"][-1])
-    return where
-
-
-def _told(where: Where, details: list[ErrorDetails]) -> Iterator[Problem]:
-    wanted = dict.fromkeys(want for detail in details if (want := _wanted(detail)))
-    if wanted:
-        yield Problem(where, _not_wanted(" or ".join(wanted), where, details[0]["input"]))
-        return
-    for detail in details:
-        if detail["type"] == "rules":
-            for problem in detail["ctx"]["problems"]:
-                yield Problem((*where, *problem.where), problem.message)
-        else:
-            yield Problem(where, _message(where, detail))
-
-
-def _wanted(detail: ErrorDetails) -> str | None:
-    if detail["type"] in ("literal_error", "enum"):
-        return "one of " + str(detail["ctx"]["expected"]).replace("'", "").replace(" or ", ", ")
-    return _WANTED.get(detail["type"])
-
-
-def _not_wanted(wanted: str, where: Where, value: object) -> str:
-    if value is None:
-        return f"{wanted} is wanted, but nothing is given"
-    quotes = "; put it in quotes" if wanted == "text" and isinstance(value, int | float) else ""
-    return f"{wanted} is wanted{_not_this(where, value)}{quotes}"
-
-
-def _message(where: Where, detail: ErrorDetails) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown_key(where)
-    if kind == "missing":
-        return "is needed"
-    if kind in _BOUNDS:
-        word, key = _BOUNDS[kind]
-        return f"must be {word} {context[key]:,.12g}{_not_this(where, detail['input'])}"
-    if kind == "string_too_short":
-        return "may not be empty"
-    if kind == "string_too_long":
-        return f"may have at most {context['max_length']} characters"
-    if kind == "string_pattern_mismatch":
-        if where[-1] in _PATTERNS:
-            return _PATTERNS[str(where[-1])]
-        return f"must match {context['pattern']}{_not_this(where, detail['input'])}"
-    return detail["msg"]
-
-
-def _not_this(where: Where, value: object) -> str:
-    is_hidden = SECRET_KEYS.intersection(where) or (
-        (COMMAND_KEYS | {"api_keys"}).intersection(where) and not isinstance(value, int | float)
-    )
-    return "" if is_hidden else f", not {shown(value)}"
-
-
-_BY_SHARE = "how often a busy model gives way is said by scheduler.away_share"
-# Keys of earlier versions, and what to write instead.
-_GONE = {"overtakes_max": _BY_SHARE, "residency_swaps": _BY_SHARE, "batch_swaps": _BY_SHARE}
-
-
-def _unknown_key(where: Where) -> str:
-    """Name the section where the key belongs; otherwise suggest the nearest key of this section."""
-    key = str(where[-1])
-    if key in _GONE:
-        return f"is gone; {_GONE[key]}"
-    if home := _home_of(key):
-        return f"unknown key here; {key} belongs {home}"
-    # Other tools write ctxSize or ctx-size: compare without case and separators.
-    spellings = {_spelling(name): name for name in _section_at(where[:-1]).model_fields}
-    near = difflib.get_close_matches(_spelling(key), spellings, n=1)
-    return f"unknown key, did you mean {spellings[near[0]]}?" if near else "unknown key"
-
-
-def _spelling(key: str) -> str:
-    return key.replace("_", "").replace("-", "").lower()
-
-
-def _section_at(where: Where) -> type[Section]:
-    kind: Any = Config
-    for step in where:
-        if isinstance(kind, type) and issubclass(kind, Section):
-            kind = kind.model_fields[str(step)].annotation
-        else:
-            kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
-        kind = _unless_none(kind)
-    section: type[Section] = kind
-    return section
-
-
-def _unless_none(kind: Any) -> Any:
-    """The type inside an optional one."""
-    return get_args(kind)[0] if type(None) in get_args(kind) else kind
-
-
-def _home_of(key: str) -> str | None:
-    if key in Config.model_fields:
-        return "to the top level"
-    if key in Model.model_fields:
-        return "to a model, under models"
-    for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section) and key in section.model_fields:
-            return f"under {name}"
-    return "under scheduler.company" if key in Company.model_fields else None

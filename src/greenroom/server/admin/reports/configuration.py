@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from fastapi import FastAPI
 
-from greenroom.config import environment, loader
+from greenroom.config import environment, loader, mistakes
 from greenroom.config.diff import diff
 from greenroom.config.loader import LoadedConfig
 from greenroom.config.problems import problems
@@ -26,7 +26,7 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 
 PATH: Final = "/api/v1/config/effective"
-_HIDDEN: Final = loader.SECRET_KEYS | loader.COMMAND_KEYS
+_HIDDEN: Final = mistakes.SECRET_KEYS | mistakes.COMMAND_KEYS
 # Names within mappings that users fill as they like (`set_params`, `options`, `metadata` …).
 _SECRET_NAME: Final = re.compile(r"key|secret|passw|auth|bearer|credential|token(?!s|_id|iz)", re.IGNORECASE)
 _FREE: Final = frozenset({"set_params", "options", "metadata", "chat_template_kwargs", "headers"})
