@@ -16,6 +16,7 @@ from greenroom.config.kinds import id_problem, words
 from greenroom.config.reader import Value
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
 from greenroom.importing.llama_swap_macros import PID, PORT
+from greenroom.importing.result import Unimportable
 from greenroom.importing.source_keys import SourceKeys
 
 UNKNOWN: Final = "llama-swap has no such key"
@@ -50,10 +51,6 @@ class SharedDefaults:
 
     load_timeout_s: float | None
     stop_timeout_s: float | None
-
-
-class Unimportable(Exception):
-    """This model cannot be run here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from greenroom.config.kinds import id_problem
 from greenroom.config.plain_file import open_plain, read_plain
 from greenroom.config.reader import Value, Where, shown
 from greenroom.errors import ConfigError
-from greenroom.importing.result import Imported, Notes, nothing_found
+from greenroom.importing.result import Imported, Notes, Unimportable, nothing_found
 
 PORT: Final = 11_434
 FOLDERS: Final = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
@@ -57,10 +57,6 @@ _UNUSED_LAYERS: Final = {
     "messages": "they are Ollama's first messages of a chat; send them with each request",
     "license": "a text for people; it stays in Ollama's folder",
 }
-
-
-class Unimportable(Exception):
-    """This model cannot be run here; the message says why."""
 
 
 def default_folder(environ: Mapping[str, str]) -> Path:

@@ -17,6 +17,10 @@ from greenroom.errors import ConfigError
 LINE_CHARS_MAX = 120
 
 
+class Unimportable(Exception):
+    """This model cannot be run here; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A key that is not mapped and why, or one that is mapped and means something else here."""
