@@ -154,7 +154,7 @@ _AFTER: Final[Mapping[MoveKind, tuple[Tier | None, Tier | None]]] = {
 
 
 @dataclass(slots=True)
-class Span:
+class SlotSpan:
     """`phase` is the move that was under way, or the tier in between."""
 
     slot: str
@@ -172,9 +172,9 @@ class Residency:
 
     def __init__(self, wall: Callable[[], float], spans_max: int = SPANS_MAX) -> None:
         self._wall = wall
-        self._ended: deque[Span] = deque(maxlen=spans_max)
+        self._ended: deque[SlotSpan] = deque(maxlen=spans_max)
         # By slot: the memory it holds, and the span that goes on.
-        self._open: dict[str, Span] = {}
+        self._open: dict[str, SlotSpan] = {}
 
     def moving(self, move: Move, model: str, why: Mapping[str, Any]) -> None:
         """This move has begun, for these reasons."""
@@ -196,7 +196,7 @@ class Residency:
         """Its engine ended without being asked to."""
         self._end(slot, "lost")
 
-    def spans(self, since: float, slots: Container[str]) -> Iterator[Span]:
+    def spans(self, since: float, slots: Container[str]) -> Iterator[SlotSpan]:
         """Spans that went on after this time, the oldest first. `slots` are those that there are."""
         for slot in [slot for slot in self._open if slot not in slots]:
             self._end(slot)
@@ -205,7 +205,7 @@ class Residency:
 
     def _begin(self, slot: str, model: str, phase: str, devices: Mapping[Any, int], why: Mapping[str, Any]) -> None:
         held = {str(device): mib for device, mib in devices.items()}
-        self._open[slot] = Span(slot, model, phase, held, self._wall(), why=why)
+        self._open[slot] = SlotSpan(slot, model, phase, held, self._wall(), why=why)
 
     def _end(self, slot: str, outcome: str | None = None) -> None:
         span = self._open.pop(slot, None)

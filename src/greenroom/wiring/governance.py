@@ -15,7 +15,7 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.detached import run_detached
 from greenroom.tenancy.governance.audit import AuditLog
-from greenroom.tenancy.governance.gate import Governance
+from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.governance.nonces import NonceJournal, Nonces
 
 FOLDER = "governance"
@@ -23,7 +23,7 @@ FOLDER = "governance"
 
 def wire_governance(
     state_dir: StateDir, config: Callable[[], Config], catalog: Catalog, library: Callable[[], Library]
-) -> Governance:
+) -> GovernanceGate:
     folder = state_dir.path / FOLDER
     section = config().governance
 
@@ -44,4 +44,4 @@ def wire_governance(
         return frozenset({name, *bases, *(one.id for one in (entry, record) if one is not None)})
 
     audit_path = folder / "audit.jsonl" if section.audit_path is None else Path(section.audit_path)
-    return Governance(nonces, AuditLog(audit_path, run_detached), known_as)
+    return GovernanceGate(nonces, AuditLog(audit_path, run_detached), known_as)

@@ -16,7 +16,7 @@ from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.operations.version_changes import UpdateServices
 from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import Weights
+from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import gpu_mib
@@ -60,7 +60,7 @@ def wire_updates(
         config=lambda: gateway.config,
         catalog=common.catalog,
         store=updating.store,
-        weights=Weights(updating.library, front.downloads),
+        weights=VersionWeights(updating.library, front.downloads),
         moves=moves,
         warm_up=WarmUp(updating.tickets, common.clock),
         slots=common.slots,

@@ -70,7 +70,7 @@ from greenroom.telemetry.history import History
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.audit import AuditLog
-from greenroom.tenancy.governance.gate import Governance
+from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.governance.nonces import NonceJournal
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Caller
@@ -288,7 +288,7 @@ class FakeGateway:
                 self.clock,
             ),
         )
-        self.governance = Governance(lambda: NOTHING_USED, UNWRITTEN, lambda name: frozenset({name}))
+        self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN, lambda name: frozenset({name}))
         self.keys = KeyRing(unthreaded, lambda: None)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []

@@ -12,7 +12,7 @@ from greenroom.config.sections.governance import Governance as Section
 from greenroom.tenancy.governance import signing
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.canonical_json import sha256_of
-from greenroom.tenancy.governance.gate import Done, Governance, GovernedCall
+from greenroom.tenancy.governance.gate import Done, GovernanceGate, GovernedCall
 from greenroom.tenancy.governance.nonces import NonceJournal, Run
 
 NOW = 1_745_880_000
@@ -91,12 +91,12 @@ def aged_journal(folder: Path) -> None:
 
 async def opened(
     folder: Path, run: Run = in_place, clock: Callable[[], float] = lambda: NOW, fold_s: float = 60, **keys: Any
-) -> Governance:
+) -> GovernanceGate:
     folder.mkdir(exist_ok=True)
     if not (folder / "nonces").exists():
         aged_journal(folder)
     section = Section(clock_skew_s=SKEW_S, **keys)
-    gate = Governance(
+    gate = GovernanceGate(
         lambda: NonceJournal(folder / "nonces", SKEW_S, run),
         AuditLog(folder / "audit.jsonl", run),
         lambda name: frozenset({name, *({"prod-llama"} if name == "llama" else ())}),

@@ -26,7 +26,7 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.loads import MoveOrders
 from greenroom.runtime.operations.result_part import disk_failed
 from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import Weights
+from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 
@@ -38,7 +38,7 @@ class UpdateServices:
     config: Callable[[], Config]
     catalog: Catalog
     store: VersionStore
-    weights: Weights
+    weights: VersionWeights
     moves: MoveOrders
     warm_up: WarmUp
     slots: LiveSlots

@@ -51,7 +51,7 @@ class FoundWeights:
     is_fetched: bool
 
 
-class Weights:
+class VersionWeights:
     def __init__(self, library: Library, downloads: Downloads) -> None:
         self._library = library
         self._downloads = downloads
@@ -109,7 +109,7 @@ class Weights:
         # What somebody else has put there since the last look is not fetched for this.
         await self._library.refresh()
         known = {record.path for record in self._library.records}
-        # What it fetches without an update that waits for it would be nobody's, and never be deleted.
+        # Weights that are fetched while no update waits for them would belong to no version, and never be deleted.
         row = await downloads.submit(wanted, tenant=TENANT, key=TENANT, retry=False)
         state = await downloads.ended(row.id)
         if state is None or state.status is not OperationStatus.DONE:
@@ -167,7 +167,7 @@ class Weights:
         later: list[str] = []
         for path in await run_detached(lambda: _unused(paths, in_use), "compare versions"):
             try:
-                locks = await run_detached(lambda: self._marks.take(path), "look who uses weights")  # noqa: B023
+                locks = await run_detached(lambda: self._marks.take(path), "look for users of weights")  # noqa: B023
             except BlockingIOError:
                 later.append(path)
                 continue

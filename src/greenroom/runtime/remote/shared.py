@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from greenroom.runtime.remote.fallback import CloudFallback
-from greenroom.runtime.remote.spending import Heard, Spending
+from greenroom.runtime.remote.spending import SharedSpending, Spending
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")
@@ -167,7 +167,7 @@ class SharedRemote:
         for name, cost in own.items():
             args += [name, repr(cost)]
         gateways, said, pairs = await self._exchange(keys=keys, args=args)
-        heard = Heard(day, own, _others(pairs, self._gateway), max(1, int(gateways)))
+        heard = SharedSpending(day, own, _others(pairs, self._gateway), max(1, int(gateways)))
         if self._spending.is_store_away:
             _log.info("the store of what remote models cost is reached")
         self._spending.hear(heard)

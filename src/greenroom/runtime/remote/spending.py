@@ -59,7 +59,7 @@ class _Asked(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class SharedSpending:
     """What the store said last: on which day, after this gateway had spent `own`, and how many gateways there are."""
 
     day: int
@@ -86,7 +86,7 @@ class Spending:
         # Lets it be asked soon, without waiting for it.
         self.wake_store: Callable[[], None] | None = None
         self.is_store_away = False
-        self._heard: Heard | None = None
+        self._heard: SharedSpending | None = None
         # What the file said, until the store was asked what an earlier run had told it beyond that.
         self._read: Days = {}
         self.is_recalled = False
@@ -148,7 +148,7 @@ class Spending:
         names = {*self._spent.get(self._today, {}), *(bill.name for bill in self._open)}
         return self._today, {} if self.problem is not None else {name: self._own(name) for name in sorted(names)}
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: SharedSpending) -> None:
         self._heard, self.is_store_away = heard, False
 
     def recall(self, day: int, told: Mapping[str, float]) -> None:

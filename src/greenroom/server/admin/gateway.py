@@ -41,7 +41,7 @@ from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
-from greenroom.tenancy.governance.gate import Governance
+from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.key_ring import KeyRing
 from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.requestors import Requestors
@@ -284,7 +284,7 @@ class Gateway(Protocol):
     def memory_watch(self) -> WatchedMemory: ...
 
     @property
-    def governance(self) -> Governance: ...
+    def governance(self) -> GovernanceGate: ...
 
     @property
     def keys(self) -> KeyRing: ...

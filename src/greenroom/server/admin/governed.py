@@ -33,7 +33,7 @@ from greenroom.server.asgi import Message
 from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.governance.canonical_json import NotCanonical, read
-from greenroom.tenancy.governance.gate import Done, Governance, GovernedCall
+from greenroom.tenancy.governance.gate import Done, GovernanceGate, GovernedCall
 from greenroom.tenancy.governance.tokens import FIELD, HEADER
 from greenroom.tenancy.keys import Caller
 
@@ -209,7 +209,7 @@ class _Row:
 
 
 class GovernedRoutes:
-    def __init__(self, routes: Sequence[Any], governance: Callable[[], Governance], models: GovernedModels) -> None:
+    def __init__(self, routes: Sequence[Any], governance: Callable[[], GovernanceGate], models: GovernedModels) -> None:
         self._routes = routes
         self._governance = governance
         self._models = models

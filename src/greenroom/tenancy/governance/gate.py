@@ -64,7 +64,7 @@ class GovernedCall:
     """For the audit log: the request's id, its route, its key's name."""
 
 
-class Governance:
+class GovernanceGate:
     """`rules` are None while no tokens are needed. `known_as` returns every name of a model, the given one too."""
 
     def __init__(
