@@ -131,8 +131,8 @@ def _no_admin(server: Server) -> Iterator[str]:
     # Those of a key file come and go; `greenroom check` looks at them.
     if server.api_keys and server.key_file is None and not any(key.admin for key in server.api_keys):
         yield (
-            "server.api_keys: no key has admin: true, so nobody can load, unload, reload, read logs or see why a load "
-            "failed; give it to the operator's key"
+            "server.api_keys: no key has admin: true, so no caller can load, unload, reload, read logs or see why a "
+            "load failed; give it to the operator's key"
         )
 
 

@@ -45,7 +45,7 @@ TRIES_MAX: Final = 4
 
 
 class Asker(Protocol):
-    """For whom a model is looked up. Hashable."""
+    """The caller that a model is looked up for. Hashable."""
 
     @property
     def tenant(self) -> str | None: ...

@@ -1,8 +1,8 @@
 """How many requests and tokens tenants, keys and models may use per minute, and how many requests at once.
 
-Owns who is counted for what. A `Meter` has the budgets (`budgets.py`) of one tenant, key or model; a `Charge` is one
-request, counted against up to three meters. Requests are counted when they are admitted: for tenant and key at the
-headers, for the model and for tokens when the body has been read. Nothing here waits.
+Owns which tenant, key and model a request counts for. A `Meter` has the budgets (`budgets.py`) of one of them; a
+`Charge` is one request, counted against up to three meters. Requests are counted when they are admitted: for tenant and
+key at the headers, for the model and for tokens when the body has been read. Nothing here waits.
 """
 
 from __future__ import annotations

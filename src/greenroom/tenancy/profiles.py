@@ -60,7 +60,7 @@ class RequestProfile:
                 self._switches.setdefault(switch, msgspec.Raw(msgspec.json.encode(value)))
 
     def narrowed(self, caller: Caller) -> Caller:
-        """The caller, who sees only models that the profile allows as well."""
+        """The same caller, limited to models that the profile allows as well."""
         if self._narrowed is None or self._caller is not caller:
             scope = caller.models
             for patterns in self._scopes:

@@ -108,7 +108,7 @@ def _refusal(error: Exception, repo: str, revision: str | None, package: Any) ->
     if isinstance(error, kinds.GatedRepoError):
         return FetchError(
             "gated",
-            f"{repo} is given only to those whom its owner has let in: ask at {endpoint()}/{repo}, set HF_TOKEN.",
+            f"{repo} is given only to users that its owner has let in: ask at {endpoint()}/{repo}, set HF_TOKEN.",
         )
     if isinstance(error, kinds.RevisionNotFoundError):
         return FetchError("revision_not_found", f"{repo} has no revision {revision}.")

@@ -273,7 +273,7 @@ def _count(text: str) -> int | None:
 
 def refusal(status: int, headers: http.client.HTTPMessage, host: str) -> FetchError:
     if headers.get("x-error-code") == "GatedRepo":
-        return FetchError("gated", f"{host} lets only those fetch this whom its owner has let in; set HF_TOKEN.")
+        return FetchError("gated", f"{host} gives this only to users that its owner has let in; set HF_TOKEN.")
     if status in (401, 403):
         return FetchError("not_authorised", f"{host} does not give this to us ({status}); set HF_TOKEN.")
     if status in (404, 410):
