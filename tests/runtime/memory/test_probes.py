@@ -7,7 +7,8 @@ import pytest
 
 from greenroom.config.schema import Config
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes import NoProbe, make_probe, open_probe
+from greenroom.runtime.memory.probes import make_probe, open_probe
+from greenroom.runtime.memory.readings import NoProbe
 from tests import fake_gpu
 from tests.runtime.memory.test_nvml import FakeNvml, NVMLError
 

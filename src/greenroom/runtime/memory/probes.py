@@ -2,7 +2,7 @@
 
 Owns the meaning of that variable. Indices are taken in PCI bus order, as NVML counts. CUDA counts so only with
 CUDA_DEVICE_ORDER=PCI_BUS_ID or if all GPUs are alike; `order_warning` says when the two may differ. NVML has a file of
-its own; the other probes are here: simulated GPUs, none at all, and those that a file describes (`FileProbe`).
+its own; so have simulated GPUs and none at all (`readings.py`). GPUs that a file describes are here (`FileProbe`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from greenroom.config.schema import Config, Gpu
+from greenroom.config.schema import Config
 from greenroom.errors import ConfigError, ProbeFailed
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.nvml import NvmlProbe, bindings
-from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Probe, Reading, named
+from greenroom.runtime.memory.readings import (
+    THIS_MACHINE,
+    GpuReading,
+    HostProbe,
+    NoProbe,
+    Probe,
+    Reading,
+    SimulatedProbe,
+    named,
+)
 from greenroom.telemetry.logs import get_logger
 
 # More than any machine has, and more than a real file needs.
@@ -214,45 +223,6 @@ async def first_look(config: Config) -> tuple[Probe, Reading]:
     if warning := order_warning(seen.gpus, os.environ):
         _log.warning(warning)
     return probe, seen
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedProbe:
-    """The GPUs under `gpus` in the configuration, called gpu0, gpu1 …"""
-
-    gpus: tuple[Gpu, ...]
-    host: HostProbe = THIS_MACHINE
-    kind: str = "simulated"
-
-    def look(self) -> Reading:
-        seen = (
-            GpuReading(f"gpu{index}", index, "simulated", gpu.memory_mib, 0, {}) for index, gpu in enumerate(self.gpus)
-        )
-        return Reading(tuple(seen), self.host.look())
-
-    def glance(self, uuid: str) -> GpuReading | None:
-        return self.look().gpu(uuid)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoProbe:
-    """No GPUs: there are none, or they must not be used. `why` says which, for the log."""
-
-    why: str = ""
-    host: HostProbe = THIS_MACHINE
-    kind: str = "none"
-
-    def look(self) -> Reading:
-        return Reading((), self.host.look())
-
-    def glance(self, uuid: str) -> GpuReading | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 VISIBLE_NAME = "CUDA_VISIBLE_DEVICES"

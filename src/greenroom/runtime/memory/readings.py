@@ -2,8 +2,8 @@
 
 Owns the records of a reading, the protocol `Probe`, and the reading of this host: /proc/meminfo, cgroups, /dev/shm and
 single processes. In a container the limit of its cgroup counts. `HostProbe` never raises: what cannot be read counts as
-not limited, or as absent. Never decides what the figures mean: `attribution.py` attributes memory, `devices.py` says
-which GPUs to plan with.
+not limited, or as absent. The probes of simulated GPUs and of none look at the host alone, so they are here too. Never
+decides what the figures mean: `attribution.py` attributes memory, `devices.py` says which GPUs to plan with.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from greenroom.config.schema import Gpu
 
 BYTES_A_MIB = 1024 * 1024
 
@@ -149,6 +151,45 @@ class HostProbe:
 
 
 THIS_MACHINE = HostProbe()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedProbe:
+    """The GPUs under `gpus` in the configuration, called gpu0, gpu1 …"""
+
+    gpus: tuple[Gpu, ...]
+    host: HostProbe = THIS_MACHINE
+    kind: str = "simulated"
+
+    def look(self) -> Reading:
+        seen = (
+            GpuReading(f"gpu{index}", index, "simulated", gpu.memory_mib, 0, {}) for index, gpu in enumerate(self.gpus)
+        )
+        return Reading(tuple(seen), self.host.look())
+
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self.look().gpu(uuid)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoProbe:
+    """No GPUs: there are none, or they must not be used. `why` says which, for the log."""
+
+    why: str = ""
+    host: HostProbe = THIS_MACHINE
+    kind: str = "none"
+
+    def look(self) -> Reading:
+        return Reading((), self.host.look())
+
+    def glance(self, uuid: str) -> GpuReading | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _and_above(root: Path, path: str) -> Iterator[Path]:

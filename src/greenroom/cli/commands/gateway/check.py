@@ -116,7 +116,8 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
 def _look(config: Config) -> tuple[Reading, list[str]]:
     """The GPUs, and a warning if they cannot be measured: `serve` would not start then."""
     from greenroom.errors import ProbeFailed
-    from greenroom.runtime.memory.probes import NoProbe, open_probe
+    from greenroom.runtime.memory.probes import open_probe
+    from greenroom.runtime.memory.readings import NoProbe
 
     try:
         probe, seen = open_probe(config)

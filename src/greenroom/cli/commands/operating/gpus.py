@@ -88,7 +88,8 @@ def _local(config_file: str | None) -> Callable[[], Seen]:
     """This machine's GPUs in the shape of a gateway's answer, without what only a gateway knows."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
-    from greenroom.runtime.memory.probes import NoProbe, make_probe
+    from greenroom.runtime.memory.probes import make_probe
+    from greenroom.runtime.memory.readings import NoProbe
 
     config = Config() if config_file is None else loader.load(loader.find(config_file)).config
     probe = make_probe(config)
