@@ -324,6 +324,7 @@ class App:
         self.config = config
         setup_logs(config.log.level.value, config.log.format.value)
         self._front.configure(config, keys)
+        self._moves.roots.use(config)
         self.library.use_roots(Roots(config.roots))
         removed = tuple(ModelId(model) for model in changes.removed)
         learned = self.learned.recall(ModelId(model) for model in changes.added)

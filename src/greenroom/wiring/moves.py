@@ -153,6 +153,7 @@ class MoveParts:
     workers: WorkerPool
     hosted: HostedMoves
     mover: Mover
+    roots: ModelRoots
 
 
 def wire_moves(
@@ -163,7 +164,7 @@ def wire_moves(
     spending: Spending,
 ) -> MoveParts:
     """`config` gives the configuration as it is now."""
-    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config), config().ports
+    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config()), config().ports
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
     workers, hosted = _hosted(common, memory, leases, cleanup, lost, config(), roots)
@@ -188,7 +189,7 @@ def wire_moves(
         memory.watch.post_and_look,
         common.clock,
     )
-    return MoveParts(workers, hosted, mover)
+    return MoveParts(workers, hosted, mover, roots)
 
 
 def _hosted(

@@ -190,9 +190,13 @@ def _read_through(descriptor: int, piece: FileRange) -> int:
 
 
 class ModelRoots:
-    """The folders below which files of models must be. `config` gives the configuration as it is now."""
+    """The folders below which files of models must be."""
 
-    def __init__(self, config: Callable[[], Config]) -> None:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def use(self, config: Config) -> None:
+        """The configuration has changed."""
         self._config = config
 
     async def check(self, entry: Entry) -> None:
@@ -202,7 +206,7 @@ class ModelRoots:
 
     def _roots_of(self, entry: Entry) -> tuple[str, ...]:
         """Empty if its files may be anywhere."""
-        config = self._config()
+        config = self._config
         configured = config.models.get(entry.base_id)
         # A version may be the configured one.
         is_configured = configured is not None and entry.config.path == configured.path
