@@ -167,6 +167,15 @@ def words(command: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(shlex.split("\n".join(lines).replace("\\\n", " ")))
 
 
+def unsplittable(command: str | tuple[str, ...]) -> str | None:
+    """Why this is no command; None if it is one."""
+    try:
+        split = words(command)
+    except ValueError as error:
+        return f"cannot be split into words: {str(error).lower()}"
+    return None if split and split[0] else "is empty"
+
+
 def can_be_run(program: str, cwd: str | None, path: str | None) -> bool:
     """True if a start in this folder, with this PATH, will find the program, or if only the start can tell."""
     if "${" in program:

@@ -1,8 +1,16 @@
-"""Which engine each key of a model belongs to. Keys in no set belong to every engine."""
+"""Which engine each key of a model belongs to, and which engine a model has that names none.
+
+Keys in no set belong to every engine. Looks at the names of installed engines and at nothing else of the machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from typing import Final
+
+from greenroom.config.plugins import ENGINE_GROUP
+from greenroom.config.reader import Problem
 
 LLAMACPP_KEYS: Final = frozenset(
     (
@@ -53,3 +61,55 @@ LOCAL_KEYS: Final = frozenset(
 # The engines that cannot do without `path`, and those that can be told to embed.
 WITH_PATH: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "whisper")
 WITH_EMBEDDING: Final = ("llamacpp", "transformers", "vllm", "sglang")
+# The engine of a model whose path is not a .gguf file, where its category tells more than the path.
+_ENGINE_OF_CATEGORY = {"diffusion": "diffusers", "transcription": "whisper"}
+# Engines that take what a key says as arguments instead.
+_ARGUMENTS_IN = {"llamacpp": "args", "vllm": "args", "sglang": "args", "command": "cmd"}
+
+
+def inferred_engine(model: Mapping[str, object]) -> str | None:
+    """The engine of a model that names none, if its keys leave no doubt."""
+    path, cmd = model.get("path"), model.get("cmd")
+    if model.get("remote") is not None and cmd is None and path is None:
+        return "remote"
+    if cmd is not None and path is None:
+        return "command"
+    if cmd is None and isinstance(path, str) and path:
+        if path.lower().endswith(".gguf"):
+            return "llamacpp"
+        return _ENGINE_OF_CATEGORY.get(str(model.get("category")), "transformers")
+    return None
+
+
+def unknown_engine(engine: str) -> Problem | None:
+    """The problem of a name that is no engine, neither ours nor of a package that is installed."""
+    if engine in KEYS_OF_ENGINES:
+        return None
+    others = sorted({entry.name for entry in entry_points(group=ENGINE_GROUP)} - KEYS_OF_ENGINES.keys())
+    if engine in others:
+        return None
+    known = ", ".join(sorted([*KEYS_OF_ENGINES, *others]))
+    return Problem(("engine",), f"there is no engine {engine!r}; there are {known}")
+
+
+def keys_of_other_engines(engine: str, given: Iterable[str]) -> Iterator[Problem]:
+    """Keys that are given and that this engine does not have. One of another package reads the keys that it wants."""
+    if engine not in KEYS_OF_ENGINES:
+        return
+    strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
+    for key in sorted(strange.intersection(given)):
+        owners = _either([name for name, keys in KEYS_OF_ENGINES.items() if key in keys])
+        yield Problem((key,), f"{key} is for engine {owners}; {_instead(key, engine)}")
+
+
+def _either(names: list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _instead(key: str, engine: str) -> str:
+    """Where to say the same for an engine that does not have the key."""
+    is_about_the_process = key in COMMAND_KEYS and key != "cmd"
+    if engine not in _ARGUMENTS_IN or is_about_the_process:
+        return f"{engine} has nothing like it"
+    return f"{engine} takes its arguments in {_ARGUMENTS_IN[engine]}"

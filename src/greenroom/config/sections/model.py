@@ -1,14 +1,12 @@
 """What an operator can say about one model, and the rules between its keys.
 
-Owns the keys; `engine_keys.py` says which engine each belongs to. Looks at the names of installed engines and at
-nothing else of the machine: see `problems.py`.
+Owns the keys; `engine_keys.py` says which engine each belongs to. Looks at nothing of the machine: see `problems.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -26,18 +24,19 @@ from greenroom.config.kinds import (
     Seconds,
     SecondsAboveZero,
     Section,
-    words,
+    unsplittable,
 )
-from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.engine_keys import (
-    COMMAND_KEYS,
     KEYS_OF_ENGINES,
     LOCAL_KEYS,
     WITH_EMBEDDING,
     WITH_PATH,
+    inferred_engine,
+    keys_of_other_engines,
+    unknown_engine,
 )
-from greenroom.config.sections.shared_caches import files_of_arguments, sharing_arguments, sharing_variables
+from greenroom.config.sections.shared_caches import sharing_problems
 from greenroom.config.sections.tenants import RateLimits
 from greenroom.config.sections.versions import ModelVersions
 
@@ -256,7 +255,7 @@ class Model(Section):
         """Set `engine` if the keys make it certain; otherwise the rules below refuse the model."""
         if not isinstance(said, dict):
             return said
-        if said.get("engine") is None and (engine := _inferred_engine(said)):
+        if said.get("engine") is None and (engine := inferred_engine(said)):
             said = {**said, "engine": engine}
         if said.get("category") == "embedding" and said.get("engine") in WITH_EMBEDDING:
             said = {"embedding": not said.get("reranking"), **said}
@@ -285,24 +284,22 @@ NO_CHECK = "none"
 # `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
-# The engine of a model whose path is not a .gguf file, where its category tells more than the path.
-_ENGINE_OF_CATEGORY = {"diffusion": "diffusers", "transcription": "whisper"}
-
-# Engines that take what a key says as arguments instead.
-_ARGUMENTS_IN = {"llamacpp": "args", "vllm": "args", "sglang": "args", "command": "cmd"}
-
 
 def _problems(model: Model) -> Iterator[Problem]:
     if model.engine is None:
         yield _engine_in_doubt(model)
         return
-    if model.engine not in KEYS_OF_ENGINES and model.engine not in (others := _engines_of_packages()):
-        yield _unknown_engine(model, others)
+    if (problem := unknown_engine(model.engine)) is not None:
+        yield problem
         return
-    yield from _keys_of_other_engines(model, model.engine)
+    if model.options and model.engine in KEYS_OF_ENGINES:
+        yield Problem(("options",), f"is for engines of other packages; {model.engine} has keys of its own")
+    given = (key for key in model.model_fields_set if getattr(model, key) is not None)
+    yield from keys_of_other_engines(model.engine, given)
     yield from _params(model)
     yield from _environment(model)
-    yield from _shared_caches(model, model.engine)
+    if model.isolate_tenants is None:
+        yield from sharing_problems(model.engine, model.args, model.env)
     for path in model.lora:
         if any(letter in path for letter in ':,"'):
             yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
@@ -329,59 +326,10 @@ def _problems(model: Model) -> Iterator[Problem]:
         yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
 
-def _inferred_engine(model: Mapping[str, object]) -> str | None:
-    """The engine of a model that names none, if its keys leave no doubt."""
-    path, cmd = model.get("path"), model.get("cmd")
-    if model.get("remote") is not None and cmd is None and path is None:
-        return "remote"
-    if cmd is not None and path is None:
-        return "command"
-    if cmd is None and isinstance(path, str) and path:
-        if path.lower().endswith(".gguf"):
-            return "llamacpp"
-        return _ENGINE_OF_CATEGORY.get(str(model.get("category")), "transformers")
-    return None
-
-
-def _engines_of_packages() -> list[str]:
-    return sorted({entry.name for entry in entry_points(group=ENGINE_GROUP)} - KEYS_OF_ENGINES.keys())
-
-
-def _unknown_engine(model: Model, others: list[str]) -> Problem:
-    known = ", ".join(sorted([*KEYS_OF_ENGINES, *others]))
-    return Problem(("engine",), f"there is no engine {model.engine!r}; there are {known}")
-
-
 def _engine_in_doubt(model: Model) -> Problem:
     if model.path and model.cmd:
         return Problem((), "give path (engine llamacpp or transformers) or cmd (engine command), not both")
     return Problem((), "give path (a .gguf file or a folder) or cmd (for engine command)")
-
-
-def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
-    if engine not in KEYS_OF_ENGINES:
-        # An engine of another package reads the keys that it wants.
-        return
-    if model.options:
-        yield Problem(("options",), f"is for engines of other packages; {engine} has keys of its own")
-    strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
-    for key in sorted(strange & model.model_fields_set):
-        if getattr(model, key) is not None:
-            owners = _either([name for name, keys in KEYS_OF_ENGINES.items() if key in keys])
-            yield Problem((key,), f"{key} is for engine {owners}; {_instead(key, engine)}")
-
-
-def _either(names: list[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _instead(key: str, engine: str) -> str:
-    """Where to say the same for an engine that does not have the key."""
-    is_about_the_process = key in COMMAND_KEYS and key != "cmd"
-    if engine not in _ARGUMENTS_IN or is_about_the_process:
-        return f"{engine} has nothing like it"
-    return f"{engine} takes its arguments in {_ARGUMENTS_IN[engine]}"
 
 
 def _command(model: Model) -> Iterator[Problem]:
@@ -389,7 +337,7 @@ def _command(model: Model) -> Iterator[Problem]:
         yield Problem((), "engine command needs cmd")
         return
     for key, command in (("cmd", model.cmd), ("cmd_stop", model.cmd_stop)):
-        if command is not None and (why := _unsplittable(command)):
+        if command is not None and (why := unsplittable(command)):
             yield Problem((key,), why)
     if not model.check_endpoint.startswith("/") and model.check_endpoint != NO_CHECK:
         yield Problem(("check_endpoint",), f'must begin with / or be "{NO_CHECK}"')
@@ -410,7 +358,7 @@ def _remote(model: Model) -> Iterator[Problem]:
 def _comfyui(model: Model) -> Iterator[Problem]:
     if (model.cmd is None) == (model.path is None):
         yield Problem((), "engine comfyui needs path, the folder of its installation, or cmd, and not both")
-    if model.cmd is not None and (why := _unsplittable(model.cmd)):
+    if model.cmd is not None and (why := unsplittable(model.cmd)):
         yield Problem(("cmd",), why)
     elif model.cmd is not None and "${PORT}" not in (model.cmd if isinstance(model.cmd, str) else " ".join(model.cmd)):
         yield Problem(("cmd",), "needs ${PORT}, the port to listen on")
@@ -425,36 +373,12 @@ def _comfyui(model: Model) -> Iterator[Problem]:
                 yield Problem(("inputs", name), "is written as NODE.INPUT, such as 6.text")
 
 
-def _unsplittable(command: str | tuple[str, ...]) -> str | None:
-    try:
-        split = words(command)
-    except ValueError as error:
-        return f"cannot be split into words: {str(error).lower()}"
-    return None if split and split[0] else "is empty"
-
-
 def _params(model: Model) -> Iterator[Problem]:
     for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & set(model.set_params)):
         yield Problem(("set_params", name), f"{name} cannot be set; it has been acted on already")
     for position, name in enumerate(model.strip_params):
         if name in PARAMS_NOT_OURS_TO_CHANGE:
             yield Problem(("strip_params", position), f"{name} cannot be removed; it has been acted on already")
-
-
-def _shared_caches(model: Model, engine: str) -> Iterator[Problem]:
-    if model.isolate_tenants is not None:
-        return
-    told = (
-        "lets tenants share what was computed for their prompts. Remove it, or give the model isolate_tenants: off, if "
-        "they may, or process"
-    )
-    for position, argument in sharing_arguments(engine, model.args):
-        yield Problem(("args", position), f"{argument} {told}")
-    for position in files_of_arguments(engine, model.args):
-        unseen = "names a file of arguments, which may let tenants share what was computed for their prompts"
-        yield Problem(("args", position), f"{unseen}. Write them in args, or give the model isolate_tenants: off")
-    for name in sharing_variables(engine, model.env):
-        yield Problem(("env", name), told)
 
 
 def _environment(model: Model) -> Iterator[Problem]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+from greenroom.config.reader import Problem
+
 # True if the value shares.
 Shares = Callable[[str], bool]
 
@@ -108,3 +110,18 @@ def _rule(engine: str, name: str) -> Shares | None:
 def sharing_variables(engine: str, env: Mapping[str, str]) -> Iterator[str]:
     known = VARIABLES.get(engine, {})
     return (name for name, value in env.items() if name in known and known[name](value))
+
+
+def sharing_problems(engine: str, args: Sequence[str], env: Mapping[str, str]) -> Iterator[Problem]:
+    """The problems of a model whose arguments or variables let tenants share, and which does not say that they may."""
+    told = (
+        "lets tenants share what was computed for their prompts. Remove it, or give the model isolate_tenants: off, if "
+        "they may, or process"
+    )
+    for position, argument in sharing_arguments(engine, args):
+        yield Problem(("args", position), f"{argument} {told}")
+    for position in files_of_arguments(engine, args):
+        unseen = "names a file of arguments, which may let tenants share what was computed for their prompts"
+        yield Problem(("args", position), f"{unseen}. Write them in args, or give the model isolate_tenants: off")
+    for name in sharing_variables(engine, env):
+        yield Problem(("env", name), told)
