@@ -48,9 +48,8 @@ from greenroom.tenancy.governance.gate import Rules
 from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
-from greenroom.wiring.governance import wire_governance
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
-from greenroom.wiring.operations import Updating, wire_loads, wire_updates
+from greenroom.wiring.operations import Updating, wire_governance, wire_loads, wire_updates
 from greenroom.wiring.shutdown import close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")

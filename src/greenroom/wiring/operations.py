@@ -1,6 +1,7 @@
-"""Operations that take a while: loads that an operator orders, and updates of models under version control.
+"""Operations: loads that an operator orders, updates of models under version control, and what signs them.
 
-Owns how these are made and joined.
+Owns how these are made and joined, where used tokens and the audit log are kept, and by which names a rule knows a
+model. Nothing of governance is opened or imported while the configuration needs no tokens.
 """
 
 from __future__ import annotations
@@ -8,9 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
+from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.versions import VersionStore
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.updates import Updates
@@ -20,8 +28,13 @@ from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import gpu_mib
+from greenroom.tenancy.governance.audit import AuditLog
+from greenroom.tenancy.governance.gate import GovernanceGate
+from greenroom.tenancy.governance.nonces import NonceJournal, Nonces
 from greenroom.wiring.common import CommonParts
 from greenroom.wiring.front import FrontParts
+
+GOVERNANCE_FOLDER: Final = "governance"
 
 
 def wire_loads(common: CommonParts, front: FrontParts, moves: OperatorMoves, gateway: Gateway) -> Loads:
@@ -75,3 +88,29 @@ def wire_updates(
         until=common.loop.until,
     )
     return Updates(front.operations, services)
+
+
+def wire_governance(
+    state_dir: StateDir, config: Callable[[], Config], catalog: Catalog, library: Callable[[], Library]
+) -> GovernanceGate:
+    folder = state_dir.path / GOVERNANCE_FOLDER
+    section = config().governance
+
+    def nonces() -> Nonces:
+        store = section.store or config().leases.store
+        if store is None:
+            return NonceJournal(folder / "nonces", section.clock_skew_s, run_detached)
+        try:
+            from greenroom.tenancy.governance.shared_nonces import SharedNonces
+        except ImportError:
+            raise ConfigError("governance.store needs the client for Redis: pip install 'greenroom[redis]'") from None
+        return SharedNonces(store, section.clock_skew_s)
+
+    def known_as(name: str) -> frozenset[str]:
+        """As it was asked for, by its id, and by its id on disk: a rule for one of them is a rule for all."""
+        entry, record = catalog.find(name), library().find(name)
+        bases = () if entry is None else (entry.base_id,)
+        return frozenset({name, *bases, *(one.id for one in (entry, record) if one is not None)})
+
+    audit_path = folder / "audit.jsonl" if section.audit_path is None else Path(section.audit_path)
+    return GovernanceGate(nonces, AuditLog(audit_path, run_detached), known_as)
