@@ -118,14 +118,14 @@ $(VLLM_STAMP):
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: at most 8 minutes on two cores
+test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 10 to 13 minutes on two cores
 	@$(BIN)/python -m pytest tests/core -m '$(QUICK)' --cov --cov-fail-under=100 --cov-report=term:skip-covered $(SPREAD)
 	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
 	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' $(SPREAD) --ignore=tests/integration/transformers
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
-test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 12 minutes
+test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 25 minutes
 	@$(BIN)/python -m pytest -m '$(SLOW)' $(SPREAD) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(SLOW)' --numprocesses $(UI_JOBS) --dist loadfile

@@ -22,7 +22,17 @@ from greenroom.cli.parser import COMMANDS, parser
 from greenroom.errors import StateDirBusy
 from tests.cli.fake_gateway import FakeGateway, answer, error
 
-HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yaml", "greenroom.app"}
+HEAVY = {
+    "asyncio",
+    "fastapi",
+    "http.client",
+    "importlib.metadata",
+    "pydantic",
+    "rich",
+    "uvloop",
+    "yaml",
+    "greenroom.app",
+}
 
 
 def test_the_commands_are_those_the_guide_names() -> None:

@@ -94,6 +94,7 @@ def assert_cut(answer: Answer) -> None:
     assert "[DONE]" not in answer.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_budget_that_is_over_while_the_model_loads_is_told_as_such(tmp_path: Path, stream: bool) -> None:
     async with gateway(tmp_path, {"a": fake("a", "--load-s", "3")}, server=QUICK) as app:

@@ -175,6 +175,7 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
         await at_rest(app)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(
@@ -223,6 +224,7 @@ async def test_a_model_that_crashes_every_worker_fails_and_leaves_nothing(tmp_pa
         assert folder.events() == ["open", "wake"] * 2
 
 
+@pytest.mark.slow
 async def test_a_crash_at_open_is_tried_again_only_if_another_may_have_caused_it(tmp_path: Path) -> None:
     bad, good = Folder(tmp_path, "bad", at={"open": "crash"}), Folder(tmp_path, "good")
     async with gateway(tmp_path, {"bad": bad.model(), "good": good.model()}, **QUIET) as app:
@@ -250,6 +252,7 @@ async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path, kind:
         assert len(arenas()) == 1 and (await chat(app, "other")).status == 200
 
 
+@pytest.mark.slow
 async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": "hang"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
@@ -261,6 +264,7 @@ async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tm
         assert worker_of(app, "other") == pid and len(arenas()) == 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
     async with gateway(
@@ -278,6 +282,7 @@ async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_else
         assert worker_of(app, "other") != pid and len(arenas()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail failed", "hang", "crash"])
 async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: Path, how: str) -> None:
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
@@ -292,6 +297,7 @@ async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: P
         assert (await chat(app, "alpha")).text.startswith("alpha")
 
 
+@pytest.mark.slow
 async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha", at={"wake": "once hang"})
     async with gateway(
@@ -365,6 +371,7 @@ async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its
         assert worker_of(app, "other") == worker_of(app, "alpha") == pid
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 60"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
@@ -404,6 +411,7 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
         assert (await chat(app, "alpha")).status == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wakes_in_time", [True, False])
 async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_first(
     tmp_path: Path, wakes_in_time: bool

@@ -44,6 +44,7 @@ def is_limited(answer: Answer) -> bool:
     return True
 
 
+@pytest.mark.slow
 async def test_refused_before_the_body_is_sent_and_others_go_on(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:
         began = time.time()

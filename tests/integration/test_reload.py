@@ -351,6 +351,7 @@ async def reload_often(app: App, folder: Path) -> int:
     return refused
 
 
+@pytest.mark.slow
 async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody_who_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

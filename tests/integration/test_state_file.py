@@ -104,6 +104,7 @@ async def test_a_replica_that_was_away_catches_up_and_takes_nothing_twice(tmp_pa
         assert (now["model_version"], now["updating"], now["error"]) == (11, False, None)
 
 
+@pytest.mark.slow
 async def test_a_state_that_cannot_be_taken_is_tried_again(tmp_path: Path) -> None:
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
         write_state(str(tmp_path / "sync_state.json"), DesiredState(2, str(tmp_path / "models" / "bravo.gguf")))

@@ -154,6 +154,7 @@ async def test_two_gateways_never_exceed_the_limit_and_leave_at_most_a_block_eac
         assert all(sum(one.used.values()) for one in made)
 
 
+@pytest.mark.slow
 async def test_a_gateway_alone_uses_what_an_idle_one_leaves(redis: RedisServer) -> None:
     async with gateways(redis, 2) as made:
         busy, idle = made

@@ -65,6 +65,7 @@ def test_a_killed_engine_is_told(opened: Tab, gate: GatewayProcess) -> None:
     expect(drawer.get_by_role("button", name="Load", exact=True)).to_be_visible()
 
 
+@pytest.mark.slow
 def test_a_restarted_gateway_is_found_again(browser: Browser, tmp_path: Path) -> None:
     port = free_port()
     config = write_config(tmp_path, {"alpha": fake("alpha")}, server={"port": port})
@@ -130,6 +131,7 @@ def _running(gate: GatewayProcess) -> int:
     return sum(one["state"] != "done" for one in requests)
 
 
+@pytest.mark.slow
 def test_text_that_takes_long_to_read_is_shown_as_it_is(opened: Tab) -> None:
     """The lexer takes many seconds for this answer; the page must not."""
     said = "_a" * 20_000

@@ -37,6 +37,7 @@ def test_words_of_attackers_are_text(looking: Tab) -> None:
         assert page.locator("script, iframe, object, embed, base").count() == 1, "its own script alone"
 
 
+@pytest.mark.slow
 def test_answers_of_attackers_are_text(looking: Tab) -> None:
     """Each attack as the question and, as markdown, as the answer."""
     page = looking.open("playground")
@@ -103,7 +104,8 @@ def test_a_changed_file_is_told_and_reloaded(looking: Tab, stage: Scene) -> None
     expect(page.get_by_text("The gateway runs what the file says.")).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_shuts_anybody_out(browser: Browser, stage: Scene, scheme: str) -> None:
     """axe finds nothing serious on any page."""
     with tab(browser, stage.url, color_scheme=scheme) as opened:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
@@ -189,6 +188,8 @@ def _comfyui(place: str | None) -> Row:
 
 def _of_package(name: str) -> Row:
     """An engine of another package: whether it can be used, and the version of the package."""
+    from importlib.metadata import entry_points
+
     from greenroom.config.plugins import ENGINE_GROUP
     from greenroom.engines.registry import engine_named
 
