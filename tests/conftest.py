@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -23,6 +24,19 @@ def _be_as_in_the_foreground() -> None:
 
 
 _be_as_in_the_foreground()
+
+
+def _let_examples_take_their_time() -> None:
+    """By default Hypothesis fails an example that takes 0.2 s, which any does on a busy machine now and then."""
+    # The environment with torch has no Hypothesis.
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("greenroom", deadline=None)
+        settings.load_profile("greenroom")
+
+
+_let_examples_take_their_time()
 # What is said in the last moment of a process must be read by somebody, so it goes where nothing is captured.
 _UNCAPTURED = pytest.StashKey[int]()
 
