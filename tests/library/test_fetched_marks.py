@@ -87,17 +87,17 @@ def test_a_folder_with_a_file_that_was_replaced_is_not_deleted_and_one_with_more
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "a.safetensors"):
+    (folder / "unet").mkdir(parents=True)
+    for name in ("config.json", "a.safetensors", "unet/config.json", "unet/b.safetensors"):
         (folder / name).write_text(name)
     one = marks(tmp_path)
     one.mark(str(folder))
-    (folder / "cache").mkdir()
-    (folder / "config.json").unlink()
+    (folder / "unet" / "cache").mkdir()
+    (folder / "unet" / "config.json").unlink()
     lock = one.take(str(folder))
     assert lock is not None, "an engine has left something there, and a deletion was broken off"
     one.let_go(str(folder), lock)
-    (folder / "a.safetensors").write_text("other weights")
+    (folder / "unet" / "b.safetensors").write_text("other weights")
     assert one.take(str(folder)) is None
 
 

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
@@ -180,13 +181,14 @@ def _mark(root: str, path: str) -> str:
 
 
 def _contents(path: str) -> dict[str, list[int]]:
-    """Size and time of a file, or of each file of a folder, by name. Other file systems number files anew."""
-    names = os.listdir(path) if os.path.isdir(path) else [""]
+    """Size and time of a file, or of all files below a folder, by name. Numbers of files are not kept by all volumes."""
     seen: dict[str, list[int]] = {}
-    for name in names:
+    below = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    for file in below or [path]:
         with contextlib.suppress(FileNotFoundError):
-            at = os.stat(os.path.join(path, name) if name else path)
-            seen[name] = [at.st_size, at.st_mtime_ns]
+            at = os.stat(file)
+            if not stat.S_ISDIR(at.st_mode):
+                seen[os.path.relpath(file, path)] = [at.st_size, at.st_mtime_ns]
     return seen
 
 
