@@ -181,7 +181,7 @@ def _mark(root: str, path: str) -> str:
 
 
 def _contents(path: str) -> dict[str, list[int]]:
-    """Size and time of a file, or of all files below a folder, by name. Numbers of files are not kept by all volumes."""
+    """Size and time of a file, or of all files below a folder, by name. Not inode numbers: some volumes change them."""
     seen: dict[str, list[int]] = {}
     below = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     for file in below or [path]:
