@@ -18,7 +18,7 @@ from greenroom.core.model import ModelId, MoveKind, Need
 from greenroom.errors import ConfigError
 from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.needs import Described
+from greenroom.runtime.memory.needs import MeasuredModel
 from greenroom.runtime.timeouts import Timeouts
 from tests.config.test_plugins import install
 from tests.harness import fake, gateway
@@ -359,7 +359,7 @@ async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody
     async with gateway(tmp_path, {"a": fake("a")}, timeouts=Timeouts(look_at_models_s=2.0)) as app:
         need_of = app.catalog.needs.need_of
 
-        def hangs(entry: Described) -> tuple[Need, str]:
+        def hangs(entry: MeasuredModel) -> tuple[Need, str]:
             is_answering.wait(PATIENCE_S)
             return need_of(entry)
 

@@ -39,7 +39,7 @@ SPLIT_MAX: Final = 16
 LOOKS_MAX: Final = 10_000
 
 
-class Described(Protocol):
+class MeasuredModel(Protocol):
     """What must be known of a model to tell its need: an `Entry` of the catalogue, or a `Subject`."""
 
     @property
@@ -108,7 +108,7 @@ class Needs:
         self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
 
-    def need_of(self, entry: Described) -> tuple[Need, str]:
+    def need_of(self, entry: MeasuredModel) -> tuple[Need, str]:
         """Its need and the source of that figure. Reads its files again, which blocks."""
         self._looked_at.pop(entry.id, None)
         self._looked_at[entry.id] = self._look(entry)
@@ -117,7 +117,7 @@ class Needs:
         account = self.account_of(entry)
         return account.need, account.source
 
-    def account_of(self, entry: Described) -> Account:
+    def account_of(self, entry: MeasuredModel) -> Account:
         """All that is known now. Reads nothing after `need_of` for this entry."""
         look = self._look_of(entry)
         model = self._declared(entry.config, look.gpus)
@@ -136,17 +136,17 @@ class Needs:
             need, source = Need(model.gpu_memory_budget_mib, need.host_mib), BUDGET
         return Account(need, source, look.estimate, known)
 
-    def asleep_of(self, entry: Described) -> Need | None:
+    def asleep_of(self, entry: MeasuredModel) -> Need | None:
         """Its need while asleep; None if its engine cannot sleep. Reads nothing after `need_of`."""
         return self._look_of(entry).asleep
 
-    def estimate_of(self, entry: Described, gpus: int) -> Estimate | None:
+    def estimate_of(self, entry: MeasuredModel, gpus: int) -> Estimate | None:
         """The engine's estimate for so many GPUs, else a guess from the name. Reads its files."""
         model = entry.config
         gpus = 0 if model.is_host_only else gpus
         return entry.engine.estimate(model, gpus) or estimate_by_name(entry.id, model, gpus)
 
-    def measured(self, entry: Described, peak: Claim) -> bool:
+    def measured(self, entry: MeasuredModel, peak: Claim) -> bool:
         """A loaded model was seen to take this much. Returns whether that changes its need."""
         on_gpus = {device: mib for device, mib in peak.items() if device in self.gpus and mib}
         host_mib = sum(mib for device, mib in peak.items() if device not in self.gpus) or None
@@ -157,12 +157,12 @@ class Needs:
         self._write_soon()
         return self.account_of(entry).need != before
 
-    def renamed(self, old: Described, new: Described) -> None:
+    def renamed(self, old: MeasuredModel, new: MeasuredModel) -> None:
         """The same process has another id from now on."""
         if (look := self._looked_at.pop(old.id, None)) is not None:
             self._looked_at[new.id] = replace(look, config=new.config)
 
-    def no_memory(self, entry: Described, least: Need, claim: Claim) -> None:
+    def no_memory(self, entry: MeasuredModel, least: Need, claim: Claim) -> None:
         """A load with this claim ran out of memory; next time plan with at least `least`, also after a restart."""
         self.book.note_no_memory(self._key(entry, claim), least)
         self._write_soon()
@@ -175,11 +175,11 @@ class Needs:
 
     # --- looking --------------------------------------------------------------------------------------------------
 
-    def _look_of(self, entry: Described) -> FileLook:
+    def _look_of(self, entry: MeasuredModel) -> FileLook:
         look = self._looked_at.get(entry.id)
         return look if look is not None and look.config is entry.config else self._look(entry)
 
-    def _look(self, entry: Described) -> FileLook:
+    def _look(self, entry: MeasuredModel) -> FileLook:
         model, engine = entry.config, entry.engine
         file, program = engine.identity(model)
         key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
@@ -192,7 +192,7 @@ class Needs:
         asleep = engine.estimate_asleep(model, max(1, gpus))
         return replace(look, asleep=Need() if asleep is None else asleep.need)
 
-    def _gpu_count(self, entry: Described, facts: EngineFacts) -> int:
+    def _gpu_count(self, entry: MeasuredModel, facts: EngineFacts) -> int:
         """On how many GPUs it will run, as far as its shares must be equal: each then has a context of its own."""
         model, counts = entry.config, (1, *equal_counts(facts))
         named = len(set(model.devices) - {"host"})
@@ -205,7 +205,7 @@ class Needs:
                     return count
         return min(1, len(self.gpus))
 
-    def _planned_mib(self, entry: Described, gpus: int) -> int:
+    def _planned_mib(self, entry: MeasuredModel, gpus: int) -> int:
         estimate, model = self.estimate_of(entry, gpus), entry.config
         share = model.gpu_memory_utilization
         if estimate is not None and share is not None and model.memory_mib is None:
@@ -244,7 +244,7 @@ class Needs:
 
     # --- keys -----------------------------------------------------------------------------------------------------
 
-    def _key(self, entry: Described, claim: Claim) -> BookKey:
+    def _key(self, entry: MeasuredModel, claim: Claim) -> BookKey:
         """The key of a measurement. A split has its own figure: it has a context on each GPU."""
         kinds = sorted(self.gpus[device] for device in claim if device in self.gpus)
         return replace(self._look_of(entry).key, gpu=kind_of(kinds))
