@@ -7,15 +7,16 @@ and memory does not count beside them, so that the same models are unloaded for 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
+from greenroom.config.kinds import id_problem
 from greenroom.config.reader import Problem, Value, read, refusal
 from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
 from greenroom.importing.llama_swap_peers import PeerModels
-from greenroom.importing.llama_swap_tasks import of_selectors
 from greenroom.importing.result import Imported, Notes, nothing_found
 from greenroom.importing.source_keys import SourceKeys
 
@@ -96,7 +97,7 @@ class _Import:
         if peers.remotes:
             sections["remotes"] = peers.remotes
         known = {*taken, *peers.models, *(name for one in peers.models.values() for name in _aliases(one))}
-        if tasks := {**self._tasks, **of_selectors(self._top.below("selectors"), known)}:
+        if tasks := {**self._tasks, **_tasks_of(self._top.below("selectors"), known)}:
             sections["tasks"] = tasks
         self._top.name_rest(NOT_MAPPED, UNKNOWN)
         made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
@@ -251,3 +252,50 @@ def _with_names(filters: Value, name: str) -> dict[str, Value]:
         return {}
     named: Value = {key.replace("${MODEL_ID}", name): value for key, value in by_id.items()}
     return {"filters": {**filters, "setParamsByID": named}}
+
+
+# --- selectors ------------------------------------------------------------------------------------------------------
+
+CANDIDATES_MAX: Final = 16
+# The target that is ready, else the first; or the first alone.
+_STRATEGIES: Final[dict[str, dict[str, Value]]] = {"warm": {"prefer_first_s": 0}, "pin": {"pin_primary": True}}
+_NOT_OF_A_TASK: Final = {
+    "settings.spillover": "requests of one model are not spread over others",
+    "name": "a task has no name for people",
+    "metadata": "a task has no metadata",
+}
+
+
+def _tasks_of(selectors: SourceKeys, known: Collection[str]) -> dict[str, Value]:
+    """Selectors as tasks: names, and the models that serve each. `known` are ids and aliases that were imported."""
+    tasks: dict[str, Value] = {}
+    for name, keys in selectors.each():
+        strategy, targets = keys.text("strategy") or "", keys.texts("targets")
+        candidates = [target for target in targets if target in known]
+        for target in targets:
+            if target not in known:
+                keys.notes.unmapped((*keys.where, "targets"), f"{target} is no model that was imported")
+        about: dict[str, Value] = {}
+        if (description := keys.text("description")) is not None:
+            about["description"] = description
+        if keys.flag("unlisted"):
+            about["unlisted"] = True
+        keys.name_rest(_NOT_OF_A_TASK, UNKNOWN)
+        if why := _why_not(name, strategy, candidates, known):
+            keys.notes.unmapped(keys.where, f"the whole selector: {why}")
+            continue
+        tasks[name] = {"candidates": list(candidates), **_STRATEGIES[strategy], **about}
+        keys.notes.differs(keys.where, "it is a task here: the next target serves if one fails")
+    return tasks
+
+
+def _why_not(name: str, strategy: str, candidates: list[str], known: Collection[str]) -> str | None:
+    if (why := id_problem(name)) is not None:
+        return why
+    if name in known:
+        return "a model has this name"
+    if strategy not in _STRATEGIES:
+        return "requests are not spread over models" if strategy == "spillover" else "its strategy is warm or pin"
+    if not candidates:
+        return "none of its targets was imported"
+    return f"a task has at most {CANDIDATES_MAX} candidates" if len(candidates) > CANDIDATES_MAX else None
