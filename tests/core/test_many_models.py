@@ -105,6 +105,7 @@ def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
     assert set(granted) == {("held",), urgent.candidates}
 
 
+@pytest.mark.slow
 def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
     models = [model(f"m{number}", 3_000, concurrency=4) for number in range(MODELS_FEW + 40)]
     world = World(models, devices=(gpu(0, 8_000),), limits=Limits(queue_depth_max=10_000))

@@ -191,6 +191,7 @@ def test_a_tenant_that_floods_a_model_waits_for_its_own_other_requests() -> None
 # --- nobody starves -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_models_that_are_asked_for_too_often_are_both_served_within_the_bound() -> None:
     """Each gets more requests than a whole GPU could serve."""
     world = two(concurrency=1)
@@ -231,6 +232,7 @@ def busy_pair(*first: str, **limits: object) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_a_large_model_that_needs_two_victims_is_not_starved_by_small_ones() -> None:
     world = busy_pair()
     for name in ("left", "right"):
@@ -429,6 +431,7 @@ def test_devices_are_no_longer_kept_for_a_model_that_is_being_prepared() -> None
     assert started[ModelId("small")] == started[ModelId("large")], "in the same round"
 
 
+@pytest.mark.slow
 def test_nothing_is_owed_to_those_that_left() -> None:
     """Callers that gave up when the model came do not hold up the models of others."""
     waited = []
