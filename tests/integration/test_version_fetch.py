@@ -232,14 +232,34 @@ async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hu
 
 
 async def test_files_that_an_operator_orders_are_no_longer_an_updates(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+    # By its name the key could be the gateway's own.
+    keys, sent = [{"name": "versions", "key": "k-1", "admin": True}], {"Authorization": "Bearer k-1"}
+    async with gateway(tmp_path, models(keep=1), server={"api_keys": keys}, **options(tmp_path)) as app:
         await has_first_version(app)
-        ordered = await http(app, "POST", "/v1/models/download", {"model": "org/alpha"})
+        ordered = await http(app, "POST", "/v1/models/download", {"model": "org/alpha"}, headers=sent)
         assert ordered.status < 300, ordered.body
         await until(lambda: _states(app) == ["done", "done"], "the operator has it")
-        await update(app, "org/bravo")
-        await update(app, "org/charlie")
+        for name in ("org/bravo", "org/charlie"):
+            done = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": name}, headers=sent)
+            assert done.status == 200, done.body
         assert files(tmp_path, "alpha") and not files(tmp_path, "bravo")
+
+
+async def test_files_that_others_put_beside_what_an_update_fetches_stay(hub: StandinHub, tmp_path: Path) -> None:
+    ours, theirs = "bravo-Q4_K_M.gguf", "bravo-Q8_0.gguf"
+    hub.repos["org/bravo"] = {ours: tiny_file("bravo").read_bytes(), theirs: tiny_file("charlie").read_bytes()}
+    folder = tmp_path / "models" / "models--org--bravo" / "snapshots" / hub.commit("org/bravo")
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        with hub.lock:
+            updating = asyncio.create_task(update(app, "org/bravo:Q4_K_M"))
+            await until(lambda: len(_states(app)) == 2, "it is being fetched")
+            folder.mkdir(parents=True)
+            (folder / theirs).write_bytes(hub.repos["org/bravo"][theirs])
+        await updating
+        assert {path.name for path in folder.iterdir()} == {ours, theirs}
+        await update(app, "org/charlie")
+        assert {path.name for path in folder.iterdir()} == {theirs}
 
 
 async def test_files_that_were_fetched_again_by_hand_while_the_gateway_was_down_stay(

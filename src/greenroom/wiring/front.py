@@ -28,7 +28,7 @@ from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.table import KeepLimits, OperationTable
-from greenroom.runtime.operations.weights import TENANT
+from greenroom.runtime.operations.weights import NO_KEY
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.runtime.tickets import Tickets
@@ -312,7 +312,7 @@ def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> 
         return None if mib_s is None else mib_s * MIB
 
     async def found(row: Operation | None, plan: FetchPlan | None, done: Done) -> None:
-        if row is None or row.key != TENANT:
+        if row is None or row.key != NO_KEY:
             # Somebody wants to have it, also if an update fetched it once.
             await run_detached(lambda: disown(fetched_paths(plan, done)), "keep what was ordered")
         await gateway.library.refresh()

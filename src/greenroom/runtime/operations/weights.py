@@ -22,7 +22,7 @@ from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
 from greenroom.library.roots import is_below
 from greenroom.library.versions import Version
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.downloads import DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.telemetry.logs import get_logger
 
@@ -30,6 +30,8 @@ _log = get_logger("versions")
 
 # In whose name weights are fetched.
 TENANT: Final = "versions"
+# By which downloads of updates are known: no key of a caller has an empty name.
+NO_KEY: Final = ""
 # While another gateway deletes weights, nothing is fetched.
 BEGIN_TRIES: Final = 600
 BEGIN_EVERY_S: Final = 0.1
@@ -110,7 +112,7 @@ class VersionWeights:
         await self._library.refresh()
         known = {record.path for record in self._library.records}
         # Weights that are fetched while no update waits for them would belong to no version, and never be deleted.
-        row = await downloads.submit(wanted, tenant=TENANT, key=TENANT, retry=False)
+        row = await downloads.submit(wanted, tenant=TENANT, key=NO_KEY, retry=False)
         state = await downloads.ended(row.id)
         if state is None or state.status is not OperationStatus.DONE:
             why = "it was cancelled" if state is None or state.error is None else state.error.message
@@ -120,7 +122,7 @@ class VersionWeights:
         (facts,) = await downloads.facts([state])
         place, records = facts.destination, self._library.records
         there = [record for record in records if is_below(record.path, place) or record.folder == place]
-        fresh = [record.path for record in there if record.path not in known]
+        fresh = [record.path for record in there if record.path not in known and _was_fetched(record, facts)]
         if not self._is_wanted_by_others(row):
             # At once: what was fetched for a model that cannot run it is deleted, unless another gateway uses it.
             await run_detached(lambda: self._mark_all(fresh), "mark weights")
@@ -155,7 +157,7 @@ class VersionWeights:
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """Whether somebody else ordered the same meanwhile."""
         return any(
-            row.key != TENANT and row.model == ours.model and (row.ended is None or row.ended >= ours.created)
+            row.key != NO_KEY and row.model == ours.model and (row.ended is None or row.ended >= ours.created)
             for row in self._downloads.newest_first()
         )
 
@@ -192,6 +194,15 @@ class VersionWeights:
             _log.info("version deleted", path=path, bytes=freed)
         except GreenroomError as error:
             _log.warning("version cannot be deleted", path=path, error=error.message)
+
+
+def _was_fetched(record: LibraryRecord, facts: DownloadFacts) -> bool:
+    """Whether the download fetched all files of this: others may have put models into its folder meanwhile."""
+    if facts.files_total > len(facts.files):
+        # Its list of files is cut short.
+        return True
+    fetched = {os.path.join(facts.destination, file.path) for file in facts.files}
+    return all(os.path.join(record.folder, file.name) in fetched for file in record.files)
 
 
 def _choose(
