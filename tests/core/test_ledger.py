@@ -61,6 +61,7 @@ def test_whatever_comes_and_goes_free_memory_is_what_nobody_has(
             max(has(slot, device), promised.get(slot, {}).get(device, 0)) for slot in SLOTS if slot not in without
         )
         assert free.get(device, 0) == usable - taken
+        assert {*ledger.slots_on(device)} == {slot for slot in held if has(slot, device)}
     fits = all(
         mib <= has(SLOTS[0], device)
         or sum(has(slot, device) for slot in SLOTS[1:]) + mib <= (8_000 if device in THERE else 0)

@@ -69,6 +69,8 @@ def _free_memory_is_the_rest(state: State) -> None:
         )
         counted_mib = ledger.usable_mib(device) - taken_mib
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
+        there = {slot for slot in ledger.holdings if device in ledger.held_by(slot)}
+        assert {*ledger.slots_on(device)} == there, f"slots on {device} are {there}"
 
 
 def _waiters_are_not_served(state: State, waiters: list[Waiter]) -> None:

@@ -33,8 +33,11 @@ class Ledger:
         # What slots may use per device: all but what undeclared processes and other gateways use.
         self._usable_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
-        # The sum of all holdings per device, kept because every decision reads it.
+        # Sums per device, kept because every decision reads them: of all holdings, and with the promises beyond them.
         self._held_mib: dict[DeviceId, int] = {}
+        self._taken_mib: dict[DeviceId, int] = {}
+        # Slots that hold memory on each device.
+        self._slots_on: dict[DeviceId, dict[SlotId, None]] = {}
         # Reservations: counted in plans, not yet in use. A sleeping slot that is to wake has a holding and a promise.
         self.promises: dict[SlotId, Claim] = {}
 
@@ -59,15 +62,20 @@ class Ledger:
         self._usable_mib = {on: there.usable_mib - self.outside_mib(on) for on, there in self.devices.items()}
 
     def promise(self, slot: SlotId, claim: Claim) -> None:
+        self._count(slot, -1)
         self.promises[slot] = claim
+        self._count(slot, +1)
 
     def unpromise(self, slot: SlotId) -> None:
-        self.promises.pop(slot, None)
+        if slot in self.promises:
+            self._count(slot, -1)
+            del self.promises[slot]
+            self._count(slot, +1)
 
     def hold(self, slot: SlotId, claim: Claim, seen: Claim = NO_CLAIM) -> None:
         """Set what this slot holds. Its promise ends."""
-        self.unpromise(slot)
         self._count(slot, -1)
+        self.promises.pop(slot, None)
         self.holdings[slot] = Holding(claim, seen)
         self._count(slot, +1)
 
@@ -78,13 +86,20 @@ class Ledger:
             self._count(slot, +1)
 
     def release(self, slot: SlotId) -> None:
-        self.unpromise(slot)
         self._count(slot, -1)
+        self.promises.pop(slot, None)
         self.holdings.pop(slot, None)
 
     def _count(self, slot: SlotId, sign: int) -> None:
         for device, mib in self.held_by(slot).items():
             self._held_mib[device] = self._held_mib.get(device, 0) + sign * mib
+            slots = self._slots_on.setdefault(device, {})
+            if sign > 0:
+                slots[slot] = None
+            else:
+                del slots[slot]
+        for device, mib in self._taken_by(slot).items():
+            self._taken_mib[device] = self._taken_mib.get(device, 0) + sign * mib
 
     def seen_of(self, slot: SlotId) -> Claim:
         holding = self.holdings.get(slot)
@@ -97,6 +112,17 @@ class Ledger:
             return NO_CLAIM
         return larger(holding.claim, holding.seen) if holding.seen else holding.claim
 
+    def _taken_by(self, slot: SlotId) -> Claim:
+        """The same with its promise."""
+        promised, held = self.promises.get(slot), self.held_by(slot)
+        if promised is None:
+            return held
+        return larger(promised, held) if held else promised
+
+    def slots_on(self, device: DeviceId) -> Iterable[SlotId]:
+        """Slots that hold memory there."""
+        return self._slots_on.get(device, {}).keys()
+
     def usable_mib(self, device: DeviceId) -> int:
         return self._usable_mib.get(device, 0)
 
@@ -106,19 +132,12 @@ class Ledger:
 
     def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
         """MiB that plans may still use, per device: promises are deducted, and the slots in `without` count as gone."""
-        free, holdings = dict(self._usable_mib), self.holdings
-        for device, mib in self._held_mib.items():
+        free = dict(self._usable_mib)
+        for device, mib in self._taken_mib.items():
             free[device] = free.get(device, 0) - mib
         for slot in without:
-            for device, mib in self.held_by(slot).items():
+            for device, mib in self._taken_by(slot).items():
                 free[device] += mib
-        for slot, promised in self.promises.items():
-            if slot in without:
-                continue
-            held = self.held_by(slot) if slot in holdings else NO_CLAIM
-            for device, mib in promised.items():
-                if (more_mib := mib - held.get(device, 0) if held else mib) > 0:
-                    free[device] = free.get(device, 0) - more_mib
         return free
 
     def startable(self) -> list[SlotId]:

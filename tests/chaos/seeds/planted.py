@@ -265,16 +265,9 @@ def evict_busy(original: Callable[..., None]) -> Any:
     return go_on_leaving
 
 
-@planted(residents, "_resident")
-def pin_ignored(original: Callable[..., Any]) -> Any:
-    def resident(state: Any, slot: model.Slot, *more: Any) -> Any:
-        pinned, slot.spec = slot.spec, replace(slot.spec, pinned=False)
-        try:
-            return original(state, slot, *more)
-        finally:
-            slot.spec = pinned
-
-    return resident
+@planted(residents, "_is_tied")
+def pin_ignored(original: Callable[..., bool]) -> Any:
+    return lambda slot: slot.move is not None or slot.planned is not None
 
 
 @planted(Configuration, "_renew")

@@ -17,7 +17,7 @@ from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
-from greenroom.core.policy.swapper import Eviction, Resident, Target
+from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
 
@@ -191,7 +191,7 @@ def _decide_swap(
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
         is_request = urgency.kind is WaiterKind.REQUEST
         keeps = _keeps(state, urgency, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
-        if state.limits.company is None and not target.apart:
+        if not _has_rules(state, target):
             return Wait(WaitReason.NO_ROOM, spec.id, until, on, keeps=keeps)
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
@@ -284,11 +284,15 @@ def _eviction(
 ) -> tuple[Eviction | None, float]:
     """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
     swapper, room, asked = state.policy.swapper, residents.room_mib, dict[Resident, float]()
-    asleep, until = _askable(state, urgency, queue, residents, residents.those(may_sleep=True, but=but), now, asked)
+    # Those that cannot leave concern only coresidency, and perhaps swappers of others.
+    with_tied = _has_rules(state, target) or not isinstance(swapper, ByMemory)
+    there = residents.those(True, but, with_tied)
+    asleep, until = _askable(state, urgency, queue, residents, there, now, asked)
     found = swapper.eviction_for(target, asleep, room)
     if (found is not None and not found.is_blocked) or not residents.may_fall_asleep:
         return found, until
-    cold, until_cold = _askable(state, urgency, queue, residents, residents.those(may_sleep=False, but=but), now, asked)
+    there = residents.those(False, but, with_tied)
+    cold, until_cold = _askable(state, urgency, queue, residents, there, now, asked)
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
@@ -309,27 +313,27 @@ def _keeps(
     if soon <= now or not residents.may_keep:
         return frozenset()
     residents.may_keep = False
-    there = residents.those(may_sleep=False, but=asleep)
-    stay = [_stays(state, urgency, queue, one, soon, now) for one in there]
-    room_mib = {**residents.room_mib}
-    for resident, stays in zip(there, stay, strict=True):
-        if not stays:
-            for device, mib in resident.gives_mib.items():
-                room_mib[device] += mib
-    has_rules = state.limits.company is not None or bool(target.apart)
     for way in ways:
+        there = residents.at(way.wants, but=asleep)
+        leaving = [one for one in there if not _stays(state, urgency, queue, one, soon, now)]
+        room_mib = {
+            device: residents.room_mib.get(device, 0) + sum(one.gives_mib.get(device, 0) for one in leaving)
+            for device in way.wants
+        }
         if _fits(way.wants, room_mib):
             # Only coresidency concerns residents that stay, or that are elsewhere.
-            then = [
-                one if one.is_fixed is stays else one.fixed(stays)
-                for one, stays in zip(there, stay, strict=True)
-                if has_rules or not (stays or way.wants.keys().isdisjoint(one.gives_mib))
-            ]
+            judged = residents.those(may_sleep=False, but=asleep) if _has_rules(state, target) else leaving
+            then = [one.fixed(_stays(state, urgency, queue, one, soon, now)) for one in judged]
             only = replace(target, options=(way.wants,))
             # Coresidency, or another swapper, may still object.
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)
             return frozenset() if found is None else way.on
     return frozenset()
+
+
+def _has_rules(state: State, target: Target) -> bool:
+    """True if coresidency rules, or other configurations of the same thing, may exclude it beside some residents."""
+    return state.limits.company is not None or bool(target.apart)
 
 
 def _stays(state: State, urgency: Urgency, queue: Queue, resident: Resident, soon: float, now: float) -> bool:

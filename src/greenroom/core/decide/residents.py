@@ -6,7 +6,7 @@ everything in it may change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import log
 
 from greenroom.core.decide import green_room, placement
@@ -25,7 +25,7 @@ class Residents:
         self.may_keep = may_keep
         self._now = now
         self._places = places
-        self._made: dict[bool, list[Resident]] = {}
+        self._made: dict[tuple[bool, bool], list[Resident]] = {}
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
@@ -78,19 +78,29 @@ class Residents:
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
         return [way_to(claim, claim) for claim in claims]
 
-    def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
-        """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""
-        made = self._made.get(may_sleep)
-        if made is None and not may_sleep and True in self._made and not self.may_fall_asleep:
-            made = self._made[False] = self._made[True]
+    def those(self, may_sleep: bool, but: Slot | None, with_tied: bool = True) -> list[Resident]:
+        """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving.
+
+        Without `with_tied` those that cannot leave now are left out: with many waiting models these are most.
+        """
+        made = self._made.get((may_sleep, with_tied))
+        if made is None and not may_sleep and (True, with_tied) in self._made and not self.may_fall_asleep:
+            made = self._made[False, with_tied] = self._made[True, with_tied]
         if made is None:
-            made = self._made[may_sleep] = self._make(may_sleep)
+            slots = [slot for slot in self._state.slots.values() if _stays(slot) and (with_tied or not _is_tied(slot))]
+            made = self._made[may_sleep, with_tied] = [self._resident(slot, may_sleep, None) for slot in slots]
         if but is None:
             return made
         others = [resident for resident in made if resident.slot != but.id]
         if may_sleep and self._state.limits.green_room_mib is not None:
             return [self._beside(resident, but) for resident in others]
         return others
+
+    def at(self, devices: Iterable[DeviceId], but: Slot | None) -> list[Resident]:
+        """Residents except `but` with memory on one of these devices, as if all of them went cold."""
+        ledger, slots = self._state.ledger, self._state.slots
+        there = [slots[slot] for slot in {slot: None for device in devices for slot in ledger.slots_on(device)}]
+        return [self._resident(slot, False, None) for slot in there if _stays(slot) and slot is not but]
 
     def apart(self, spec: ModelSpec) -> frozenset[ModelId]:
         """Other models with a slot that are never ready together with this one."""
@@ -113,32 +123,25 @@ class Residents:
             held = self._fixed[resident] = resident.fixed()
         return held
 
-    def _make(self, may_sleep: bool) -> list[Resident]:
-        slots = self._state.slots.values()
-        stay = [slot for slot in slots if slot.leaving_to is None and not slot.lost and not slot.spec.is_remote]
-        known = self._cold
-        return [
-            known[slot.id]
-            if slot.id in known and known[slot.id].cannot_leave
-            else self._resident(slot, may_sleep, None)
-            for slot in stay
-        ]
-
     @property
     def may_fall_asleep(self) -> bool:
         """True if any resident would leave to the green room."""
         if self._may_fall_asleep is None:
-            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self.those(True, None)]
+            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self.those(True, None, with_tied=False)]
         return self._may_fall_asleep
 
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
         known = self._cold.get(slot.id)
-        if known is not None and not (may_sleep and _could_sleep(slot)):
+        if known is not None and (known.cannot_leave or not (may_sleep and _could_sleep(slot))):
             return known
         made = _resident(self._state, slot, self._now, may_sleep, wakes)
         if made.leaves_to is Tier.COLD:
             self._cold[slot.id] = made
         return made
+
+
+def _stays(slot: Slot) -> bool:
+    return slot.leaving_to is None and not slot.lost and not slot.spec.is_remote
 
 
 def _could_sleep(slot: Slot) -> bool:
@@ -162,7 +165,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     # A lease is recalled; its answers are not waited for.
     is_busy = lease is None and bool(in_flight)
     is_ready = lease is None and (tier is Tier.READY or slot.is_arriving)
-    if spec.pinned or slot.move is not None or slot.planned is not None:
+    if _is_tied(slot):
         # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
             slot.id,
