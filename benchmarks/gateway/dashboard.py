@@ -48,7 +48,8 @@ def configuration(count: int) -> dict[str, Any]:
     models[NEVER] = {"cmd": ["sh", "-c", "sleep 100000", "${PORT}"], "memory_mib": 700, "load_timeout_s": 3_600}
     return {
         "models": models,
-        "gpus": [{"memory_mib": 1_100 * SERVING}],
+        # Room for all of them: swaps would cost more than all else that is measured.
+        "gpus": [{"memory_mib": 1_100 * SERVING, "margin_mib": 0}],
         "scheduler": {"queue_depth_max": 2 * WAITING},
         "log": {"level": "error"},
     }
