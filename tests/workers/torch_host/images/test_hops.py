@@ -35,6 +35,8 @@ MAPS: dict[str, dict[str, int]] = {
     "others away": {"text_encoder": 1, "text_encoder_2": 1, "text_encoder_3": 1, "vae": 1},
     "texts away": {"text_encoder_2": 1, "text_encoder_3": 1},
 }
+_first, *_others = KINDS
+FIRST_QUICK = [_first, *(pytest.param(kind, marks=pytest.mark.slow) for kind in _others)]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -72,7 +74,7 @@ def picture(made: PreparedPipeline, kind: str, said: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("device_map", MAPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST_QUICK)
 def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
     folders: Path, descriptor: int, devices: StandInDevices, kind: str, device_map: str
 ) -> None:
@@ -87,7 +89,7 @@ def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
     assert is_same(painted, plain(folders / kind, ARGUMENTS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST_QUICK)
 def test_an_edit_over_two_devices_is_that_of_plain_diffusers(
     folders: Path, descriptor: int, devices: StandInDevices, kind: str
 ) -> None:
