@@ -61,21 +61,23 @@ async def test_open_webui_finds_the_server_and_its_models(app: App) -> None:
     version = (await http(app, "GET", "/api/version", headers=KEY)).json()["version"]
     assert [part.isdigit() for part in version.split(".")] == [True] * 3
     tags = (await http(app, "GET", "/api/tags", headers=KEY)).json()["models"]
-    assert {one["model"] for one in tags} == {"chat", "words"}
+    # It adds :latest to names without a tag, and looks for the result in this list.
+    assert {one["model"] for one in tags} == {"chat:latest", "words:latest"}
     for one in tags:
         # What its list of models reads.
         assert one["name"] == one["model"] and isinstance(one["size"], int) and one["digest"] and one["modified_at"]
         assert {"family", "parameter_size", "quantization_level"} <= one["details"].keys()
     assert isinstance((await http(app, "GET", "/api/ps", headers=KEY)).json()["models"], list)
-    shown = await http(app, "POST", "/api/show", {"name": "chat"}, headers=KEY)
-    assert shown.status == 200 and "capabilities" in shown.json()
+    for name in ("chat", "chat:latest"):
+        shown = await http(app, "POST", "/api/show", {"name": name}, headers=KEY)
+        assert shown.status == 200 and "capabilities" in shown.json()
     listed = (await http(app, "GET", "/v1/models", headers=KEY)).json()
     assert listed["object"] == "list" and {one["id"] for one in listed["data"]} == {"chat", "words"}
 
 
 async def test_open_webui_chats_by_ollamas_api(app: App, journal: Journal) -> None:
     said = {
-        "model": "chat",
+        "model": "chat:latest",
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "hi"},

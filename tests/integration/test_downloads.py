@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
+from greenroom.dialects.ollama_request import tagged
 from greenroom.runtime.operations.downloads import LOST_MAX
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes
@@ -376,6 +377,6 @@ async def test_ollamas_client_pulls_and_deletes(hub: StandinHub, tmp_path: Path)
             [part async for part in await client.pull("org/nothing", stream=True)]
         await until(lambda: app.library.records, "it is found")
         [record] = app.library.records
-        assert Path(record.path).exists() and record.id in {one.model for one in (await client.list()).models}
-        await client.delete(record.id)
+        assert Path(record.path).exists() and tagged(record.id) in {one.model for one in (await client.list()).models}
+        await client.delete(tagged(record.id))
         assert not Path(record.path).exists()

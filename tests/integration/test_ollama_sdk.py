@@ -109,13 +109,16 @@ async def test_a_picture_is_seen_where_the_model_can(client: ollama.AsyncClient)
 async def test_models_are_listed_shown_and_running(client: ollama.AsyncClient) -> None:
     await client.chat(model="alpha", messages=HELLO)
     listed = {model.model for model in (await client.list()).models}
-    assert listed == {"alpha", "sees", "bag", "told", "slow", "dies", "idle"}
+    assert listed == {f"{name}:latest" for name in ("alpha", "sees", "bag", "told", "slow", "dies", "idle")}
     shown = await client.show("llama3")
     assert shown.capabilities is not None and "completion" in shown.capabilities
     assert shown.details is not None and shown.details.family == "llamacpp"
     assert (await client.show("bag")).capabilities == ["embedding"]
     running = {model.model: model for model in (await client.ps()).models}
-    assert "alpha" in running and "dies" not in running
+    assert "alpha:latest" in running and "dies:latest" not in running
+    # Every name in the lists can be asked for.
+    assert (await client.show("bag:latest")).capabilities == ["embedding"]
+    assert (await client.chat(model="alpha:latest", messages=HELLO)).message.content == " alpha says hello"
     with pytest.raises(ollama.ResponseError) as caught:
         await client.show("nobody")
     assert caught.value.status_code == 404 and "nobody" in caught.value.error
@@ -131,8 +134,12 @@ async def test_nothing_said_loads_and_no_time_to_stay_unloads(app: App, client: 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_model_is_not_loaded_to_let_it_leave(app: App, stream: bool) -> None:
-    for path, said in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
-        answer = await http(app, "POST", path, {"model": "idle", "keep_alive": 0, "stream": stream, **said})
+    for path, said in (
+        ("/api/generate", {"prompt": "", "keep_alive": 0}),
+        ("/api/chat", {"messages": [], "keep_alive": 0}),
+        ("/api/chat", {"messages": [], "keep_alive": "0m0s"}),
+    ):
+        answer = await http(app, "POST", path, {"model": "idle", "stream": stream, **said})
         assert answer.status == 200 and answer.json()["done_reason"] == "unload" and answer.json()["done"] is True
         kind = "application/x-ndjson" if stream else "application/json"
         assert answer.headers["content-type"] == kind and answer.headers["x-request-id"]

@@ -177,7 +177,10 @@ async def test_a_key_gets_the_models_that_it_may_use_and_sees_no_others(gate: Ga
     shown = await gate.ask("GET", "/v1/models/coding", key="stranger-key-012345678")
     assert shown.status == 404
     tags = (await gate.ask("GET", "/api/tags", key="narrow-key-0123456789ab")).json()["models"]
-    assert "coding" in [one["name"] for one in tags]
+    assert "coding:latest" in [one["name"] for one in tags]
+    for key, status in (("narrow-key-0123456789ab", 200), ("stranger-key-012345678", 404)):
+        shown = await gate.ask("POST", "/api/show", {"model": "coding:latest"}, key=key)
+        assert shown.status == status, shown.body
 
 
 async def test_what_a_task_requires_and_what_a_route_needs_pass_models_over(gate: Gate) -> None:

@@ -7,7 +7,7 @@ What would need another template, or the tokens of an earlier answer, is refused
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -89,6 +89,8 @@ _think: Final = msgspec.json.Decoder(bool | str | None)
 _inputs: Final = msgspec.json.Decoder(str | list[str])
 _whole: Final = msgspec.json.Decoder(int | None)
 
+LATEST: Final = ":latest"
+_NOT_ZERO: Final = frozenset(b"123456789")
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
 # Larger floats are not exact.
@@ -126,7 +128,7 @@ def pulled(name: str) -> str:
     """The id of the hub in a name as Ollama's clients say it: `hf.co/org/name:Q4_K_M`."""
     for host in ("hf.co/", "huggingface.co/"):
         name = name.removeprefix(host)
-    return name.removesuffix(":latest")
+    return name.removesuffix(LATEST)
 
 
 def only_loads() -> Conversation:
@@ -134,9 +136,21 @@ def only_loads() -> Conversation:
     return Conversation(_NOTHING_SAID, tokens_max=1)
 
 
+def tagged(id: str) -> str:
+    """The name of a model in Ollama's lists, where all have a tag: Open WebUI adds it, and looks for the result."""
+    return id if ":" in id else f"{id}{LATEST}"
+
+
+def untagged(name: str, is_there: Callable[[str], bool]) -> str:
+    """The model that a name with the tag of `tagged` means. `is_there`: the caller can ask for a model of this name."""
+    plain = name.removesuffix(LATEST)
+    return plain if plain != name and not is_there(name) and is_there(plain) else name
+
+
 def is_unload(fields: Fields) -> bool:
+    """True if `keep_alive` is no time at all: 0, "0s", "0m0s". What is no time was refused before."""
     raw = fields.get("keep_alive")
-    return raw is not None and bytes(raw).strip(b'"') in (b"0", b"0s", b"0m", b"0h", b"0.0")
+    return raw is not None and b"0" in bytes(raw) and not _NOT_ZERO.intersection(bytes(raw))
 
 
 def embed_fields(fields: Fields) -> Fields:

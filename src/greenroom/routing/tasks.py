@@ -122,6 +122,10 @@ class Tasks:
     def is_seen(self, task: TaskRoute, sees: Sees) -> bool:
         return any(sees(one.id) for one in self._facts(task))
 
+    def is_task(self, name: str, sees: Sees) -> bool:
+        """True if there is such a task for this caller."""
+        return (task := self.find(name)) is not None and self.is_seen(task, sees)
+
     def ladder(
         self, task: TaskRoute, sees: Sees, ability: Ability | None = None, *, wants_json: bool = False
     ) -> Ladder:

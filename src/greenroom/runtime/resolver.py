@@ -116,6 +116,12 @@ class Resolver:
         """The model of this id or hub id, as far as the library knows it."""
         return self._library.find(name) if not name.startswith("/") else None
 
+    def is_seen(self, name: str, asker: Asker) -> bool:
+        """True if a model of this name is configured, in use or on disk, and the asker sees it."""
+        if (entry := self._catalog.find(name)) is not None:
+            return asker.sees(entry.base_id)
+        return (record := self.on_disk(name)) is not None and asker.sees(record.id)
+
     def find(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
         """The model of this name. Raises Unresolved if only the disk can tell, and ModelNotFound.
 

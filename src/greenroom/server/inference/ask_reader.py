@@ -14,6 +14,8 @@ import msgspec
 from greenroom.config.schema import Ability
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
+from greenroom.dialects.ollama_request import untagged
+from greenroom.dialects.shapes import Dialect
 from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.exchange import Exchange
@@ -99,6 +101,8 @@ class AskReader:
         peeked = peek.peek(exchange.body.read(), self._meaning(head, route, caller) if may_be_meant else None)
         if peeked.client_id is not None:
             head.client = peeked.client_id
+        if route.dialect is Dialect.OLLAMA:
+            peeked.model = untagged(peeked.model, self._seen_by(caller))
         if self.tasks is not None and (task := self.tasks.find(peeked.model)) is not None:
             return self._read_task(exchange, route, caller, settings, peeked, task)
         return self._read_json(exchange, route, caller, settings, peeked, peeked.model)
@@ -107,6 +111,11 @@ class AskReader:
 
     def _meaning(self, head: Head, route: Route, caller: Caller) -> Callable[[str | None], str | None]:
         return lambda client: self._meant(head, route, caller, client)
+
+    def _seen_by(self, caller: Caller) -> Callable[[str], bool]:
+        return lambda name: (
+            self._resolver.is_seen(name, caller) or (self.tasks is not None and self.tasks.is_task(name, caller.sees))
+        )
 
     def _read_task(
         self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, peeked: peek.Peeked, task: TaskRoute

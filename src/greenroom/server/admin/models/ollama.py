@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from greenroom.config.schema import Ability
 from greenroom.core.model import Tier
 from greenroom.dialects.ollama_answer import LINES
-from greenroom.dialects.ollama_request import pulled
+from greenroom.dialects.ollama_request import pulled, tagged, untagged
 from greenroom.dialects.shapes import Dialect
 from greenroom.errors import BadRequest, FetchFailed, ModelNotFound
 from greenroom.library.orders import read_order
@@ -95,9 +95,13 @@ class OllamaRoutes:
         return JSONResponse({"models": [self._running(one) for one in models if one.tier == Tier.READY.value]})
 
     async def show(self, request: Request) -> Response:
-        """One model, by id or alias."""
-        name = (await _read(request))[0]
-        entry, sees = self._gateway.catalog.find(name), caller_of(request).sees
+        """One model, by id or alias; of a task, its first candidate that the caller may use."""
+        sees = caller_of(request).sees
+        name = self._meant((await _read(request))[0], request)
+        entry = self._gateway.catalog.find(name)
+        if entry is None and (task := self._gateway.tasks.find(name)) is not None:
+            candidates = (self._gateway.catalog.find(one) for one in task.section.candidates)
+            entry = next((one for one in candidates if one is not None and sees(one.base_id)), None)
         record = self._gateway.resolver.on_disk(name) if entry is None else self._record(entry.config.path)
         if (entry is None or not sees(entry.base_id)) and (record is None or not sees(record.id)):
             raise ModelNotFound.named(name)
@@ -132,9 +136,16 @@ class OllamaRoutes:
 
     async def delete(self, request: Request) -> Response:
         """Delete a model from disk. 409 if it is loaded, asleep or configured."""
-        name = (await _read(request))[0]
+        name = self._meant((await _read(request))[0], request)
         await self._library.remove(request, name)
         return Response()
+
+    def _meant(self, name: str, request: Request) -> str:
+        """The name without a tag that only Ollama's lists have."""
+        caller, tasks = caller_of(request), self._gateway.tasks
+        return untagged(
+            name, lambda one: self._gateway.resolver.is_seen(one, caller) or tasks.is_task(one, caller.sees)
+        )
 
     async def _told(self, request: Request, row: Operation) -> AsyncIterator[bytes]:
         """A line whenever more is there, until the download has ended; then how, in the words of an answer."""
@@ -158,8 +169,8 @@ class OllamaRoutes:
     def _card(self, id: str, path: str | None, engine: str) -> dict[str, Any]:
         record = self._record(path)
         return {
-            "name": id,
-            "model": id,
+            "name": tagged(id),
+            "model": tagged(id),
             "modified_at": _time(self._gateway.started_at if record is None else record.added),
             "size": 0 if record is None else record.bytes,
             "digest": _digest(id),
@@ -173,8 +184,8 @@ class OllamaRoutes:
         leaves_s = model.unload_in_s
         until = None if leaves_s is None else datetime.now(UTC) + timedelta(seconds=leaves_s)
         return {
-            "name": model.id,
-            "model": model.id,
+            "name": tagged(model.id),
+            "model": tagged(model.id),
             "size": sum(model.memory.values()) * MIB,
             "size_vram": sum(on_gpus.values()) * MIB,
             "digest": _digest(model.id),
