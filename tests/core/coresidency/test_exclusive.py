@@ -95,3 +95,19 @@ def test_both_may_be_asleep_and_prepared() -> None:
         world.ask(name, MoveKind.PREPARE, name)
         world.run(20.0)
     assert [world.tier(name) for name in "ab"] == [Tier.ASLEEP, Tier.ASLEEP]
+
+
+def test_a_pinned_sleeper_that_wakes_excludes_the_next_model_of_the_same_round() -> None:
+    specs = [model(name, 1_000, exclusive="x", asleep=Need(0, 100), pinned=name == "a") for name in "abc"]
+    world = World(specs, devices=(gpu(0, 8_000), host(8_000)))
+    ready(world, "a")
+    world.ask("sleep", MoveKind.SLEEP, "a")
+    world.run(20.0)
+    ready(world, "c")
+    world.arrive("running", "c")
+    world.ask("wake", MoveKind.LOAD, "a")
+    world.arrive("r", "b")
+    assert world.tier("a") is Tier.ASLEEP and world.fate("r") is Fate.WAITING
+    world.finish("running")
+    world.run(60.0)
+    assert world.tier("a") is Tier.READY and "load b" not in world.kinds()

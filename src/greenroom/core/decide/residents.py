@@ -37,7 +37,12 @@ class Residents:
     def after_swap(self) -> Residents:
         """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
         after, slots = Residents(self._state, self._now, self._places, self.may_keep), self._state.slots
-        after._cold = {slot: one for slot, one in self._cold.items() if one.cannot_leave is _is_tied(slots[slot])}
+        after._cold = {
+            slot: one
+            for slot, one in self._cold.items()
+            # A pinned sleeper that wakes could not leave before either, but counts as ready from now on.
+            if one.cannot_leave is _is_tied(slots[slot]) and (one.counts_as_ready or slots[slot].planned is None)
+        }
         return after
 
     @property
