@@ -26,6 +26,7 @@ from tests.integration.raw import http
 from tests.integration.test_version_faults import PROGRAM, call, says
 from tests.integration.test_versions import CHAT, ask, said, update, version
 from tests.models import tiny as tiny_file
+from tests.models import tiny_projector
 from tests.standin_hub import StandinHub, standin_hub
 from tests.waiting import PATIENCE_S, until, until_now
 
@@ -175,6 +176,20 @@ async def test_files_that_another_model_needs_by_another_path_stay(hub: StandinH
         await app.reload()
         await update(app, "org/bravo")
         assert files(tmp_path, "alpha")
+
+
+@pytest.mark.slow
+async def test_files_that_another_model_needs_beside_its_weights_stay(hub: StandinHub, tmp_path: Path) -> None:
+    hub.repos["org/alpha"]["mmproj.gguf"] = tiny_projector().read_bytes()
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        (path,) = files(tmp_path, "alpha")
+        projector = path.with_name("mmproj.gguf")
+        other = {**tiny(tiny_file("charlie")), "mmproj": str(projector)}
+        write_config(tmp_path, {**models(keep=1), "other": other}, **options(tmp_path))
+        await app.reload()
+        await update(app, "org/bravo")
+        assert projector.exists()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 from greenroom.config.schema import Config
 from greenroom.core.model import ModelId, Tier
 from greenroom.core.view import SchedulerView
-from greenroom.errors import OutsideRoots
+from greenroom.errors import GreenroomError, OutsideRoots
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
@@ -226,3 +226,12 @@ def check_roots(entry: Entry, roots: Sequence[str]) -> None:
                 f"{entry.id}: {file} lies outside of the roots ({', '.join(roots)}) once links are resolved. Move it "
                 "there, or add its folder to model_roots in the configuration."
             )
+
+
+def files_of(entry: Entry) -> list[str]:
+    """The files that this model needs, as they are named. Blocks as long as its disk does."""
+    named = [] if entry.config.path is None else [entry.config.path]
+    # An engine of another package may fail in any way that files allow.
+    with contextlib.suppress(OSError, ValueError, GreenroomError):
+        named += map(str, entry.engine.files(entry.config))
+    return [path for path in named if "\0" not in path]

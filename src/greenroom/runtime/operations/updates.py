@@ -369,11 +369,11 @@ class Updates:
             await asyncio.wait((self._using,), timeout=USING_MAX_S)
 
     async def _delete_unused(self, model: str) -> None:
-        in_use = [entry.real_path for entry in self._services.catalog if entry.real_path]
-        in_use += [one.path for one in self._known()]
+        in_use = [one.path for one in self._known()]
         unused = {*self._fetched.pop(model, ()), *self.of(model).leaving}.difference(in_use)
         try:
-            later = await self._services.weights.remove_unused(unused, in_use) if unused else []
+            weights, entries = self._services.weights, tuple(self._services.catalog)
+            later = await weights.remove_unused(unused, in_use, entries) if unused else []
             await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
             await self._services.weights.use_only(self._known())
         except Exception as error:

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from greenroom.config.schema import Model
@@ -19,9 +20,12 @@ from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
+from greenroom.library.removal import paths_of
 from greenroom.library.roots import is_below
 from greenroom.library.versions import Version
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.moves.model_files import files_of
 from greenroom.runtime.operations.downloads import DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.telemetry.logs import get_logger
@@ -35,6 +39,7 @@ NO_KEY: Final = ""
 # While another gateway deletes weights, nothing is fetched.
 BEGIN_TRIES: Final = 600
 BEGIN_EVERY_S: Final = 0.1
+LINKS_MAX: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +166,14 @@ class VersionWeights:
             for row in self._downloads.newest_first()
         )
 
-    async def remove_unused(self, paths: Iterable[str], in_use: Iterable[str]) -> list[str]:
-        """Delete what lies at these paths, unless it is in use by any name, or by another gateway.
+    async def remove_unused(self, paths: Iterable[str], in_use: Sequence[str], entries: Sequence[Entry]) -> list[str]:
+        """Delete what lies at these paths, unless it is in use by any name, by these models or by another gateway.
 
         Returns those that could not be deleted because a gateway fetches: they are to be deleted later.
         """
         later: list[str] = []
-        for path in await run_detached(lambda: _unused(paths, in_use), "compare versions"):
+        used = await run_detached(lambda: {*in_use, *chain.from_iterable(map(files_of, entries))}, "look at models")
+        for path in await run_detached(lambda: _unused(paths, used), "compare versions"):
             try:
                 locks = await run_detached(lambda: self._marks.take(path), "look for users of weights")  # noqa: B023
             except BlockingIOError:
@@ -176,18 +182,19 @@ class VersionWeights:
             if locks is None:
                 continue
             try:
-                await self._remove(path)
+                await self._remove(path, used)
             finally:
                 await run_detached(lambda: self._marks.let_go(path, locks), "let go of weights")  # noqa: B023
         return later
 
-    async def _remove(self, path: str) -> None:
+    async def _remove(self, path: str, used: Collection[str]) -> None:
         """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
         if (record := self._library.find(path)) is None:
             # After a start it may not have looked yet.
             await self._library.refresh()
             record = self._library.find(path)
-        if record is None:
+        others = [one for one in self._library.records if one is not record]
+        if record is None or await run_detached(lambda: _is_needed(record, others, used), "compare files"):
             return
         try:
             freed = await self._library.remove(record)
@@ -230,6 +237,29 @@ def _fits(kind: ModelKind, model: Model) -> bool:
 def _expect_kind(record: LibraryRecord, model: Model) -> None:
     if not _fits(record.kind, model):
         raise UnusableModel(f"{record.id} has files of kind {record.kind.value}, which {model.engine} does not run.")
+
+
+def _is_needed(record: LibraryRecord, others: Iterable[LibraryRecord], used: Iterable[str]) -> bool:
+    """Whether a file that would go with this is used, such as a projector by a model of another folder. Blocks.
+
+    What both only link to, as revisions of a repository do, is kept for the other anyway.
+    """
+    kept = {path for other in others for path in paths_of(other)}
+    gone = {_way(path)[0] for path in paths_of(record) if path not in kept}
+    return any(step in gone for path in used for step in _way(path))
+
+
+def _way(path: str) -> list[str]:
+    """Where this path lies, then where its links lead, one after another."""
+    steps: list[str] = []
+    while len(steps) < LINKS_MAX:
+        folder, name = os.path.split(path)
+        steps.append(os.path.join(os.path.realpath(folder), name))
+        try:
+            path = os.path.join(os.path.dirname(steps[-1]), os.readlink(steps[-1]))
+        except OSError:
+            break
+    return steps
 
 
 def _unused(paths: Iterable[str], in_use: Iterable[str]) -> list[str]:

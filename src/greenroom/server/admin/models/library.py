@@ -7,7 +7,6 @@ configured is refused unless it is forced, and is unloaded first then.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
@@ -17,11 +16,12 @@ from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from greenroom.errors import GreenroomError, ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
+from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.moves.model_files import files_of
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import MODELS, ModelPath
@@ -281,15 +281,7 @@ class LibraryRoutes:
 def _sharing(record: LibraryRecord, entries: Sequence[Entry]) -> list[Entry]:
     """The models that need one of these files. Blocks."""
     mine = {os.path.realpath(path) for path in (*paths_of(record), record.path)}
-    return [entry for entry in entries if not mine.isdisjoint(_files_of(entry))]
-
-
-def _files_of(entry: Entry) -> set[str]:
-    named = [] if entry.config.path is None else [entry.config.path]
-    # An engine of another package may fail in any way that files allow.
-    with contextlib.suppress(OSError, ValueError, GreenroomError):
-        named += map(str, entry.engine.files(entry.config))
-    return {os.path.realpath(path) for path in named if "\0" not in path}
+    return [entry for entry in entries if not mine.isdisjoint(map(os.path.realpath, files_of(entry)))]
 
 
 def _in_use(record: LibraryRecord, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:

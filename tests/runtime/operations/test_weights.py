@@ -1,0 +1,49 @@
+"""Which files of a version are needed by others: the deletion of real ones is tested with gateways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
+from greenroom.runtime.operations.weights import _is_needed
+
+
+def record(folder: Path, *names: str) -> LibraryRecord:
+    files = tuple(ModelFile(name, 1) for name in names)
+    return LibraryRecord(folder.name, str(folder / names[0]), str(folder.parent), ModelKind.GGUF, Source(), files)
+
+
+def revision(root: Path, name: str) -> Path:
+    """A revision of a repository: links to the same bytes as all others."""
+    (root / "blob").write_bytes(b"x")
+    folder = root / name
+    folder.mkdir()
+    for file in ("a.gguf", "mmproj.gguf"):
+        (folder / file).symlink_to("../blob")
+    return folder
+
+
+def test_a_file_is_needed_by_its_name_and_by_links_to_it(tmp_path: Path) -> None:
+    old = revision(tmp_path, "old")
+    (tmp_path / "link").symlink_to(old / "mmproj.gguf")
+    (tmp_path / "folder").symlink_to(old)
+    ours = record(old, "a.gguf", "mmproj.gguf")
+    for used in (old / "mmproj.gguf", tmp_path / "link", tmp_path / "folder" / "mmproj.gguf"):
+        assert _is_needed(ours, [], [str(used)])
+    assert not _is_needed(ours, [], [str(old / "other.gguf")])
+
+
+def test_the_same_bytes_in_another_revision_are_no_need_for_this_one(tmp_path: Path) -> None:
+    old, new = revision(tmp_path, "old"), revision(tmp_path, "new")
+    assert not _is_needed(record(old, "a.gguf", "mmproj.gguf"), [], [str(new / "mmproj.gguf")])
+
+
+def test_a_file_that_stays_for_another_model_beside_it_is_not_lost(tmp_path: Path) -> None:
+    old = revision(tmp_path, "old")
+    other = record(old, "b.gguf", "mmproj.gguf")
+    assert not _is_needed(record(old, "a.gguf", "mmproj.gguf"), [other], [str(old / "mmproj.gguf")])
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert not _is_needed(record(revision(tmp_path, "old"), "a.gguf"), [], [str(tmp_path / "loop")])
