@@ -74,8 +74,8 @@ def test_every_kind_priority_and_tenant_has_a_flow_of_its_own() -> None:
 def test_a_served_waiter_that_was_no_head_renews_the_age_of_its_flow() -> None:
     """With many flows the times of heads are kept, and must follow."""
     many = [waiter(number, tenant=f"t{number}") for number in range(FLOWS_FEW + 4)]
-    alone, behind = waiter(50, priority=2), waiter(51, priority=2)
-    queue = queue_of(*many, alone, behind)
+    alone, behind, *others = (waiter(50 + number, priority=2) for number in range(2 * len(many)))
+    queue = queue_of(*many, alone, behind, *others)
     queue.remove(many[0], IDLE, None)
     assert queue.lift_at == alone.aged_from + POLICY.priority_class(1).lift_s
     queue.remove(behind, charged(100.0), 100.0)
@@ -225,6 +225,15 @@ def test_a_tenant_may_ask_less_often_the_more_tenants_flood_the_model(more: int,
     queue = queue_of(*waiters)
     queue.remove(waiters[0], charged(10.0), 500.0)
     assert waiters[1].aged_from == pytest.approx(aged_from)
+
+
+@pytest.mark.parametrize(("own", "tenants"), [(4, 2), (2, 7), (2, 2 * FLOODS_FROM)])
+def test_a_tenant_that_has_no_more_than_half_of_what_waits_is_one_of_a_crowd(own: int, tenants: int) -> None:
+    waiters = [waiter(number) for number in range(own)]
+    others = [waiter(50 + number, tenant=f"t{number % tenants}") for number in range(max(own, tenants))]
+    queue = queue_of(*waiters, *others)
+    queue.remove(waiters[0], charged(10.0), 500.0)
+    assert waiters[1].aged_from == 0.0 and not waiters[1].is_flood
 
 
 def test_a_tenant_no_longer_floods_when_few_of_its_requests_are_left() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 
 from greenroom.core.events import Choice
 from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId, learn
@@ -29,8 +28,8 @@ WEIGHT_MIN = 1e-3
 # Limits the accounts of tenants that never return. Beyond this many idle accounts, those that were served least are
 # deleted, and a tenant that returns starts at their level.
 IDLE_MAX = 10_000
-# So many tenants that flood a model share it; and what counts as clearly more than a share.
-SHARERS_MAX, CLEARLY_MORE = 4, 1.1
+# What counts as clearly more than a share.
+CLEARLY_MORE = 1.1
 # Accounts are swept when there are twice as many as after the last sweep, plus this many.
 SWEEP_MIN = 64
 
@@ -207,11 +206,10 @@ class Accounts:
     def pause_s(self, tenant: TenantId, floods: Iterable[TenantId]) -> float:
         """How far apart its requests may come if it is to use no more than its share, where these flood a model.
 
-        Its share is by weight among them; alone it leaves room for one other tenant. Beyond a few they are no flood but
-        a crowd: then a share is no smaller, so that a crowd goes by age.
+        Its share is by weight among them; alone it leaves room for one other tenant.
         """
         own = self._weight(tenant)
-        sharing = max(own + 1.0, sum(self._weight(one) for one in islice(floods, SHARERS_MAX)))
+        sharing = max(own + 1.0, sum(self._weight(one) for one in floods))
         return self._usual_s.get(tenant, 0.0) * CLEARLY_MORE * sharing / own
 
     def _weight(self, tenant: TenantId) -> float:

@@ -20,8 +20,8 @@ from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 # Seconds until a model is ready from its tier, seconds per answer, and its concurrency.
 Prices = tuple[float, float, int]
 
-# A tenant with this many waiting requests floods a model.
-FLOODS_FROM = 8
+# A tenant shares a flood if it has this many waiting requests, and this part of all.
+FLOODS_FROM, FLOODS_PART = 8, 0.2
 
 # With more waiting models than this, each round ranks only some of them anew: ranking takes microseconds per model.
 MODELS_FEW = 64
@@ -155,10 +155,10 @@ class Queue:
         place = 0 if flow[0] is waiter else bisect_left(flow, waiter.sequence, key=_sequence)
         del flow[place]
         head_changed = place == 0
-        if flow and served_at is not None:
+        if flow and served_at is not None and (floods := self._floods_with(waiter.tenant)):
             # A tenant that asks for more than its share counts as if it had asked more slowly. It ages from this turn
             # on at the latest: having used what others left is no debt.
-            may_ask_at = waiter.aged_from + accounts.pause_s(waiter.tenant, self._floods)
+            may_ask_at = waiter.aged_from + accounts.pause_s(waiter.tenant, floods)
             flow[0].is_flood = accounts.are_shared and may_ask_at >= served_at
             if flow[0].aged_from < (age_from := min(served_at, may_ask_at)):
                 flow[0].aged_from = age_from
@@ -170,6 +170,17 @@ class Queue:
             self._heads.drop(key)
         elif head_changed:
             self._heads.put(key, flow[0])
+
+    def _floods_with(self, tenant: TenantId) -> list[TenantId]:
+        """The tenants that flood the model, if this is one of them: each has much of what waits, together most of it.
+
+        Empty otherwise: then it is no flood but a crowd, which goes by age.
+        """
+        part = self.waiting * FLOODS_PART
+        if self.tenants[tenant] < part:
+            return []
+        floods = [tenant, *(one for one in self._floods if one != tenant and self.tenants[one] >= part)]
+        return floods if 2 * sum(self.tenants[one] for one in floods) > self.waiting else []
 
     def _count(self, waiter: Waiter, sign: int) -> None:
         self.waiting += sign
