@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from greenroom.config.described import descriptions
 from greenroom.config.diff import (
     AT_ONCE_KEYS,
     COMPARED_ELSEWHERE,
@@ -132,8 +133,9 @@ def test_keys_of_engines_exist_and_only_engines_that_read_files_share_some() -> 
 
 
 def test_description_says_which_engines_a_key_belongs_to() -> None:
-    for key, field in Model.model_fields.items():
-        said = (field.description or "").split(":")[0].split(", ")
+    sentences = descriptions(Model)
+    for key in Model.model_fields:
+        said = sentences[key].split(":")[0].split(", ")
         owners = [name for name, keys in KEYS_OF_ENGINES.items() if key in keys]
         assert [name for name in said if name in KEYS_OF_ENGINES and key != "engine"] == owners, key
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from greenroom.config.described import descriptions
 from greenroom.config.generate.example import FOR_EXAMPLE, example, said
 from greenroom.config.generate.reference import BEGIN, END, ROOT, generated, main, with_reference
 from greenroom.config.loader import load
@@ -53,8 +54,8 @@ def test_example_tells_every_keys_sentence() -> None:
     sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model, Quorum, Remote]
     sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
     for section in (s for s in sections if issubclass(s, Section)):
-        for key, field in section.model_fields.items():
-            assert " ".join((field.description or "").split()) in prose, key
+        for key, sentence in descriptions(section).items():
+            assert " ".join(sentence.split()) in prose, key
 
 
 def commented_examples() -> list[str]:

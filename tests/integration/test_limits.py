@@ -14,6 +14,7 @@ import yaml
 
 from greenroom.app import App
 from greenroom.runtime.operations.files import OperationStatus
+from greenroom.server.admin.reports.snapshot import BUILD
 from tests.harness import fake, gateway, tiny
 from tests.integration.facts import at_rest
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
@@ -178,6 +179,7 @@ async def test_without_several_tenants_their_header_is_ignored(tmp_path: Path) -
         assert is_limited(await chat(app, "m", headers=by("free")))
 
 
+@pytest.mark.skipif(BUILD == "compiled", reason="machine code cannot be replaced")
 @pytest.mark.parametrize("broken", ["begin", "end"])
 async def test_a_request_that_breaks_the_gateway_gives_back_what_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -101,6 +101,8 @@ _OF_MODEL: Final = (
     *("entry", "target", "peeked", "puts", "drops", "rewritten", "form_n", "scope", "cache_headers", "is_not_cached"),
     *("spreads", "drop_usage", "remade", "translation"),
 )
+# What does not, beside what its constructor is given.
+_OF_REQUEST: Final = ("charge", "is_patient", "job", "keep_alive_s", "profile", "rungs", "wants_facts")
 
 
 class Ask:
@@ -211,6 +213,27 @@ class Ask:
         if other.entry is not self.entry:
             for name in _OF_MODEL:
                 setattr(self, name, getattr(other, name))
+
+    def copied(self) -> Ask:
+        """The same request, to be changed. (`copy.copy` cannot copy what is compiled.)"""
+        copy = Ask(
+            self.route,
+            self.entry,
+            self.asked_as,
+            self.target,
+            self.stream,
+            self.priority,
+            self.tenant,
+            self.client,
+            self.heartbeat,
+            self.scope,
+            self._body,
+            self.budget_s,
+            self.caller,
+        )
+        for name in (*_OF_MODEL, *_OF_REQUEST):
+            setattr(copy, name, getattr(self, name))
+        return copy
 
     def drop_peeked(self) -> None:
         """Keep no copy of the body while it waits."""

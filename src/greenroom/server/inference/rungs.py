@@ -6,7 +6,6 @@ Owns what becomes of a model that cannot take just this request, such as one wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 from greenroom.core.model import ModelId
 from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
@@ -59,7 +58,7 @@ class RungReader:
 
     def ask(self, charge: Charge | None, meters: Sequence[Meter | None] | None) -> Ask:
         """The request, with what its task says. `meters` limit its models, in their order."""
-        ask, section = copy(next(iter(self.asks.values()))), self._ladder.task.section
+        ask, section = next(iter(self.asks.values())).copied(), self._ladder.task.section
         by_model = dict(zip(self.asks, meters or [None] * len(self.asks), strict=True))
         ask.rungs = Rungs(self.asks, by_model, self._ladder.choice(self._served_as))
         ask.charge = charge

@@ -67,7 +67,7 @@ def check_body(body: Chunked, hosts: Sequence[str], bytes_max: int, refused: fro
         raise BodyTooLarge(f"The body has more than {bytes_max:,} bytes.")
     said = _decoded(body.read())
     for one in said if isinstance(said, list) else (said,):
-        if isinstance(one, dict) and (names := sorted(refused & one.keys())):
+        if isinstance(one, dict) and (names := sorted(refused.intersection(one))):
             raise BadRequest(f"{names[0]} tells the engine of another host; leave it out.", param=names[0])
     if isinstance(said, dict):
         said = {name: value for name, value in said.items() if name not in _NO_CONTENT}
