@@ -16,6 +16,7 @@ from .test_order import ready
 from .world import HOST, Fate, World, gpu, host, model
 
 DEVICES = (gpu(0, 8_000), host(64_000))
+TWO_GPUS = (gpu(0, 4_000), gpu(1, 4_000), host(64_000))
 LIMITS = Limits(green_room_mib=5_000)
 
 
@@ -215,6 +216,35 @@ def test_one_who_wakes_and_one_who_sleeps_for_it_change_places() -> None:
     world.arrive("r", "a", takes_s=0.0)
     world.run(10.0)
     assert tiers(world, "ab") == "ra" and world.kinds("b") == ["load b", "sleep b"]
+
+
+def beside_busy(others: str, **more: object) -> World:
+    """a sleeps on the first GPU, where b is ready, and c on the second. The `others` answer for a minute."""
+    world = World([model("a", 4_000, asleep=Need(0, 4_000), **more), model("b"), model("c")], TWO_GPUS, LIMITS)
+    asleep(world, "a")
+    ready(world, "b", "c")
+    for name in others:
+        world.arrive(f"{name} busy", name, takes_s=60.0)
+    world.run(1.0)
+    return world
+
+
+def test_a_sleeper_whose_gpu_is_busy_is_loaded_on_another_one_and_its_copy_leaves() -> None:
+    world = beside_busy("b")
+    call = world.arrive("a now", "a", takes_s=1.0)
+    world.run(30.0)
+    assert call.granted_at - call.arrived < 30.0
+    assert world.kinds("a")[-2:] == ["unload a", "load a"] and tiers(world, "abc") == "rrc"
+
+
+@pytest.mark.parametrize(("others", "more"), [("bc", {}), ("b", {"pinned": True})])
+def test_a_sleeper_wakes_where_it_sleeps_if_all_gpus_are_busy_or_it_is_pinned(
+    others: str, more: dict[str, object]
+) -> None:
+    world = beside_busy(others, **more)
+    world.arrive("a now", "a", takes_s=1.0)
+    world.run(120.0)
+    assert world.kinds("a")[-1] == "wake a"
 
 
 def test_two_choices_that_do_not_fit_together_come_one_after_the_other() -> None:

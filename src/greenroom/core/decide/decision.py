@@ -187,6 +187,10 @@ def _decide_swap(
     wants = tuple(way.wants for way in open_ways)
     target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
+    if asleep is not None and (eviction is None or eviction.is_blocked):
+        elsewhere = _load_elsewhere(state, waiter, record, asleep, residents, now)
+        if elsewhere is not None:
+            return elsewhere
     if eviction is None:
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
         is_request = urgency.kind is WaiterKind.REQUEST
@@ -202,6 +206,22 @@ def _decide_swap(
         )
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
+
+
+def _load_elsewhere(
+    state: State, waiter: Waiter, record: Claimant, asleep: Slot, residents: Residents, now: float
+) -> Swap | None:
+    """A load on other devices if that can begin at once, in place of a wake that cannot.
+
+    A model wakes only where it sleeps. If it is loaded elsewhere, its sleeping copy leaves.
+    """
+    if record.spec.pinned or len(residents.ways(record)) < 2:
+        return None
+    plan = _decide_swap(state, waiter, record, None, residents, now)
+    if not isinstance(plan, Swap) or any(victim.is_busy for victim in plan.evict):
+        return None
+    copy = next(one for one in residents.those(may_sleep=False, but=None) if one.slot == asleep.id)
+    return replace(plan, evict=(*(one for one in plan.evict if one.slot != asleep.id), copy))
 
 
 def _most_mib(state: State, spec: ModelSpec, asleep: Slot | None, residents: Residents) -> dict[DeviceId, int]:
