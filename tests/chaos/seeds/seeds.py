@@ -15,6 +15,8 @@ ONCE_FAILED: dict[int, str] = {
     320: "under the coordinator a sleeper that had been urgent kept everybody else out for good",
     651: "a lease was not recalled for an urgent request that stood behind a late one; the same repair as for 249",
     655: "a lease was not recalled for an urgent request that stood behind a late one; the same repair as for 249",
+    206: "a remote model that came served a request whose local model was busy",
+    270: "a remote model that came served a request though a local one could be loaded by then",
     5011: "models for which all classes waited closed each other after every request, so that others came twice",
     5142: "the checker took a visit that a higher class had cut short for a whole one",
     45: "a back-off that was over came back when the clock was set back; planted.py can bring it back",
