@@ -342,7 +342,10 @@ async def test_clients_that_read_a_byte_a_second_cost_no_memory_and_slow_nobody_
                 assert len(await asyncio.get_running_loop().sock_recv(sock, 1)) == 1
             answer = await chat(app, ("alpha", "bravo")[round % 2])
             assert answer.status == 200
-        assert await ticks_within(engine, 1) < 15
+        deadline = time.monotonic() + PATIENCE_S
+        # It may have been slow before for want of a processor, and be held back only now.
+        while await ticks_within(engine, 1) >= 15:
+            assert time.monotonic() < deadline, "the engine is not held back any more"
         # 8 × 256 KiB is what they may take here; the rest waits in the kernel and in the engine.
         assert resident_mib() - before_mib < 40
         for sock in slow:
