@@ -84,6 +84,7 @@ class Scheduler:
             # Before it, because it may be that one of last resort is ready, which then serves all that wait for it.
             self._leave_last_resort(event.now)
             self._handlers[type(event)](event)
+            self._leave_last_resort(event.now)
             self._settle(event.now)
             self._slots.trim(event.now)
 
@@ -355,7 +356,6 @@ class Scheduler:
             self._rounds.rest(now)
             return
         self._act.start_planned(now)
-        self._leave_last_resort(now)
         self._fill(now)
         self._choose(now)
         self._rounds.bring(now)
