@@ -1,7 +1,7 @@
 """Writes that are made together, once the event loop has handled all that it read in one turn.
 
-Each write wakes the process at its other end. Between two answers of a busy gateway that one falls asleep again; and
-whatever the kernel does in between, the caches forget of our own code. Made together, writes cost a third less.
+Each write wakes the process at its other end, which between two answers of a busy gateway falls asleep again; and while
+the kernel works, our own code leaves the caches. With writes made together a request costs a fifth less.
 """
 
 from __future__ import annotations
