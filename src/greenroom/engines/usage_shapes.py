@@ -1,4 +1,7 @@
-"""The objects in which engines tell what an answer cost. All other fields of an answer are skipped."""
+"""The objects in which engines tell what an answer cost. All other fields of an answer are skipped.
+
+Apart from `usage.py`, which is compiled; classes of msgspec cannot be.
+"""
 
 from __future__ import annotations
 
