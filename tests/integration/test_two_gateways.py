@@ -17,7 +17,7 @@ from tests.integration.facts import is_ready
 from tests.integration.raw import chat, http
 from tests.integration.sharing_rig import HOST, A, B, described, grown_up, in_store, others, sharing, taking
 from tests.integration.trainer import trainer
-from tests.integration.two_gateways_chaos import Chaos
+from tests.integration.two_gateways_chaos import ANSWERS, WAITS, Chaos
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
@@ -257,8 +257,8 @@ async def test_two_gateways_and_a_trainer_share_gpus_while_everybody_is_killed_i
             assert found.samples > 50 and not found.over
             # What was granted was there, for every engine that started and for the trainer.
             assert not chaos.out_of_memory and not found.full
-            assert found.statuses[200] >= 10, found.statuses
+            assert found.statuses[200] >= ANSWERS, found.statuses
             # The last of these is without faults; each is one wait of the trainer from its start on.
-            assert len(found.waits_s) >= 3 and max(found.waits_s) < GRANTED_WITHIN_S, found.waits_s
+            assert len(found.waits_s) > WAITS and max(found.waits_s) < GRANTED_WITHIN_S, found.waits_s
         finally:
             chaos.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -32,6 +33,10 @@ TRAINER_MIB = 6_000
 TTL_S = 2.0
 CALLERS = 2
 CALL_MAX_S = 60.0
+# Faults go on until so much was seen, however slow the machine, but not for ever.
+ANSWERS = 10
+WAITS = 2
+AT_MOST_S = 240.0
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class Chaos:
         self._configs = {name: self._config(folder / name, name) for name in self.names}
         self.gateways = {name: GatewayProcess(config.parent, config) for name, config in self._configs.items()}
         self._ends_at = 0.0
+        self._ends_by = 0.0
         self._trainer: Trainer | None = None
 
     def _config(self, folder: Path, name: str) -> Path:
@@ -63,7 +69,9 @@ class Chaos:
         return write_config(folder, models, **sections(self._gpus, self._redis.url, ttl_s=TTL_S))
 
     async def run(self, seconds: float) -> None:
+        """Faults for so long, and then until enough was seen."""
         self._ends_at = time.monotonic() + seconds
+        self._ends_by = time.monotonic() + AT_MOST_S
         actors = [self._observe(), self._nemesis(), self._train()]
         actors += [self._call(name, random.Random(seed)) for name in self.names for seed in range(CALLERS)]
         await asyncio.gather(*actors)
@@ -106,7 +114,9 @@ class Chaos:
 
     @property
     def _is_over(self) -> bool:
-        return time.monotonic() >= self._ends_at
+        now, found = time.monotonic(), self.found
+        has_seen = found.statuses.get(200, 0) >= ANSWERS and len(found.waits_s) >= WAITS
+        return now >= self._ends_by or (has_seen and now >= self._ends_at)
 
     # --- actors -----------------------------------------------------------------------------------------------------
 
@@ -198,8 +208,8 @@ def _post(address: str, body: Any) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except OSError:
-        # Its gateway was killed.
+    except (OSError, http.client.HTTPException):
+        # Its gateway was killed, perhaps in the middle of its answer.
         return 0
 
 
