@@ -2,7 +2,8 @@
 
 CPU microseconds per request (keep-alive, 16 at a time) and per streamed chunk (100 parallel streams, a chunk every
 20 ms), the time it adds to a lone request, and its memory over many requests. CPU is read from /proc, so other load on
-the machine matters little. Everything is on: an API key, metrics, activity, priorities, the scheduler.
+the machine matters little. Gateway and nginx each have the last core to themselves; engines and callers share the
+others. Everything is on: an API key, metrics, activity, priorities, the scheduler.
 
 The build that this interpreter has is measured, and beside it the compiled one when its interpreter is given; the goals
 are then for the compiled one. Each interpreter says itself which build it has.
@@ -16,13 +17,12 @@ import argparse
 import contextlib
 import platform
 import sys
-from functools import partial
 from typing import Any
 
 from benchmarks.rig.gateways import build_of, gateway
-from benchmarks.rig.processes import cpu_s, engine_argv, free_port, memory_mib, own_cpu_s, running
+from benchmarks.rig.processes import engine_argv, free_port, leave_last_core, memory_mib, running
 from benchmarks.rig.result import Run, options_of
-from benchmarks.rig.traffic import compare, cost_ratios, load, nginx
+from benchmarks.rig.traffic import Side, compare, cost_ratios, load, nginx
 
 # CPU per request and per chunk in units of nginx's. On arm64 an interpreter is slower by more than nginx is.
 _RATIOS = {"aarch64": (5.0, 1.8), "x86_64": (3.2, 1.35)}
@@ -49,6 +49,7 @@ def memory_growth(port: int, pid: int, requests: int) -> dict[str, float]:
 
 def figures_of(pythons: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """`pythons` are the interpreters of the builds, by the builds' names. The last one's memory is watched too."""
+    leave_last_core()
     engine_port, nginx_port = free_port(), free_port()
     # The gateway starts an engine of its own.
     model = {"cmd": _engine("${PORT}"), "memory_mib": 100, "concurrency": 512, "preload": True}
@@ -57,13 +58,12 @@ def figures_of(pythons: dict[str, str], options: argparse.Namespace) -> dict[str
         engine = stack.enter_context(running(_engine(str(engine_port)), engine_port))
         other = stack.enter_context(nginx(nginx_port, engine_port))
         sides = {
-            "direct": (engine_port, lambda: own_cpu_s(engine)),
-            "nginx": (nginx_port, lambda: cpu_s(other)),
+            "direct": Side(engine_port, engine, is_engine=True),
+            "nginx": Side(nginx_port, other, with_children=True),
         }
         for build, python in pythons.items():
             own = stack.enter_context(gateway({"mock": model}, python=python, server=keys))
-            # The gateway's engine is its child: its time is not the gateway's.
-            sides[build] = (own.port, partial(own_cpu_s, own.pid))
+            sides[build] = Side(own.port, own.pid)
         figures = compare(sides, options.rounds, requests=options.requests, streams=options.streams)
         figures["memory"] = memory_growth(own.port, own.pid, options.memory_requests)
     return figures

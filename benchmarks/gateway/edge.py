@@ -17,9 +17,9 @@ import sys
 
 import uvloop
 
-from benchmarks.rig.processes import cpu_s, engine_argv, free_port, running
+from benchmarks.rig.processes import engine_argv, free_port, leave_last_core, running
 from benchmarks.rig.result import Run, options_of
-from benchmarks.rig.traffic import compare, cost_ratios, nginx
+from benchmarks.rig.traffic import Side, compare, cost_ratios, nginx
 from greenroom.errors import GreenroomError
 from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
@@ -86,6 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         return uvloop.run(serve(*options.serve))
+    leave_last_core()
     engine_port, own_port, nginx_port = free_port(), free_port(), free_port()
     own_argv = [sys.executable, "-m", "benchmarks.gateway.edge", "--serve", str(own_port), str(engine_port)]
     run = Run("edge_choice", options)
@@ -94,7 +95,7 @@ def main() -> None:
         running(own_argv, own_port) as own,
         nginx(nginx_port, engine_port) as other,
     ):
-        sides = {"edge": (own_port, lambda: cpu_s(own)), "nginx": (nginx_port, lambda: cpu_s(other))}
+        sides = {"edge": Side(own_port, own), "nginx": Side(nginx_port, other, with_children=True)}
         figures = compare(sides, options.rounds, requests=options.requests, streams=options.streams)
     figures |= cost_ratios(figures["edge"], figures["nginx"])
     return run.report(figures, GOALS, all(figures[name.removesuffix("_max")] <= most for name, most in GOALS.items()))

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from functools import partial
 from typing import Any
 
 from benchmarks.gateway.cost import CHUNK_S, CHUNKS, KEY
 from benchmarks.rig.gateways import build_of, gateway
-from benchmarks.rig.processes import engine_argv, own_cpu_s
+from benchmarks.rig.processes import engine_argv, leave_last_core
 from benchmarks.rig.result import Run, options_of
-from benchmarks.rig.traffic import compare
+from benchmarks.rig.traffic import Side, compare
 
 GOALS = {"request_ratio_max": 1.10, "chunk_ratio_max": 1.10}
 # Never reached.
@@ -44,12 +43,12 @@ ALL: dict[str, Any] = {
 
 
 def figures_of(python: str, options: argparse.Namespace) -> dict[str, Any]:
+    leave_last_core()
     with contextlib.ExitStack() as stack:
         sides = {}
         for name, config in (("none", NONE), ("key", JUST_KEY), ("all", ALL)):
             own = stack.enter_context(gateway(python=python, **config))
-            # The gateway's engine is its child: its time is not the gateway's.
-            sides[name] = (own.port, partial(own_cpu_s, own.pid))
+            sides[name] = Side(own.port, own.pid)
         figures = compare(sides, options.rounds, requests=options.requests, streams=options.streams)
     for name in ("request", "chunk"):
         figures[f"{name}_ratio"] = round(figures["all"][f"{name}_us"] / figures["key"][f"{name}_us"], 3)

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig.processes import RIG, running
+from benchmarks.rig.processes import RIG, move_to_last_core, own_cpu_s, running, tree
 
 # nginx at its best as a reverse proxy: one worker, kept connections, no buffering of answers, no log.
 _NGINX = """
@@ -37,28 +38,49 @@ http {{
 Figures = dict[str, float]
 
 
-def compare(
-    sides: dict[str, tuple[int, Callable[[], float]]], rounds: int, *, requests: int, streams: int
-) -> dict[str, Any]:
-    """Measure each side (its port, and what its CPU time is so far) in turn, and keep the best round of each."""
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What answers at an address. nginx works in processes below its own; an engine below a gateway is not its part."""
+
+    port: int
+    pid: int
+    with_children: bool = False
+    is_engine: bool = False
+
+    @property
+    def pids(self) -> list[int]:
+        return tree(self.pid) if self.with_children else [self.pid]
+
+    def cpu_s(self) -> float:
+        return sum(own_cpu_s(pid) for pid in self.pids)
+
+    def take_core(self) -> None:
+        """Have a core alone, if it is what stands between callers and an engine."""
+        for pid in self.pids if not self.is_engine else ():
+            move_to_last_core(pid)
+
+
+def compare(sides: dict[str, Side], rounds: int, *, requests: int, streams: int) -> dict[str, Any]:
+    """Measure each side in turn, and keep the best round of each. Call `leave_last_core` before they start."""
     taken: dict[str, list[Figures]] = {name: [] for name in sides}
     for number in range(rounds):
-        for name, (port, cpu_s) in sides.items():
-            taken[name].append(measure(port, cpu_s, requests=requests, streams=streams))
+        for name, side in sides.items():
+            taken[name].append(measure(side, requests=requests, streams=streams))
             shown = {key: round(value, 1) for key, value in taken[name][-1].items()}
             print(f"round {number + 1} {name:10}", shown, flush=True)
     return {name: best(measured) for name, measured in taken.items()}
 
 
-def measure(port: int, cpu_s: Callable[[], float], *, requests: int, streams: int) -> Figures:
-    """One round against one address."""
-    load("requests", port, concurrency=16, count=1_000)
-    before_s = cpu_s()
-    busy = load("requests", port, concurrency=16, count=requests)
-    between_s = cpu_s()
-    paced = load("streams", port, concurrency=streams)
-    after_s = cpu_s()
-    alone = load("requests", port, concurrency=1, count=3_000)
+def measure(side: Side, *, requests: int, streams: int) -> Figures:
+    """One round. A gateway has started its engine once it has answered."""
+    load("requests", side.port, concurrency=16, count=1_000)
+    side.take_core()
+    before_s = side.cpu_s()
+    busy = load("requests", side.port, concurrency=16, count=requests)
+    between_s = side.cpu_s()
+    paced = load("streams", side.port, concurrency=streams)
+    after_s = side.cpu_s()
+    alone = load("requests", side.port, concurrency=1, count=3_000)
     if busy["count"] != requests:
         raise SystemExit(f"only {busy['count']} of {requests} requests were answered")
     return {
