@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Later:
-    """`openai = Later("openai")` is the module `openai`, imported when the first of its names is used."""
+    """`openai = Later("openai")` is the module `openai`, imported when the first of its public names is used."""
 
     # What pytest asks of every name in a file of tests.
     __test__ = False
@@ -19,4 +19,7 @@ class Later:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
+        # pytest asks every object in a file of tests for `_mock_name` and `__wrapped__`, too.
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._module), name)

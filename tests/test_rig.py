@@ -21,8 +21,15 @@ def test_an_example_may_take_long(took_s: float) -> None:
 
 def test_a_package_is_imported_when_a_name_of_it_is_used() -> None:
     missing = Later("package_that_is_not_here")
-    # What pytest asks of every name in a file of tests.
-    assert missing.__test__ is False
     with pytest.raises(ModuleNotFoundError, match="package_that_is_not_here"):
         _ = missing.anything
     assert Later("json.decoder").JSONDecoder is sys.modules["json.decoder"].JSONDecoder
+
+
+# A package of the standard library that nothing else imports.
+unused = Later("poplib")
+
+
+def test_a_package_that_no_test_uses_is_not_imported_to_collect_them() -> None:
+    assert unused.__test__ is False
+    assert "poplib" not in sys.modules
