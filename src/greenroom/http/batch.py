@@ -21,9 +21,11 @@ HELD_BYTES_MAX: Final = 64 * 1024
 class WriteBatch:
     """The writes of many connections. Belongs to one event loop."""
 
-    __slots__ = ("_count", "_was_lone", "_writers")
+    __slots__ = ("_count", "_loop", "_was_lone", "_writers")
 
     def __init__(self) -> None:
+        # Asked for once: Python looks each time whether the process was forked, by a system call.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: list[Writer] = []
         # How many wrote in this turn, and whether no more than one did in the turn before.
         self._count = 0
@@ -32,7 +34,9 @@ class WriteBatch:
     def add(self, writer: Writer) -> None:
         self._count += 1
         if self._count == 1:
-            asyncio.get_running_loop().call_soon(self._end_turn)
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._end_turn)
             if self._was_lone:
                 # There is little to do: it need not wait for others that will not come.
                 writer.flush()
