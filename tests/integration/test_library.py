@@ -125,6 +125,18 @@ async def test_configured_model_is_deleted_only_by_force_and_unloaded_first(app:
     assert not (tmp_path / "models" / "a.gguf").exists()
 
 
+async def test_a_model_whose_files_another_one_names_is_deleted_only_by_force(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    put(root / "a.gguf", tiny_gguf("a"))
+    folder = add_snapshot(root, "org/name", "c1", {"b.gguf": tiny_gguf("b"), "lora.gguf": b"GGUF"})
+    models = {"alpha": {**tiny(root / "a.gguf"), "lora": {str(folder / "lora.gguf"): 1}}}
+    async with gateway(tmp_path, models, model_roots=[str(root)]) as app:
+        await app.library.looked()
+        status, told = await ask(app, "DELETE", "/v1/models/inventory/org%2Fname")
+        assert status == 409 and "alpha" in told["error"]["message"]
+        assert (folder / "lora.gguf").exists()
+
+
 async def test_only_the_exact_id_deletes(app: App, tmp_path: Path) -> None:
     for name in ("org/name@main", "a", "../models/b.gguf", "%2e%2e/b.gguf", str(tmp_path / "models" / "b.gguf")[1:]):
         status, told = await ask(app, "DELETE", f"/v1/models/inventory/{name}")

@@ -31,17 +31,23 @@ def remove_files(record: LibraryRecord, others: Collection[LibraryRecord]) -> in
 
     Raises FileNotFoundError if it was gone already, and OSError if something of it cannot be deleted.
     """
-    kept = {path for other in others for path in paths_of(other)}
-    gone = [path for path in paths_of(record) if path not in kept]
-    inside = os.path.relpath(record.path, record.root).split("/")
-    at = next(
-        (at for at, name in enumerate(inside) if repository_of(name) and inside[at + 1 :][:1] == [_SNAPSHOTS]), None
-    )
-    if at is not None:
-        return _Repository(record, inside[: at + 3]).remove(gone, others)
+    gone, repository = removed_paths(record, others), _repository(record)
+    if repository is not None:
+        return repository.remove(gone)
     freed, _ = _remove_all(record.root, gone)
     _remove_empty(record.root, record.root, {os.path.dirname(path) for path in gone})
     return freed
+
+
+def removed_paths(record: LibraryRecord, others: Collection[LibraryRecord]) -> list[str]:
+    """What `remove_files` would delete, the file that makes it a model first; without blobs."""
+    kept = {path for other in others for path in paths_of(other)}
+    gone = [path for path in paths_of(record) if path not in kept]
+    repository = _repository(record)
+    if repository is not None and not any(is_below(other.path, repository.snapshot) for other in others):
+        # The licence and the readme of a snapshot without a model are of no use.
+        gone += [path for path in repository.paths() if path not in gone]
+    return gone
 
 
 def paths_of(record: LibraryRecord) -> list[str]:
@@ -49,22 +55,32 @@ def paths_of(record: LibraryRecord) -> list[str]:
     return [os.path.join(record.folder, file.name) for file in record.files]
 
 
+def _repository(record: LibraryRecord) -> _Repository | None:
+    """The repository of the hub's cache that holds this model; None for plain files."""
+    inside = os.path.relpath(record.path, record.root).split("/")
+    at = next(
+        (at for at, name in enumerate(inside) if repository_of(name) and inside[at + 1 :][:1] == [_SNAPSHOTS]), None
+    )
+    return None if at is None else _Repository(record, inside[: at + 3])
+
+
 class _Repository:
     """The repository of the hub's cache that holds a record. `inside` is the way from the root to its snapshot."""
 
     def __init__(self, record: LibraryRecord, inside: Sequence[str]) -> None:
         self._root = record.root
-        self._snapshot = os.path.join(record.root, *inside)
+        self.snapshot = os.path.join(record.root, *inside)
         self._folder = os.path.join(record.root, *inside[:-2])
         self._commit = inside[-1]
 
-    def remove(self, gone: list[str], others: Collection[LibraryRecord]) -> int:
-        if not any(is_below(other.path, self._snapshot) for other in others):
-            # The licence and the readme of a snapshot without a model are of no use.
-            gone += [path for path in self._paths(self._snapshot) if path not in gone]
+    def paths(self) -> list[str]:
+        """Every file of the snapshot."""
+        return [os.path.join(path, name) for path, names, _ in _walk(self._root, self.snapshot) for name in names]
+
+    def remove(self, gone: list[str]) -> int:
         freed, blobs = _remove_all(self._root, gone)
         _remove_empty(self._root, self._place(_SNAPSHOTS), {os.path.dirname(path) for path in gone})
-        if not os.path.lexists(self._snapshot):
+        if not os.path.lexists(self.snapshot):
             self._remove_refs()
         freed += self._remove_blobs(blobs - self._linked())
         if _remove_folder(self._root, self._place(_SNAPSHOTS)):
@@ -73,9 +89,6 @@ class _Repository:
 
     def _place(self, name: str) -> str:
         return os.path.join(self._folder, name)
-
-    def _paths(self, top: str) -> list[str]:
-        return [os.path.join(path, name) for path, names, _ in _walk(self._root, top) for name in names]
 
     def _linked(self) -> set[str]:
         """The blobs that the snapshots that are left need."""

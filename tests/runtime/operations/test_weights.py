@@ -6,6 +6,7 @@ from pathlib import Path
 
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from greenroom.runtime.operations.weights import _is_needed
+from tests.library.hub_cache import add_snapshot
 
 
 def record(folder: Path, *names: str) -> LibraryRecord:
@@ -42,6 +43,15 @@ def test_a_file_that_stays_for_another_model_beside_it_is_not_lost(tmp_path: Pat
     old = revision(tmp_path, "old")
     other = record(old, "b.gguf", "mmproj.gguf")
     assert not _is_needed(record(old, "a.gguf", "mmproj.gguf"), [other], [str(old / "mmproj.gguf")])
+
+
+def test_an_adapter_that_would_go_with_its_snapshot_is_needed_by_the_model_that_names_it(tmp_path: Path) -> None:
+    folder = add_snapshot(tmp_path, "org/name", "c1", {"a.gguf": b"a", "lora.gguf": b"b"})
+    path = str(folder / "a.gguf")
+    ours = LibraryRecord("name", path, str(tmp_path), ModelKind.GGUF, Source(), (ModelFile("a.gguf", 1),))
+    assert _is_needed(ours, [], [str(folder / "lora.gguf")])
+    beside = LibraryRecord("b", str(folder / "b.gguf"), str(tmp_path), ModelKind.GGUF, Source(), ())
+    assert not _is_needed(ours, [beside], [str(folder / "lora.gguf")]), "the snapshot stays for the other"
 
 
 def test_links_in_a_circle_end(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
-from greenroom.library.removal import paths_of
+from greenroom.library.removal import removed_paths
 from greenroom.library.roots import is_below
 from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
@@ -239,13 +239,12 @@ def _expect_kind(record: LibraryRecord, model: Model) -> None:
         raise UnusableModel(f"{record.id} has files of kind {record.kind.value}, which {model.engine} does not run.")
 
 
-def _is_needed(record: LibraryRecord, others: Iterable[LibraryRecord], used: Iterable[str]) -> bool:
-    """Whether a file that would go with this is used, such as a projector by a model of another folder. Blocks.
+def _is_needed(record: LibraryRecord, others: Collection[LibraryRecord], used: Iterable[str]) -> bool:
+    """Whether a file that would go with this is used: a projector or an adapter by a model of another folder. Blocks.
 
     What both only link to, as revisions of a repository do, is kept for the other anyway.
     """
-    kept = {path for other in others for path in paths_of(other)}
-    gone = {_way(path)[0] for path in paths_of(record) if path not in kept}
+    gone = {_way(path)[0] for path in removed_paths(record, others)}
     return any(step in gone for path in used for step in _way(path))
 
 

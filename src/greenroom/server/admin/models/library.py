@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
-from greenroom.library.removal import paths_of
+from greenroom.library.removal import paths_of, removed_paths
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.model_files import files_of
@@ -269,18 +269,19 @@ class LibraryRoutes:
         """Models that are configured or in memory and need a file of this one. Raises RemovalFailed."""
         gateway = self._gateway
         entries = [entry for entry in gateway.catalog if entry.id in gateway.config.models or self._slots(entry)]
+        others = [one for one in gateway.library.records if one is not record]
         try:
             async with asyncio.timeout(COMPARE_MAX_S):
-                return await run_detached(lambda: _sharing(record, entries), "compare files")
+                return await run_detached(lambda: _sharing(record, others, entries), "compare files")
         except TimeoutError:
             raise RemovalFailed(
                 f"{record.id}: its disk, or that of a configured model, does not answer; nothing was deleted."
             ) from None
 
 
-def _sharing(record: LibraryRecord, entries: Sequence[Entry]) -> list[Entry]:
-    """The models that need one of these files. Blocks."""
-    mine = {os.path.realpath(path) for path in (*paths_of(record), record.path)}
+def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Sequence[Entry]) -> list[Entry]:
+    """The models that need one of its files, or one that would go with them. Blocks."""
+    mine = {os.path.realpath(path) for path in (*paths_of(record), *removed_paths(record, others), record.path)}
     return [entry for entry in entries if not mine.isdisjoint(map(os.path.realpath, files_of(entry)))]
 
 
