@@ -324,6 +324,23 @@ async def test_a_disk_that_hangs_fails_an_update_in_time_and_the_next_one_succee
         answers.set()
 
 
+async def test_files_that_the_configuration_of_another_gateway_names_stay(hub: StandinHub, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app, gateway(other, {}) as second:
+        await has_first_version(app)
+        (alpha,) = files(tmp_path, "alpha")
+        write_config(other, {"plain": tiny(alpha)})
+        await second.reload()
+        marks = tmp_path / "models" / ".greenroom"
+        await until(lambda: [file.name for file in marks.iterdir()] == ["fetching"], "it is nobody's to delete")
+        await update(app, "org/bravo")
+        assert alpha.exists()
+        # What no configuration names is deleted as ever.
+        await update(app, "org/charlie")
+        assert not files(tmp_path, "bravo")
+
+
 @pytest.mark.slow
 async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub: StandinHub, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"

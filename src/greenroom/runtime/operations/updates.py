@@ -102,8 +102,7 @@ class Updates:
 
     def start(self) -> None:
         """Fetch the first version of models that have none and name a repository. Also after a reload."""
-        if self._using is None:
-            self._using = asyncio.get_running_loop().create_task(self._use_weights(), name="use weights")
+        self._using = asyncio.get_running_loop().create_task(self._use_weights(self._using), name="use weights")
         for name, model in self._services.config().models.items():
             repo_id = None if model.versions is None else model.versions.repo_id
             if repo_id is None or self.of(name).current is not None:
@@ -385,8 +384,13 @@ class Updates:
         models = map(self.of, self._services.config().models)
         return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
 
-    async def _use_weights(self) -> None:
-        """At the start: let no other gateway delete what is known, and delete what an earlier run came not to."""
+    async def _use_weights(self, after: asyncio.Task[None] | None) -> None:
+        """At the start and after a reload: let no other gateway delete what is known or configured, and delete what an
+        earlier run came not to."""
+        if after is not None:
+            await asyncio.wait((after,))
+        paths = [model.path for model in self._services.config().models.values() if model.path is not None]
+        await self._services.weights.keep(paths)
         await self._services.weights.use_only(self._known())
         for name in self._services.config().models:
             if self.of(name).leaving:

@@ -16,7 +16,7 @@ from typing import Final
 
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
-from greenroom.library.fetched_marks import FetchedMarks, close_all
+from greenroom.library.fetched_marks import FetchedMarks, close_all, disown
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
@@ -147,6 +147,10 @@ class VersionWeights:
             return await run_detached(lambda: self._marks.use(path), "use weights")
         except BlockingIOError:
             raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
+
+    async def keep(self, paths: Sequence[str]) -> None:
+        """Let no gateway ever delete these: an operator names them, so they are his, whoever fetched them."""
+        await run_detached(lambda: disown(paths), "keep configured weights")
 
     async def use_only(self, versions: Collection[Version]) -> None:
         """Let other gateways delete what these do not need."""
