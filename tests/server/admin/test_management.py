@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fastapi.routing
 import jsonschema_rs
 import pytest
 
@@ -80,6 +81,26 @@ async def test_a_bug_is_told_without_its_words_and_raised_to_be_logged() -> None
     assert exchange.status == 500
     assert json.loads(exchange.body)["error"]["code"] == "internal_error"
     assert b"secret" not in exchange.body
+
+
+# --- when routes are analysed ----------------------------------------------------------------------------------------
+
+
+async def test_a_route_is_analysed_once_and_not_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To analyse all of them would double what a gateway's start takes."""
+    analysed: list[str] = []
+    analyse = fastapi.routing.get_dependant
+
+    def watched(*, path: str, **rest: Any) -> Any:
+        analysed.append(path)
+        return analyse(path=path, **rest)
+
+    monkeypatch.setattr(fastapi.routing, "get_dependant", watched)
+    client = Client(_gateway())
+    assert (await client.ask("POST", "/health")).status == 405
+    assert analysed == []
+    assert [(await client.get("/health")).status for _ in range(2)] == [200, 200]
+    assert analysed == ["/health"]
 
 
 # --- HEAD -----------------------------------------------------------------------------------------------------------

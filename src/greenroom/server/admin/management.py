@@ -26,6 +26,7 @@ from greenroom.server.admin.docs_page import docs_page
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.governed import GovernedRoutes
 from greenroom.server.admin.governed_models import GovernedModels
+from greenroom.server.admin.lazy_route import LazyRoute
 from greenroom.server.admin.leases import LeaseRoutes
 from greenroom.server.admin.models.downloads import DownloadRoutes
 from greenroom.server.admin.models.library import LibraryRoutes
@@ -295,6 +296,7 @@ def _empty_app() -> FastAPI:
         # The gateway has its own metrics; no environment variable may make the framework send data.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    app.router.route_class = LazyRoute
     add_error_answers(app)
     return app
 

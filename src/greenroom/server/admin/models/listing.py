@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import FastAPI, Path
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -19,6 +18,7 @@ from greenroom.library.records import LibraryRecord
 from greenroom.routing.tasks import TaskRoute, Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
+from greenroom.server.admin.lazy_route import LazyRoute
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
 from greenroom.server.asgi import asked_by_admin, caller_of
@@ -143,7 +143,7 @@ _BELOW = (
 )
 
 
-class OneModel(APIRoute):
+class OneModel(LazyRoute):
     """Matches a model's id, which may have slashes, but not the orders that follow an id."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
