@@ -330,7 +330,9 @@ async def test_files_that_the_configuration_of_another_gateway_names_stay(hub: S
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app, gateway(other, {}) as second:
         await has_first_version(app)
         (alpha,) = files(tmp_path, "alpha")
-        write_config(other, {"plain": tiny(alpha)})
+        link = other / "current.gguf"
+        link.symlink_to(alpha)
+        write_config(other, {"plain": tiny(link)})
         await second.reload()
         marks = tmp_path / "models" / ".greenroom"
         await until(lambda: [file.name for file in marks.iterdir()] == ["fetching"], "it is nobody's to delete")

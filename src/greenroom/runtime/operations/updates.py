@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -74,10 +74,11 @@ class UpdateFacts(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Running:
-    """An update that runs. `row` is empty until it is on disk."""
+    """An update that runs. `row` is empty until it is on disk; `begun` is set then, or when it is not to be."""
 
     facts: UpdateFacts
     row: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[Version | GreenroomError] | None = None
 
     def at(self, step: str) -> None:
@@ -176,38 +177,33 @@ class Updates:
         self.options(model)
         if self._services.is_draining():
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
-        self._expect_rest(model)
-        asked = order.weights
+        await self._expect_rest(model)
+        asked, owner = order.weights, {"tenant": tenant, "key": key}
         facts = UpdateFacts(model, asked.repo_id, asked.revision, "queued", number_asked=order.number)
         running = self._running[model] = _Running(facts)
         try:
             row = await self._table.add(
-                OperationKind.UPDATE,
-                b"",
-                (),
-                0,
-                tenant=tenant,
-                key=key,
-                model=model,
-                route=ROUTE,
-                priority=0,
-                retry=False,
+                OperationKind.UPDATE, b"", (), 0, **owner, model=model, route=ROUTE, priority=0, retry=False
             )
+            running.row = row.id
         except BaseException:
             del self._running[model]
             raise
-        running.row = row.id
+        finally:
+            running.begun.set()
         self._desired[model] = running.facts
         running.task = asyncio.get_running_loop().create_task(self._run(row, running, order), name=f"update {model}")
         return row
 
-    def _expect_rest(self, model: str) -> None:
-        """Raises UpdateInProgress."""
-        if (other := self._running.get(model)) is not None:
-            raise UpdateInProgress(
-                f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
-                beside={"taskId": other.row},
-            )
+    async def _expect_rest(self, model: str) -> None:
+        """Raises UpdateInProgress, with the task that runs: one that just begins is waited for."""
+        while (other := self._running.get(model)) is not None:
+            if other.row:
+                raise UpdateInProgress(
+                    f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
+                    beside={"taskId": other.row},
+                )
+            await other.begun.wait()
 
     async def rollback(self, model: str, number: int | None, *, tenant: str, key: str) -> Operation:
         """Begin to go back to kept weights, under a new number. Raises BadRequest if there are none."""
@@ -222,13 +218,14 @@ class Updates:
 
     async def settle(self, model: str, state: int) -> None:
         """Note that what serves is what this desired state wants. Raises UpdateInProgress and OperationStoreFull."""
-        self._expect_rest(model)
+        await self._expect_rest(model)
         # No update begins while it is written: both write the whole record.
-        self._running[model] = _Running(UpdateFacts(model, "", step="settling"))
+        running = self._running[model] = _Running(UpdateFacts(model, "", step="settling"))
         try:
             await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
         finally:
             del self._running[model]
+            running.begun.set()
 
     async def ended(self, id: str) -> Version:
         """Wait for the end of an update that runs. Raises why it failed."""
@@ -247,7 +244,7 @@ class Updates:
         """Wait for the end of the update that an order was refused for, whatever comes of it."""
         with contextlib.suppress(GreenroomError):
             await self.ended(str((refusal.beside or {}).get("taskId")))
-        # Its last steps, and one that is not on disk yet, cannot be waited for.
+        # Its last steps cannot be waited for.
         await asyncio.sleep(0.05)
 
     def get(self, id: str) -> Operation:
@@ -386,12 +383,12 @@ class Updates:
 
     async def _use_weights(self, after: asyncio.Task[None] | None) -> None:
         """At the start and after a reload: let no other gateway delete what is known or configured, and delete what an
-        earlier run came not to."""
+        earlier run came not to; but nothing while an update runs, which may have fetched what is not known yet."""
         if after is not None:
             await asyncio.wait((after,))
-        paths = [model.path for model in self._services.config().models.values() if model.path is not None]
-        await self._services.weights.keep(paths)
-        await self._services.weights.use_only(self._known())
-        for name in self._services.config().models:
+        weights, config, is_busy = self._services.weights, self._services.config(), bool(self._running)
+        await weights.keep([model.path for model in config.models.values() if model.path is not None])
+        await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+        for name in () if is_busy else config.models:
             if self.of(name).leaving:
                 await self._delete_unused(name)

@@ -150,18 +150,22 @@ class VersionWeights:
 
     async def keep(self, paths: Sequence[str]) -> None:
         """Let no gateway ever delete these: an operator names them, so they are his, whoever fetched them."""
-        await run_detached(lambda: disown(paths), "keep configured weights")
+        await run_detached(lambda: disown(chain.from_iterable(map(_way, paths))), "keep configured weights")
 
-    async def use_only(self, versions: Collection[Version]) -> None:
-        """Let other gateways delete what these do not need."""
+    async def use(self, versions: Collection[Version]) -> None:
+        """Let no other gateway delete what these need."""
 
         def use() -> None:
             for version in versions:
                 with contextlib.suppress(BlockingIOError):
                     self._marks.use(version.path)
-            self._marks.use_only({version.path for version in versions})
 
         await run_detached(use, "use weights")
+
+    async def use_only(self, versions: Collection[Version]) -> None:
+        """The same, and let them delete what these do not need."""
+        await self.use(versions)
+        await run_detached(lambda: self._marks.use_only({version.path for version in versions}), "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """Whether somebody else ordered the same meanwhile."""

@@ -1,0 +1,52 @@
+"""Versions while the configuration changes, and while others ask at the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from greenroom.library.fetched_marks import FetchedMarks, close_all
+from greenroom.library.roots import Roots
+from tests.harness import gateway
+from tests.integration import test_versions
+from tests.integration.raw import http
+from tests.integration.test_version_fetch import files, has_first_version, hub, is_fetching, models, options
+from tests.integration.test_versions import update
+from tests.standin_hub import StandinHub
+from tests.waiting import until
+
+__all__ = ["hub"]
+
+
+@pytest.mark.slow
+async def test_a_reload_while_weights_are_fetched_leaves_them_to_their_update(hub: StandinHub, tmp_path: Path) -> None:
+    hub.repos["org/charlie"]["second.gguf"] = hub.repos["org/bravo"]["model.gguf"]
+    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
+        await has_first_version(app)
+        # Another gateway fetches, so the first version is deleted later.
+        fetching = FetchedMarks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
+        try:
+            await update(app, "org/bravo")
+        finally:
+            close_all(fetching)
+        assert app.updates.of("m").leaving
+        with hub.lock:
+            order = {"model_repo_id": "org/charlie"}
+            updating = asyncio.create_task(http(app, "POST", "/update-model?wait=true", order))
+            await until(lambda: is_fetching(app), "it is being fetched")
+            await app.reload()
+            await asyncio.sleep(0.5)
+        assert (await updating).error["code"] == "bad_model"
+        assert not files(tmp_path, "charlie") and not files(tmp_path, "alpha") and files(tmp_path, "bravo")
+
+
+async def test_of_two_updates_at_once_the_second_is_told_the_task_of_the_first(tmp_path: Path) -> None:
+    served = test_versions.models(tmp_path)
+    async with gateway(tmp_path, served, **options(tmp_path)) as app:
+        order = {"model_repo_id": test_versions.weights(tmp_path, "bravo")}
+        answers = await asyncio.gather(*(http(app, "POST", "/update-model", order) for _ in range(4)))
+        (task,) = [answer.json()["taskId"] for answer in answers if answer.status == 202]
+        assert [answer.error["taskId"] for answer in answers if answer.status == 409] == [task] * 3
+        await until(lambda: app.updates.running("m") is None, "it has ended")
