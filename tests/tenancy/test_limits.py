@@ -65,6 +65,24 @@ def test_clock_set_back_gives_nothing_twice() -> None:
     assert window.left(START) <= 0
 
 
+def test_clock_set_back_over_the_end_of_a_minute_gives_nothing_twice() -> None:
+    window = Window(2)
+    window.take(2, START + 59)
+    assert window.left(START + MINUTE) <= 0
+    assert window.left(START + 59) <= 0
+
+
+@pytest.mark.parametrize("back_s", [MINUTE, 3_600.0])
+def test_clock_set_back_holds_up_for_two_minutes_at_most(back_s: float) -> None:
+    window = Window(2)
+    window.take(2, START)
+    window.take(2, START + MINUTE)
+    now = START + MINUTE - back_s
+    assert window.wait_s(1, now) <= 2 * MINUTE
+    assert window.left(now) <= 0
+    assert window.left(now + 2 * MINUTE) == 2
+
+
 def test_unused_is_given_back_to_the_minute_in_which_it_was_taken() -> None:
     window = Window(10)
     minute = window.take(8, START)

@@ -22,6 +22,7 @@ from tests.waiting import until
 PERIOD_S = 2.0
 # As long as nothing has to wait for the end of a minute.
 LONG_S = 60.0
+HOUR_S = 3_600
 LIMIT = 80
 # A minute in which this machine did nothing for us for so long tells nothing of what could have been used in it.
 STALL_S = PERIOD_S / 8
@@ -189,6 +190,24 @@ async def test_a_gateway_whose_clock_is_wrong_takes_nothing_ahead_at_its_start(e
         assert (one.window.in_hand, one.window.ahead) == (one.window.block, 0)
     finally:
         await one.store.close()
+
+
+async def test_a_gateway_whose_clock_is_set_back_by_an_hour_goes_on(redis: RedisServer) -> None:
+    async with gateways(redis, 1) as made:
+        (one,) = made
+        await until(lambda: one.ask() and sum(one.used.values()) >= LIMIT, "it used all of a minute")
+        one.clock = lambda: time.time() - HOUR_S
+        before = set(one.used)
+        await until(lambda: one.ask() and len(set(one.used) - before) > 1, "it asks in two more minutes")
+        expect_no_excess(made)
+
+
+async def test_a_store_whose_clock_is_set_back_by_an_hour_gives_permits(early: RedisServer) -> None:
+    async with gateways(early, 1, period_s=LONG_S) as made:
+        (one,) = made
+        await until(lambda: one.ask() and sum(one.used.values()) == LIMIT, "it used all of a minute")
+        early.set_clock(early.clock_s - HOUR_S)
+        await until(one.ask, "it has permits of another minute")
 
 
 @pytest.mark.slow

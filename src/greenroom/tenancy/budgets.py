@@ -66,12 +66,12 @@ class Window(Budget):
         self.limit = limit
         self._period_s = period_s
         self.minute = 0
-        self._ends = period_s
+        self._begins, self._ends = 0.0, period_s
         self.count = 0
         self.before = 0
 
     def left(self, now: float) -> int:
-        if now >= self._ends:
+        if not self._begins <= now < self._ends:
             self._roll(now)
         if self.before == 0:
             return self.limit - self.count
@@ -99,13 +99,13 @@ class Window(Budget):
         return left if left > 0 else 0
 
     def take(self, amount: int, now: float) -> int:
-        if now >= self._ends:
+        if not self._begins <= now < self._ends:
             self._roll(now)
         self.count += amount
         return self.minute
 
     def give_back(self, amount: int, minute: int, now: float) -> None:
-        if now >= self._ends:
+        if not self._begins <= now < self._ends:
             self._roll(now)
         if minute == self.minute:
             self.count = max(0, self.count - amount)
@@ -113,7 +113,7 @@ class Window(Budget):
             self.before = max(0, self.before - amount)
 
     def wait_s(self, amount: int, now: float) -> float:
-        if now >= self._ends:
+        if not self._begins <= now < self._ends:
             self._roll(now)
         passed, amount = self._passed(now), min(amount, self.limit)
         room = self.limit - self.count - amount
@@ -124,16 +124,18 @@ class Window(Budget):
     def set_counts(self, minute: int, count: int, before: int) -> None:
         """Begin anew with these counts."""
         self.minute, self.count, self.before = minute, count, before
-        self._ends = (minute + 1) * self._period_s
+        self._begins, self._ends = minute * self._period_s, (minute + 1) * self._period_s
 
     def _roll(self, now: float) -> None:
-        """Begin a new minute."""
+        """Begin a new minute. If the clock was set back, all that is counted counts in the minute that it is now."""
         minute = int(now / self._period_s)
         if minute > self.minute:
             self.set_counts(minute, 0, self.count if minute == self.minute + 1 else 0)
+        elif minute < self.minute:
+            self.set_counts(minute, self.count + self.before, 0)
 
     def _passed(self, now: float) -> float:
-        """Which part of the minute has passed. A clock that is set back stands still."""
+        """Which part of the minute has passed."""
         passed = now / self._period_s - self.minute
         return 0.0 if passed < 0.0 else passed if passed < 1.0 else 1.0
 

@@ -175,10 +175,11 @@ class SharedLimits:
     # --- the task -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        looks_at = 0.0
+        # By the loop's clock: the wall clock may be set back.
+        clock, looks_at = asyncio.get_running_loop().time, 0.0
         while not self._is_closed:
-            if self._wall() >= looks_at:
-                looks_at = self._wall() + self.tick_s
+            if clock() >= looks_at:
+                looks_at = clock() + self.tick_s
                 self._hungry.clear()
                 await self._ask(list(self._windows))
             elif self._hungry:
@@ -189,7 +190,7 @@ class SharedLimits:
             elif not self._hungry and not self._is_closed:
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.001, looks_at - self._wall())):
+                    async with asyncio.timeout_at(looks_at):
                         await self._woken.wait()
 
     async def _ask(self, windows: Iterable[SharedWindow]) -> None:

@@ -208,8 +208,7 @@ class SharedWindow(Budget):
             elif of == self.minute - 1:
                 self.unused_before += amount
         self._seen.set_counts(minute, current, before)
-        if given < asked.wanted:
-            self._ask_from = now + self._store.tick_s
+        self._ask_from = now + self._store.tick_s if given < asked.wanted else 0.0
 
     def lost(self, asked: Asked) -> None:
         """The store may or may not have heard this: what was used may be counted twice, never not at all."""
@@ -239,7 +238,8 @@ class SharedWindow(Budget):
 
     def _roll(self, now: float) -> None:
         minute = self._store.minute(now)
-        if minute <= self.minute:
+        # The two clocks differ by a moment each time they are compared. Further back is a clock that was set.
+        if self.minute - 1 <= minute <= self.minute:
             return
         is_next = minute == self.minute + 1
         # What lapses with the minute that is over: first what the store was not told of.
