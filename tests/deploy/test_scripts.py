@@ -88,6 +88,25 @@ def test_deploy_refuses_an_overlay_that_is_not_there(tools: Path) -> None:
     assert failed.value.returncode == 2 and "there is no deploy/kubernetes/overlays/nowhere" in failed.value.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ([], "--models models"),
+        (["--log-level", "debug"], "--models models --log-level debug"),
+        (["--config", "greenroom.yaml"], "--config greenroom.yaml"),
+        (["-c", "greenroom.yaml"], "-c greenroom.yaml"),
+        (["--models=elsewhere"], "--models=elsewhere"),
+    ],
+)
+def test_run_local_serves_the_folder_models_unless_told_what_to_serve(
+    tmp_path: Path, words: list[str], passed: str
+) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "GREENROOM_CONFIG"} | {"GREENROOM": "echo"}
+    script = [SCRIPTS / "run_local.sh", *words]
+    said = subprocess.run(script, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+    assert said == f"replicas 2 --first-port 8001 --state-dir .greenroom {passed}\n"
+
+
 def answers(port: int) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
         return True
