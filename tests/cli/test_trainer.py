@@ -56,7 +56,7 @@ def test_the_environment_names_weights_and_every_address_of_a_name(
 ) -> None:
     port = pair[0].url.rpartition(":")[2]
     monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "127.0.0.1")
-    monkeypatch.setenv("INFERENCE_SERVICE_URL", f"http://inference:{port}")
+    monkeypatch.setenv("INFERENCE_SERVICE_URL", f"inference:{port}")
     monkeypatch.setenv("MODEL_REPO_ID", "org/new")
     assert main(["trainer", "update"]) == 0
     assert pair[0].serves[1] == "org/new" and pair[1].serves[1] == "org/old"
@@ -68,6 +68,20 @@ def test_wrong_usage_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert main(["trainer", "update"]) == 2
     assert "MODEL_REPO_ID" in capsys.readouterr().err
     assert main(["trainer", "verify", "--replica", "ftp://x"]) == 2
+    monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "127.0.0.1")
+    for url in ("http://inference:tcp", "ftp://inference"):
+        monkeypatch.setenv("INFERENCE_SERVICE_URL", url)
+        assert main(["trainer", "verify"]) == 2
+        assert "INFERENCE_SERVICE_URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--every-s=-1", "--every-s=nan", "--every-s=0", "--away-s=-1", "--away-s=inf"])
+def test_times_that_cannot_be_waited_are_refused(
+    pair: list[FakeReplica], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trainer", "keep", "org/new", option, *words(pair)])
+    assert ended.value.code == 2 and "seconds" in capsys.readouterr().err
 
 
 def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(

@@ -89,6 +89,24 @@ def test_all_take_one_number_which_is_larger_than_every_earlier_one(replica: Mak
     assert "version 8" in report.summary
 
 
+def test_what_another_trainer_brought_meanwhile_is_not_taken_for_what_was_asked(
+    replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replica()
+    answer = one.answer
+
+    def busy_once(method: str, path: str, body: object) -> tuple[int, object, dict[str, str]]:
+        if method == "POST" and len(one.versions) == 1:
+            one.versions.append((2, "org/new", "step-1"))
+            refusal = {"code": "update_in_progress", "message": "being updated", "taskId": "t9"}
+            return 409, {"error": refusal}, {}
+        return answer(method, path, body)
+
+    monkeypatch.setattr(one, "answer", busy_once)
+    report = trainer(one).update("org/new", "step-2")
+    assert report.ok and one.serves == (3, "org/new", "step-2")
+
+
 def test_what_answers_and_is_no_gateway_is_told(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, other = replica(), replica()
     monkeypatch.setattr(other, "answer", lambda *_: (200, {"status": "ok"}, {}))

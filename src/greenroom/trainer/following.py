@@ -111,13 +111,14 @@ class OrderedUpdate:
     def _begin(self) -> ReplicaStatus | None:
         if self._is_asked and self._serves(status := self._replica.status()):
             return status
-        self._is_asked = True
+        was_asked, self._is_asked = self._is_asked, True
         try:
             self._task = self._ask()
         except ReplicaError as error:
-            # Another update, or this one, whose answer did not arrive.
             if error.code != "update_in_progress":
                 raise
+            # This one, if the answer to it did not arrive; else another's, and what that brings is not what is wanted.
+            self._is_asked = was_asked
         return None
 
     def _look_up(self, task: UpdateTask) -> UpdateTask:

@@ -25,6 +25,7 @@ SERVICE_NAME: Final = "INFERENCE_SERVICE_URL"
 REPO_NAME: Final = "MODEL_REPO_ID"
 FILE_NAME: Final = "SYNC_STATE_FILE"
 EVERY_S: Final = 30.0
+SECONDS_MAX: Final = 365 * 86_400.0
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +79,18 @@ def _add_update_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sign-key", metavar="FILE", help="key that signs the updates, where replicas want tokens")
     parser.add_argument("--signer", default="alice", metavar="NAME", help="the signer's name (default: alice)")
     parser.add_argument(
-        "--away-s", type=float, default=60.0, metavar="S", help="a replica silent for so long is lost (default: 60)"
+        "--away-s", type=_seconds, default=60.0, metavar="S", help="a replica silent for so long is lost (default: 60)"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
 
 
 # --- what is done ---------------------------------------------------------------------------------------------------
@@ -134,7 +145,7 @@ def _add_keep(commands: Any) -> None:
     _add_update_options(parser)
     parser.add_argument(
         "--every-s",
-        type=float,
+        type=_seconds,
         default=EVERY_S,
         metavar="S",
         help=f"how often they are compared (default: {EVERY_S:g})",
@@ -210,13 +221,21 @@ def _state_file() -> str:
 
 
 def _replicas(said: Sequence[str] | None, environ: Mapping[str, str]) -> Sequence[str] | Callable[[], Sequence[str]]:
+    """Raises WrongUsage."""
     host = environ.get(HOST_NAME)
     if said or not host:
         return said or DEFAULT_REPLICAS
     from urllib.parse import urlsplit
 
-    service = urlsplit(environ.get(SERVICE_NAME) or "http://service:8000")
-    return lambda: addresses_of(host, service.port or 80, service.scheme)
+    said_url = environ.get(SERVICE_NAME) or "http://service:8000"
+    try:
+        service = urlsplit(said_url if "://" in said_url else f"http://{said_url}")
+        port = service.port or (443 if service.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if not port or service.scheme not in ("http", "https"):
+        raise WrongUsage(f"{SERVICE_NAME} is no address of a service: {said_url}")
+    return lambda: addresses_of(host, port, service.scheme)
 
 
 def addresses_of(host: str, port: int, scheme: str = "http") -> list[str]:
