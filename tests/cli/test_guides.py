@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -70,6 +71,27 @@ def test_a_link_in_a_guide_leads_to_a_file(guide: str) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / guide).read_text(encoding="utf-8"))
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (ROOT / guide).parent.joinpath(link).exists()] == []
+
+
+# Reasons of the core for other things than the departure of a model.
+OF_NO_DEPARTURE = {
+    *("ready", "there", "asked_for", "switch", "fired_early", "patience", "budget", "over", "grace_over", "back_off"),
+    *("left", "was_not_there", "unknown", "cannot_sleep"),
+}
+
+
+def test_operating_explains_each_reason_for_which_a_model_leaves() -> None:
+    calls = [
+        node
+        for file in (ROOT / "src/greenroom/core").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "because"
+    ]
+    words = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    guide = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
+    section = guide.partition("## Why a model left")[2].partition("\n## ")[0]
+    explained = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))) - {"why"}
+    assert explained == words - OF_NO_DEPARTURE
 
 
 def test_the_first_conversation_can_be_extracted() -> None:
