@@ -41,3 +41,20 @@ async def test_other_origins_are_refused(tmp_path: Path) -> None:
         answer = await raw.answer()
         assert answer.status == 403
         assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_a_page_may_read_what_the_gateway_tells_in_headers(tmp_path: Path) -> None:
+    told = {"x-request-id", "x-queue-wait-ms", "retry-after", "x-should-retry"}
+    of_models = {
+        "x-model",
+        "x-model-version",
+        "x-model-repo-id",
+        "x-cache-hit",
+        "x-cache-tokens-reused",
+        "x-gpu-time-ms",
+    }
+    server = {"allowed_origins": [ORIGIN]}
+    async with gateway(tmp_path, {"a": fake("a")}, server=server) as app, await Raw.open(app) as raw:
+        raw.send(question("GET", "/health", Origin=ORIGIN))
+        answer = await raw.answer()
+        assert told | of_models <= set(answer.headers["access-control-expose-headers"].split(", "))

@@ -374,7 +374,8 @@ def _shown(value: bytes) -> str:
 
 # Headers of an answer that a page may read.
 EXPOSED = (
-    b"x-request-id, x-model, x-queue-wait-ms, x-cache-hit, x-cache-tokens-reused, x-gpu-time-ms, retry-after, "
+    b"x-request-id, x-model, x-model-version, x-model-repo-id, x-queue-wait-ms, "
+    b"x-cache-hit, x-cache-tokens-reused, x-gpu-time-ms, retry-after, x-should-retry, "
     b"x-ratelimit-limit, x-ratelimit-remaining, x-ratelimit-reset"
 )
 # How long browsers may remember a preflight.
