@@ -90,6 +90,7 @@ class Updates:
         self._table = table
         self._services = services
         self._running: dict[str, _Running] = {}
+        self._ending: dict[str, UpdateFacts] = {}
         self._errors: dict[str, OperationError] = {}
         self._desired: dict[str, UpdateFacts] = {}
         self._changes = VersionChanges(services)
@@ -244,8 +245,7 @@ class Updates:
         """Wait for the end of the update that an order was refused for, whatever comes of it."""
         with contextlib.suppress(GreenroomError):
             await self.ended(str((refusal.beside or {}).get("taskId")))
-        # Its last steps cannot be waited for.
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # Its last steps cannot be waited for.
 
     def get(self, id: str) -> Operation:
         """Raises NotFound."""
@@ -255,17 +255,16 @@ class Updates:
         return row
 
     async def facts(self, row: Operation) -> UpdateFacts:
-        running = next((one for one in self._running.values() if one.row == row.id), None)
-        if running is not None:
-            return running.facts
-        kept = await facts_of(self._table, [row.id], UpdateFacts)
-        return kept.get(row.id) or UpdateFacts(row.model, "")
+        known = {running.row: running.facts for running in self._running.values()} | self._ending
+        if row.id not in known:
+            known = await facts_of(self._table, [row.id], UpdateFacts)
+        return known.get(row.id) or UpdateFacts(row.model, "")
 
     async def close(self) -> None:
         """What still runs is forgotten: the next start calls it failed, and serves what was promised."""
         updates = [running.task for running in self._running.values() if running.task is not None]
-        tasks = [*updates, *(task for _, task in self._firsts.values())]
-        tasks += [] if self._using is None else [self._using]
+        firsts, using = (task for _, task in self._firsts.values()), [] if self._using is None else [self._using]
+        tasks = [*updates, *firsts, *using]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -294,8 +293,7 @@ class Updates:
         facts = msgspec.structs.replace(
             running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
         )
-        del self._running[model]
-        await end_with(self._table, row.id, OperationStatus.DONE, None, facts)
+        await self._end(row, facts)
         _log.info(
             "version serves", model=model, version=version.number, repo_id=version.repo_id, took_s=round(took_s, 3)
         )
@@ -311,12 +309,20 @@ class Updates:
         # A first version is tried again, with what is there already.
         if self.of(model).current is not None:
             await self._remove(model)
-        del self._running[model]
-        await end_with(self._table, row.id, OperationStatus.FAILED, said, running.facts)
+        await self._end(row, running.facts, said)
+
+    async def _end(self, row: Operation, facts: UpdateFacts, error: OperationError | None = None) -> None:
+        """The next one may begin at once. Until the end of this one is on disk, it is told from memory."""
+        del self._running[row.model]
+        self._ending[row.id] = facts
+        try:
+            status = OperationStatus.DONE if error is None else OperationStatus.FAILED
+            await end_with(self._table, row.id, status, error, facts)
+        finally:
+            del self._ending[row.id]
 
     async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
-        services = self._services
-        model = services.config().models.get(name)
+        model = self._services.config().models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
         if self._using is not None and (await asyncio.wait((self._using,), timeout=USING_MAX_S))[1]:
@@ -346,10 +352,9 @@ class Updates:
 
     def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
         known = self.of(name)
-        number = max(known.last_number + 1, order.number or 0)
+        number, since = max(known.last_number + 1, order.number or 0), round(self._services.wall(), 3)
         earlier = (one for one in (known.current, *known.kept) if one is not None)
         is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
-        since = round(self._services.wall(), 3)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
     async def _remove(self, model: str) -> None:
