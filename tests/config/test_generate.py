@@ -15,7 +15,18 @@ from greenroom.config.described import descriptions
 from greenroom.config.generate.example import FOR_EXAMPLE, example, said
 from greenroom.config.generate.reference import BEGIN, END, ROOT, generated, main, with_reference
 from greenroom.config.loader import load
-from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Quorum, Remote, Section
+from greenroom.config.schema import (
+    ApiKey,
+    Company,
+    Config,
+    Gpu,
+    GroupSection,
+    MatrixSection,
+    Model,
+    Quorum,
+    Remote,
+    Section,
+)
 
 from .conftest import Loads
 
@@ -51,7 +62,7 @@ def test_example_has_every_key_of_the_schema_active() -> None:
 def test_example_tells_every_keys_sentence() -> None:
     prose = " ".join(re.sub(r"^\s*#", "", line).strip() for line in example().splitlines())
     prose = re.sub(r"\s+#?\s*", " ", prose)
-    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model, Quorum, Remote]
+    sections = [Config, ApiKey, Company, GroupSection, MatrixSection, Gpu, Model, Quorum, Remote]
     sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
     for section in (s for s in sections if issubclass(s, Section)):
         for key, sentence in descriptions(section).items():
@@ -83,8 +94,8 @@ def test_commented_examples_of_company_load_and_have_every_key(loads: Loads) -> 
         loads(f"{models}scheduler:\n" + "".join(f"  {line}" for line in text.splitlines(True))).scheduler.company
         for text in both
     )
-    assert groups and groups.groups and groups.groups["voice"].model_fields_set == set(Group.model_fields)
-    assert matrix and matrix.matrix and matrix.matrix.model_fields_set == set(Matrix.model_fields)
+    assert groups and groups.groups and groups.groups["voice"].model_fields_set == set(GroupSection.model_fields)
+    assert matrix and matrix.matrix and matrix.matrix.model_fields_set == set(MatrixSection.model_fields)
 
 
 def test_one_line_samples_load(loads: Loads) -> None:

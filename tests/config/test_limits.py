@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from greenroom.config.limits import limits_of
-from greenroom.config.schema import Config, Scheduler
+from greenroom.config.schema import Config, SchedulerSection
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, TenantId
 from greenroom.core.policy.coresidency import Group
@@ -73,7 +73,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
 
 def test_no_key_of_the_configuration_is_forgotten() -> None:
     known = {field.name for field in fields(Limits)}
-    assert set(Scheduler.model_fields) - DEADLINES - NOT_THE_CORES <= known
+    assert set(SchedulerSection.model_fields) - DEADLINES - NOT_THE_CORES <= known
 
 
 @pytest.mark.parametrize(

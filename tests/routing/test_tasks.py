@@ -10,14 +10,14 @@ from greenroom.config.schema import Ability, Config
 from greenroom.core.events import Choice
 from greenroom.core.model import ModelId
 from greenroom.errors import ModelNotFound, NoCandidate
-from greenroom.routing.tasks import Ladder, ModelFacts, Tasks
+from greenroom.routing.tasks import CandidateFacts, Ladder, Tasks
 
 FACTS = {
-    "large": ModelFacts(ModelId("large"), frozenset({Ability.CHAT, Ability.VISION}), 32_768, keeps_json=True),
-    "small": ModelFacts(ModelId("small"), frozenset({Ability.CHAT}), 4_096, keeps_json=True),
-    "program": ModelFacts(ModelId("program")),
-    "cloud": ModelFacts(ModelId("cloud"), frozenset({Ability.CHAT}), 200_000, is_remote=True),
-    "cloud-json": ModelFacts(ModelId("cloud-json"), keeps_json=True, is_remote=True),
+    "large": CandidateFacts(ModelId("large"), frozenset({Ability.CHAT, Ability.VISION}), 32_768, keeps_json=True),
+    "small": CandidateFacts(ModelId("small"), frozenset({Ability.CHAT}), 4_096, keeps_json=True),
+    "program": CandidateFacts(ModelId("program")),
+    "cloud": CandidateFacts(ModelId("cloud"), frozenset({Ability.CHAT}), 200_000, is_remote=True),
+    "cloud-json": CandidateFacts(ModelId("cloud-json"), keeps_json=True, is_remote=True),
 }
 NAMES = (*FACTS, "unborn")
 

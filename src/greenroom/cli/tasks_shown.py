@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from greenroom.config.schema import Config
-    from greenroom.routing.tasks import ModelFacts
+    from greenroom.routing.tasks import CandidateFacts
 
 TITLES: Final = ("task", "candidates", "note")
 
@@ -62,13 +62,13 @@ def _candidate(one: Mapping[str, Any]) -> str:
     return f"{one['name']} ({', '.join(marks)})" if marks else one["name"]
 
 
-def _facts(id: str, config: Config) -> ModelFacts:
+def _facts(id: str, config: Config) -> CandidateFacts:
     from greenroom.core.model import ModelId
     from greenroom.engines.registry import engine_for, facts_of
-    from greenroom.routing.tasks import ModelFacts
+    from greenroom.routing.tasks import CandidateFacts
 
     model = config.models[id]
     engine, facts = engine_for(model), facts_of(model)
-    return ModelFacts.of(
+    return CandidateFacts.of(
         ModelId(id), model, engine.name, facts.abilities, keeps_json=engine.keeps_json, is_remote=facts.is_remote
     )

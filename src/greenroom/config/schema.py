@@ -38,7 +38,7 @@ from greenroom.config.sections.keys import ApiKey, equal_api_keys
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
 from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.remotes import Remote, RemoteName
-from greenroom.config.sections.scheduler import Company, Group, Matrix, Scheduler
+from greenroom.config.sections.scheduler import Company, GroupSection, MatrixSection, SchedulerSection
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
@@ -56,17 +56,17 @@ __all__ = [
     "Config",
     "Governance",
     "Gpu",
-    "Group",
+    "GroupSection",
     "Heartbeat",
     "Host",
     "Images",
-    "Jobs",
+    "JobsSection",
     "Leases",
     "LimitStore",
     "Log",
     "LogFormat",
     "LogLevel",
-    "Matrix",
+    "MatrixSection",
     "Memory",
     "Model",
     "ModelVersions",
@@ -77,7 +77,7 @@ __all__ = [
     "Remote",
     "Require",
     "Runner",
-    "Scheduler",
+    "SchedulerSection",
     "Section",
     "Server",
     "StayWarm",
@@ -165,7 +165,7 @@ class Leases(Section):
         return self
 
 
-class Jobs(Section):
+class JobsSection(Section):
     """Requests that are answered later: how much of them is kept in state_dir."""
 
     keep_s: SecondsAboveZero = 86_400
@@ -196,7 +196,7 @@ def _folder(said: str) -> str:
 Folder = Annotated[str, AfterValidator(_folder)]
 
 
-class Library(Section):
+class LibrarySection(Section):
     """Models on disk below model_roots, which can be asked for by path or hub id without being configured."""
 
     roots: tuple[Folder, ...] = ()
@@ -274,7 +274,7 @@ class Config(Section):
     """The whole file."""
 
     server: Server = Server()
-    scheduler: Scheduler = Scheduler()
+    scheduler: SchedulerSection = SchedulerSection()
     gpus: tuple[Gpu, ...] = ()
     """Simulated GPUs, gpu0, gpu1 …, instead of those found by memory.probe; a budget without hardware."""
     memory: Memory = Memory()
@@ -288,9 +288,9 @@ class Config(Section):
     clients: Clients = Clients()
     leases: Leases = Leases()
     governance: Governance = Governance()
-    jobs: Jobs = Jobs()
+    jobs: JobsSection = JobsSection()
     images: Images = Images()
-    library: Library = Library()
+    library: LibrarySection = LibrarySection()
     versions: Versions = Versions()
     vllm: Vllm = Vllm()
     remotes: dict[RemoteName, Remote] = {}

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from greenroom.engines.usage_shapes import OpenAiUsage, Timings, WholeAnswer
+from greenroom.engines.usage_shapes import LlamacppTimings, OpenAiUsage, WholeAnswer
 
 
 @dataclass(slots=True, init=False)
@@ -50,7 +50,7 @@ FIGURE_MAX = 10**12
 NESTED_MAX = 8
 
 _openai = msgspec.json.Decoder(OpenAiUsage)
-_timings = msgspec.json.Decoder(Timings)
+_timings = msgspec.json.Decoder(LlamacppTimings)
 _answer = msgspec.json.Decoder(WholeAnswer)
 
 

@@ -26,7 +26,7 @@ class OpenAiUsage(msgspec.Struct):
     gpu_time_ms: float | None = None
 
 
-class Timings(msgspec.Struct):
+class LlamacppTimings(msgspec.Struct):
     prompt_n: int
     predicted_n: int
     # Older versions do not tell it.
@@ -39,4 +39,4 @@ class WholeAnswer(msgspec.Struct):
     """A whole answer; all other fields are skipped."""
 
     usage: OpenAiUsage | None = None
-    timings: Timings | None = None
+    timings: LlamacppTimings | None = None

@@ -23,7 +23,7 @@ _NO_JSON: Final = "it does not promise strict JSON"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class CandidateFacts:
     """What is known of a candidate. None where it is not known."""
 
     id: ModelId
@@ -42,7 +42,7 @@ class ModelFacts:
         *,
         keeps_json: bool,
         is_remote: bool,
-    ) -> ModelFacts:
+    ) -> CandidateFacts:
         """What its configuration says, and else what its engine promises."""
         ctx_size = model.ctx_size if "ctx_size" in KEYS_OF_ENGINES.get(engine, ()) else None
         strict_json = keeps_json if model.strict_json is None else model.strict_json
@@ -50,7 +50,7 @@ class ModelFacts:
 
 
 # The facts of the model of this id or alias; None if it cannot be asked for, as before its first version.
-FactsOf = Callable[[str], ModelFacts | None]
+FactsOf = Callable[[str], CandidateFacts | None]
 # Whether the caller may use the model of this id.
 Sees = Callable[[str], bool]
 
@@ -71,7 +71,7 @@ class Ladder:
     """
 
     task: TaskRoute
-    models: tuple[ModelFacts, ...]
+    models: tuple[CandidateFacts, ...]
     left_out: tuple[LeftOut, ...] = ()
     last_resort: frozenset[ModelId] = frozenset()
 
@@ -133,7 +133,7 @@ class Tasks:
 
         Raises ModelNotFound if it may use none of them, and NoCandidate if none of those can do it.
         """
-        found: list[ModelFacts] = []
+        found: list[CandidateFacts] = []
         left_out: list[LeftOut] = []
         fallbacks: set[ModelId] = set()
         is_seen = False
@@ -170,7 +170,9 @@ class Tasks:
         lacks = {name: facts and _lack(facts, task.section, None) for name, facts in known.items()}
         return {name: why for name, why in lacks.items() if isinstance(why, str)}
 
-    def _lack(self, facts: ModelFacts, task: Task, ability: Ability | None, place: int, wants_json: bool) -> str | None:
+    def _lack(
+        self, facts: CandidateFacts, task: Task, ability: Ability | None, place: int, wants_json: bool
+    ) -> str | None:
         """Why this model cannot serve; None if it can. The first candidate is asked for even if it promises no JSON."""
         if place and facts.is_remote and not self.allows_remote():
             return "it is remote, and remote models are no fallback now"
@@ -178,18 +180,18 @@ class Tasks:
             return _NO_JSON
         return _lack(facts, task, ability)
 
-    def _facts(self, task: TaskRoute) -> Iterator[ModelFacts]:
+    def _facts(self, task: TaskRoute) -> Iterator[CandidateFacts]:
         return (facts for name in task.section.candidates if (facts := self._facts_of(name)) is not None)
 
 
-def _outdone(found: list[ModelFacts], last_resort: frozenset[ModelId]) -> list[ModelFacts]:
+def _outdone(found: list[CandidateFacts], last_resort: frozenset[ModelId]) -> list[CandidateFacts]:
     """Those that promise no JSON where another does. The promise of a last resort does not count against local ones."""
     promising = [one for one in found if one.keeps_json]
     is_kept_before = any(one.id not in last_resort for one in promising)
     return [one for one in found if promising and not one.keeps_json and (is_kept_before or one.is_remote)]
 
 
-def _lack(facts: ModelFacts, task: Task, ability: Ability | None) -> str | None:
+def _lack(facts: CandidateFacts, task: Task, ability: Ability | None) -> str | None:
     """What the model lacks for this request or this task; None if nothing."""
     require = task.require or _NOTHING
     wanted = (*require.abilities, *(() if ability is None else (ability,)))

@@ -15,7 +15,7 @@ from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
-from greenroom.runtime.remote.spending import Meter
+from greenroom.runtime.remote.spending import SpendingMeter
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
@@ -55,7 +55,7 @@ class LiveSlot:
         ready_since: float,
         call: CallEngine | None = None,
         remote: RemoteEndpoint | None = None,
-        meter: Meter | None = None,
+        meter: SpendingMeter | None = None,
     ) -> None:
         self.id = slot
         self.entry = entry

@@ -10,7 +10,7 @@ import pytest
 
 from greenroom.workers.serving import http
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.serving.http import Answer, Handler, HttpServer
+from greenroom.workers.serving.http import AnswerWriter, Handler, HttpServer
 from greenroom.workers.serving.request_reader import Request
 
 WAIT_S = 30
@@ -37,7 +37,7 @@ async def read(reader: asyncio.StreamReader, until: bytes) -> bytes:
         return await reader.readuntil(until)
 
 
-async def echo(request: Request, answer: Answer) -> None:
+async def echo(request: Request, answer: AnswerWriter) -> None:
     answer.whole(200, request.body or request.path.encode())
 
 
@@ -93,7 +93,7 @@ async def test_malformed_input_is_answered_and_the_next_client_served(socket_fol
 
 
 async def test_a_bug_in_a_handler_is_500_and_says_nothing_of_it(socket_folder: Path) -> None:
-    async def broken(request: Request, answer: Answer) -> None:
+    async def broken(request: Request, answer: AnswerWriter) -> None:
         raise KeyError("secret")
 
     async with serving(broken, socket_folder) as path:
@@ -105,7 +105,7 @@ async def test_a_bug_in_a_handler_is_500_and_says_nothing_of_it(socket_folder: P
 
 
 async def test_an_error_in_a_stream_is_its_last_event(socket_folder: Path) -> None:
-    async def fails_late(request: Request, answer: Answer) -> None:
+    async def fails_late(request: Request, answer: AnswerWriter) -> None:
         answer.begin_events()
         answer.event(b"one")
         raise ApiError("late", status=500)
@@ -123,7 +123,7 @@ async def test_an_error_in_a_stream_is_its_last_event(socket_folder: Path) -> No
 async def test_a_client_that_leaves_cancels_what_is_done_for_it(socket_folder: Path, when: str, how: str) -> None:
     begun, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def endless(request: Request, answer: Answer) -> None:
+    async def endless(request: Request, answer: AnswerWriter) -> None:
         if when == "streaming":
             answer.begin_events()
             answer.event(b"one")
@@ -164,7 +164,7 @@ async def test_a_request_that_never_ends_is_given_up(socket_folder: Path) -> Non
 
 
 async def test_who_sends_much_ahead_of_the_answer_is_cut(socket_folder: Path) -> None:
-    async def endless(request: Request, answer: Answer) -> None:
+    async def endless(request: Request, answer: AnswerWriter) -> None:
         await asyncio.Event().wait()
 
     async with serving(endless, socket_folder) as path:
@@ -201,7 +201,7 @@ async def test_a_client_that_waits_to_be_told_may_send_its_body(socket_folder: P
 async def test_an_answer_knows_when_its_client_does_not_keep_up(socket_folder: Path) -> None:
     relieved = asyncio.Event()
 
-    async def flood(request: Request, answer: Answer) -> None:
+    async def flood(request: Request, answer: AnswerWriter) -> None:
         answer.begin_events()
         answer.on_relief = relieved.set
         while not answer.is_choked:
@@ -224,7 +224,7 @@ async def test_closing_the_server_cuts_everyone_off(socket_folder: Path) -> None
     cancelled = asyncio.Event()
     begun = asyncio.Event()
 
-    async def endless(request: Request, answer: Answer) -> None:
+    async def endless(request: Request, answer: AnswerWriter) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()

@@ -19,8 +19,8 @@ from greenroom.config.schema import (
     Company,
     Config,
     Gpu,
-    Group,
-    Matrix,
+    GroupSection,
+    MatrixSection,
     Model,
     Quorum,
     Remote,
@@ -127,8 +127,12 @@ ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
 MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
 # The two forms of `company`: the section, the keys above it, and sample values.
 COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] = (
-    (Group, ("groups", "voice"), {"members": ["whisper"], "swap": False, "exclusive": False, "persistent": True}),
-    (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
+    (
+        GroupSection,
+        ("groups", "voice"),
+        {"members": ["whisper"], "swap": False, "exclusive": False, "persistent": True},
+    ),
+    (MatrixSection, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
 )
 REMOTE = ("claude", {"provider": "anthropic", "api_key_env": "ANTHROPIC_API_KEY"})
 LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})

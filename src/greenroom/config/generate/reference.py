@@ -23,8 +23,8 @@ from greenroom.config.schema import (
     Company,
     Config,
     Gpu,
-    Group,
-    Matrix,
+    GroupSection,
+    MatrixSection,
     Model,
     Profile,
     Quorum,
@@ -51,8 +51,8 @@ _INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
     "governance": (("`governance.rules[]`", Quorum, "governance.rules"),),
     "scheduler": (
         ("`scheduler.company`", Company, "scheduler.company"),
-        ("`scheduler.company.groups.<name>`", Group, "scheduler.company"),
-        ("`scheduler.company.matrix`", Matrix, "scheduler.company"),
+        ("`scheduler.company.groups.<name>`", GroupSection, "scheduler.company"),
+        ("`scheduler.company.matrix`", MatrixSection, "scheduler.company"),
     ),
 }
 _WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from greenroom.config.reader import Problem, Where
-from greenroom.config.sections.scheduler import Company, Group, Matrix
+from greenroom.config.sections.scheduler import Company, GroupSection, MatrixSection
 from greenroom.core.model import ModelId
 from greenroom.core.policy import coresidency as core
-from greenroom.core.policy.coresidency import Group as CoreGroup
+from greenroom.core.policy.coresidency import Group
 from greenroom.core.policy.language import Expression, Mistake, Name, Reference, is_name, leaves, parse
-from greenroom.core.policy.matrix import ByMatrix
-from greenroom.core.policy.matrix import Matrix as CoreMatrix
+from greenroom.core.policy.matrix import ByMatrix, Matrix
 
 
 def rules_of(company: Company | None) -> core.Rules | None:
@@ -60,19 +59,19 @@ def _did_you_mean(name: str, known: Iterable[str], sign: str = "") -> str:
     return f", did you mean {sign}{spellings[near[0]]}?" if near else ""
 
 
-def _groups(groups: Mapping[str, Group]) -> tuple[CoreGroup, ...]:
+def _groups(groups: Mapping[str, GroupSection]) -> tuple[Group, ...]:
     return tuple(
-        CoreGroup(name, tuple(map(ModelId, group.members)), group.swap, group.exclusive, group.persistent)
+        Group(name, tuple(map(ModelId, group.members)), group.swap, group.exclusive, group.persistent)
         for name, group in groups.items()
     )
 
 
-def _matrix(matrix: Matrix) -> CoreMatrix:
+def _matrix(matrix: MatrixSection) -> Matrix:
     short = {name: ModelId(model) for name, model in matrix.vars.items()}
-    return CoreMatrix(tuple(matrix.sets.items()), dict(matrix.evict_costs), short)
+    return Matrix(tuple(matrix.sets.items()), dict(matrix.evict_costs), short)
 
 
-def _wrong_members(name: str, group: Group, models: _Models) -> Iterator[Problem]:
+def _wrong_members(name: str, group: GroupSection, models: _Models) -> Iterator[Problem]:
     for position, member in enumerate(group.members):
         where: Where = ("groups", name, "members", position)
         if why := models.why_not(member):
@@ -82,7 +81,7 @@ def _wrong_members(name: str, group: Group, models: _Models) -> Iterator[Problem
         models.group_of.setdefault(member, name)
 
 
-def _wrong_names(matrix: Matrix, models: _Models) -> Iterator[Problem]:
+def _wrong_names(matrix: MatrixSection, models: _Models) -> Iterator[Problem]:
     for name, model in matrix.vars.items():
         if not is_name(name):
             yield Problem(("matrix", "vars", name), "a short name is made of letters, digits and _ - . / : @")
@@ -94,7 +93,7 @@ def _wrong_names(matrix: Matrix, models: _Models) -> Iterator[Problem]:
             yield Problem(("matrix", "sets", name), f"character {mistake.at}: {mistake.message}")
 
 
-def _wrong_costs(matrix: Matrix, models: _Models) -> Iterator[Problem]:
+def _wrong_costs(matrix: MatrixSection, models: _Models) -> Iterator[Problem]:
     named: dict[str, str] = {}
     for name in matrix.evict_costs:
         where: Where = ("matrix", "evict_costs", name)
@@ -106,7 +105,7 @@ def _wrong_costs(matrix: Matrix, models: _Models) -> Iterator[Problem]:
         named.setdefault(model, name)
 
 
-def _wrong_as_a_whole(matrix: Matrix) -> Iterator[Problem]:
+def _wrong_as_a_whole(matrix: MatrixSection) -> Iterator[Problem]:
     """Problems that appear only once every name is right: circles, and sets too large to expand."""
     try:
         ByMatrix(_matrix(matrix))
@@ -116,7 +115,7 @@ def _wrong_as_a_whole(matrix: Matrix) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class _InSets:
-    matrix: Matrix
+    matrix: MatrixSection
     models: _Models
 
     def why_not(self, leaf: Name | Reference) -> str | None:

@@ -31,7 +31,7 @@ def _written(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-class Group(Section):
+class GroupSection(Section):
     """Models that share a rule. Models in no group are one more group, with the defaults below."""
 
     members: tuple[ModelId, ...]
@@ -44,7 +44,7 @@ class Group(Section):
     """Loading a member of another group does not evict its members."""
 
 
-class Matrix(Section):
+class MatrixSection(Section):
     """Sets of models that may be ready together; a set allows every part of it too."""
 
     vars: dict[Name, ModelId] = {}
@@ -58,9 +58,9 @@ class Matrix(Section):
 class Company(Section):
     """Which models may be ready together: groups or a matrix, not both."""
 
-    groups: dict[Name, Group] | None = None
+    groups: dict[Name, GroupSection] | None = None
     """Groups by name; {} has one model ready at a time."""
-    matrix: Matrix | None = None
+    matrix: MatrixSection | None = None
     """Sets of models. A model in no set is ready alone."""
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class Company(Section):
         return self
 
 
-class Scheduler(Section):
+class SchedulerSection(Section):
     """The order of requests, and how many may wait."""
 
     policy: str = DEFAULTS.policy
@@ -109,7 +109,7 @@ class Scheduler(Section):
         return self
 
 
-def _scheduler_problems(scheduler: Scheduler) -> Iterator[Problem]:
+def _scheduler_problems(scheduler: SchedulerSection) -> Iterator[Problem]:
     if scheduler.backoff_s > scheduler.backoff_max_s:
         yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({scheduler.backoff_max_s:g})")
     if scheduler.deadline_high_s > scheduler.deadline_normal_s:

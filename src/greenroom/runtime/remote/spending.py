@@ -123,10 +123,10 @@ class Spending:
             of_day = self._spent.setdefault(day, {})
             of_day.update({name: of_day.get(name, 0.0) + cost for name, cost in sums.items()})
 
-    def meter(self, name: str, remote: Remote, model: str) -> Meter | None:
+    def meter(self, name: str, remote: Remote, model: str) -> SpendingMeter | None:
         """Counts what this model of a provider costs; None if nothing is known of its cost."""
         cost = remote.costs.get(model, remote.cost)
-        return None if cost is None else Meter(self, name, cost, remote.budget_per_day)
+        return None if cost is None else SpendingMeter(self, name, cost, remote.budget_per_day)
 
     def spent(self, name: str) -> float:
         """What was spent at this provider today, with what requests that are under way may cost.
@@ -268,7 +268,7 @@ def _read(path: Path) -> Days:
     return days
 
 
-class Meter:
+class SpendingMeter:
     """Counts the requests to one model of a provider."""
 
     def __init__(self, spending: Spending, name: str, cost: TokenCost, budget: float | None) -> None:

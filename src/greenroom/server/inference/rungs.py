@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from greenroom.core.model import ModelId
 from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
-from greenroom.routing.tasks import FactsOf, Ladder, ModelFacts
+from greenroom.routing.tasks import CandidateFacts, FactsOf, Ladder
 from greenroom.runtime.catalogue import Catalog
 from greenroom.server.inference.ask import Ask, Rungs
 from greenroom.server.inference.body import peek
@@ -20,12 +20,12 @@ from greenroom.tenancy.limits import Charge, Meter
 def model_facts(catalog: Catalog) -> FactsOf:
     """What tasks need to know of the models in this catalog."""
 
-    def facts_of(name: str) -> ModelFacts | None:
+    def facts_of(name: str) -> CandidateFacts | None:
         entry = catalog.find(name)
         if entry is None:
             return None
         facts, engine = entry.facts, entry.engine
-        return ModelFacts.of(
+        return CandidateFacts.of(
             entry.id,
             entry.config,
             engine.name,

@@ -40,7 +40,7 @@ from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
-from greenroom.runtime.remote.spending import Bill, Meter
+from greenroom.runtime.remote.spending import Bill, SpendingMeter
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
@@ -472,7 +472,7 @@ class Running:
         until = self.ticket.granted_at or self._shared.clock()
         return max(0, round((until - self.ticket.arrived) * 1000))
 
-    async def _enter_cost(self, meter: Meter, payload: Payload) -> None:
+    async def _enter_cost(self, meter: SpendingMeter, payload: Payload) -> None:
         """Enter what it may cost. Raises RemoteBudgetSpent."""
         bill = meter.begin(payload, self.ask.form_n)
         await meter.confirm(bill)

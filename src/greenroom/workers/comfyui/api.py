@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 from ..serving.errors import ApiError, encoded, failed, new_id, unavailable
 from ..serving.fields import parse_body
-from ..serving.http import Answer
+from ..serving.http import AnswerWriter
 from ..serving.request_reader import Request
 from .client import Comfy, ComfyGone, Event
 from .workflow import Workflow, WorkflowPlan
@@ -86,7 +86,7 @@ class WorkflowApi:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    async def handle(self, request: Request, answer: Answer) -> None:
+    async def handle(self, request: Request, answer: AnswerWriter) -> None:
         routes = {
             ("GET", "/health"): self._health,
             ("GET", "/progress"): self._progress,

@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Answer:
+class AnswerWriter:
     """The response to one request. Sending to a client that has left does nothing."""
 
     def __init__(self, transport: asyncio.Transport, keeps_alive: bool) -> None:
@@ -82,7 +82,7 @@ class Answer:
             self._transport.write(data)
 
 
-Handler = Callable[[Request, Answer], Awaitable[None]]
+Handler = Callable[[Request, AnswerWriter], Awaitable[None]]
 
 
 class HttpServer:
@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
         self._everyone = everyone
         self._loop = asyncio.get_running_loop()
         self._reader = reader
-        self._answer: Answer | None = None
+        self._answer: AnswerWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_choked = False
@@ -206,13 +206,13 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self._stop_deadline()
-        self._answer = Answer(self._transport, request.keeps_alive)
+        self._answer = AnswerWriter(self._transport, request.keeps_alive)
         self._answer.is_choked = self._is_choked
         name = f"{request.method} {request.path}"
         self._task = self._loop.create_task(self._serve(request, self._answer), name=name)
         self._task.add_done_callback(self._served)
 
-    async def _serve(self, request: Request, answer: Answer) -> None:
+    async def _serve(self, request: Request, answer: AnswerWriter) -> None:
         try:
             await self._handler(request, answer)
         except ApiError as error:
@@ -233,7 +233,7 @@ class _Connection(asyncio.Protocol):
     def _refuse_all(self, error: ApiError) -> None:
         """Answer with this error and close the connection: its next bytes cannot be trusted."""
         self._stop_deadline()
-        Answer(self._transport, keeps_alive=False).refuse(error)
+        AnswerWriter(self._transport, keeps_alive=False).refuse(error)
         self._transport.close()
 
     def _stop_deadline(self) -> None:

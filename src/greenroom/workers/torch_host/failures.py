@@ -46,7 +46,7 @@ class UnknownSlot(Failure):
     kind = "unknown_slot"
 
 
-class Cancelled(Failure):
+class WorkCancelled(Failure):
     """The result is not wanted any more."""
 
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 from ..serving.errors import ApiError, encoded, unsupported
 from ..serving.forms import Form, read_form
-from ..serving.http import Answer
+from ..serving.http import AnswerWriter
 from ..serving.request_reader import Request
 from . import formats
 from .transcribing import Segment, Transcriber, Wanted
@@ -49,7 +49,7 @@ class AudioApi:
         # How much of its sound each request has heard, by the gateway's id of it.
         self._progress: dict[str, float] = {}
 
-    async def handle(self, request: Request, answer: Answer) -> None:
+    async def handle(self, request: Request, answer: AnswerWriter) -> None:
         """Answer one request. Raises ApiError."""
         if request.method == "GET" and request.path == "/health":
             answer.whole(200, encoded({"status": "ok", "asleep": self._is_asleep}))
@@ -110,7 +110,7 @@ class AudioApi:
 
     # --- what is answered -------------------------------------------------------------------------------------------
 
-    async def _transcribe(self, asked: SoundRequest, answer: Answer, request_id: str) -> None:
+    async def _transcribe(self, asked: SoundRequest, answer: AnswerWriter, request_id: str) -> None:
         # All of the sound is decoded once before it is heard: what is broken or too long is refused as a whole.
         length_s = await self._transcriber.length_s(asked.sound)
         headers = {LENGTH_HEADER: f"{length_s:.3f}"}
@@ -134,7 +134,7 @@ class AudioApi:
             self._progress.pop(request_id, None)
 
 
-async def _send_events(found: AsyncIterator[Segment], length_s: float, answer: Answer) -> None:
+async def _send_events(found: AsyncIterator[Segment], length_s: float, answer: AnswerWriter) -> None:
     said = ""
     async for segment in found:
         piece = segment.text if said else segment.text.lstrip()

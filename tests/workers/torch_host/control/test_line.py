@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, ControlLine, bound, listen
-from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
+from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCancelled
 
 DEADLINE_S = 60.0
 
@@ -43,7 +43,7 @@ class FakeDesk:
         progress(0.5)
         if message.get("until_cancelled"):
             assert cancelled.wait(DEADLINE_S)
-            raise Cancelled("nobody waits")
+            raise WorkCancelled("nobody waits")
         return self._do(f"open {message['slot']}")
 
     def wake(self, slot: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from greenroom.workers.torch_host.control.device_context import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
-from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure, OutOfMemory
+from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.images import image_engine
 from greenroom.workers.torch_host.images.image_engine import ImageEngine, ImageJob
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
@@ -192,7 +192,7 @@ def test_progress_is_told_and_a_cancelled_job_ends_within_a_step(folders: Path, 
         until_now(lambda: 0 < job.job.progress < 0.5, "progress", WAIT_S)
         assert made.engine.in_flight == 1
         made.engine.cancel(job.job)
-        with pytest.raises(Cancelled):
+        with pytest.raises(WorkCancelled):
             job.wait()
         assert len(asked(made, "text", ARGUMENTS).wait()) == 1
         until_now(lambda: made.engine.in_flight == 0, "the end", WAIT_S)
@@ -275,7 +275,7 @@ def test_a_bad_folder_is_said_to_be_bad_and_leaves_nothing(
 def test_a_load_that_is_not_wanted_any_more_leaves_nothing(folders: Path, descriptor: int) -> None:
     cancelled = threading.Event()
     cancelled.set()
-    with pytest.raises(Cancelled):
+    with pytest.raises(WorkCancelled):
         prepared(folders / "sdxl", descriptor, cancelled)
     assert os.fstat(descriptor).st_size == 0
 

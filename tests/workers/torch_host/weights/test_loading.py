@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
+from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.weights import building, loading
 from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
@@ -359,7 +359,7 @@ def test_a_model_larger_than_its_arena_may_be_is_refused(llama: Path, descriptor
 def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
     cancelled = threading.Event()
     cancelled.set()
-    with pytest.raises(Cancelled):
+    with pytest.raises(WorkCancelled):
         load(TextModel(options(llama)), descriptor, False, LoadContext(cancelled=cancelled))
     assert os.fstat(descriptor).st_size == 0
 
@@ -387,7 +387,7 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     during(building, "build", "after it was built")
     during(building, "load_whole", "after Transformers had it")
     during(loading, "view_of", "poured")
-    with pytest.raises(Cancelled, match="no request waits"):
+    with pytest.raises(WorkCancelled, match="no request waits"):
         load(TextModel(options(folder)), descriptor, False, LoadContext(cancelled=cancelled))
     last = {
         "before it is built": "read_config",

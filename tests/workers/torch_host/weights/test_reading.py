@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure
+from greenroom.workers.torch_host.failures import BadModel, Failure, WorkCancelled
 from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
 from greenroom.workers.torch_host.weights.reading import TensorRead, pieces_of
@@ -182,7 +182,7 @@ def test_reading_stops_when_nobody_waits_any_more(
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     cancelled = threading.Event()
-    with pytest.raises(Cancelled):
+    with pytest.raises(WorkCancelled):
         read_all(transfers, arena.tensor, arena.buffer, cancelled=cancelled, on_progress=lambda share: cancelled.set())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 

@@ -101,12 +101,12 @@ def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
     """Both models, and a simulated GPU that holds only the larger one."""
     from greenroom.cli.demo_models import cache_dir
     from greenroom.config import loader
-    from greenroom.config.schema import Gpu, Library
+    from greenroom.config.schema import Gpu, LibrarySection
 
     own = {
         "gpus": (Gpu(memory_mib=max(model.memory_mib for model in models), margin_mib=0),),
         "models": {model.id: _model(model) for model in models},
-        "library": Library(),
+        "library": LibrarySection(),
     }
     config = said.applied(loader.load(None).config.model_copy(update=own))
     # One directory per port, so that several demos can run beside other gateways.

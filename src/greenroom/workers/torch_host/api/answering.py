@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...serving.errors import ApiError, encoded, too_long, unavailable
-from ...serving.http import Answer
+from ...serving.http import AnswerWriter
 from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
 from ..text.output_stream import OutputPiece, OutputStream
@@ -45,7 +45,9 @@ class Generation:
     """Tokens of each prompt. The choices of one prompt follow each other."""
 
 
-async def answer_whole(engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: Answer) -> None:
+async def answer_whole(
+    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: AnswerWriter
+) -> None:
     pieces = [OutputPiece() for _ in generation.outputs]
 
     def keep(output: OutputStream, piece: OutputPiece) -> None:
@@ -60,7 +62,7 @@ async def answer_whole(engine: InferenceEngine, generation: Generation, dialect:
 
 
 async def answer_stream(
-    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: Answer, tells_usage: bool
+    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: AnswerWriter, tells_usage: bool
 ) -> None:
     stream = _Stream(dialect, answer, generation)
     for output in generation.outputs:
@@ -77,7 +79,7 @@ async def answer_stream(
 class _Stream:
     """The events of all choices. While the client does not keep up, the output of a choice is joined to one event."""
 
-    def __init__(self, dialect: AnswerFormat, answer: Answer, generation: Generation) -> None:
+    def __init__(self, dialect: AnswerFormat, answer: AnswerWriter, generation: Generation) -> None:
         self._dialect = dialect
         self._answer = answer
         self._generation = generation

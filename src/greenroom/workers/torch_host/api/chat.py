@@ -11,7 +11,7 @@ from typing import Any
 
 from ...serving.errors import ApiError, encoded, new_id
 from ...serving.fields import Body, boolean, integer, mapping
-from ...serving.http import Answer
+from ...serving.http import AnswerWriter
 from ..sandbox.grammar import JsonConstraint
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
 from ..text.output_stream import OutputPiece, ScoredToken
@@ -32,7 +32,7 @@ from .model_context import ModelContext, Origin, OutputFormat
 from .sampling_params import LOGPROBS_MAX, read_sampling_params
 
 
-async def chat(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
+async def chat(model: ModelContext, body: Body, origin: Origin, answer: AnswerWriter) -> None:
     """Answer this conversation. Raises ApiError, before anything was sent or from a stream that has begun."""
     logprobs = _logprobs(body)
     params = read_sampling_params(body, logprobs, model.engine.limits.choices)

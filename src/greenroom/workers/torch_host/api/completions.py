@@ -11,7 +11,7 @@ from typing import Any
 
 from ...serving.errors import encoded, new_id, unsupported
 from ...serving.fields import Body, boolean, integer
-from ...serving.http import Answer
+from ...serving.http import AnswerWriter
 from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.tokens import Speller
 from .answering import answer_stream, answer_whole
@@ -20,7 +20,7 @@ from .model_context import ModelContext, Origin, inputs_of, read_inputs
 from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_sampling_params
 
 
-async def complete(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
+async def complete(model: ModelContext, body: Body, origin: Origin, answer: AnswerWriter) -> None:
     """Answer with continuations. Raises ApiError, before anything was sent or from a stream that has begun."""
     logprobs = integer(body, "logprobs", 0, LOGPROBS_MAX)
     params = read_sampling_params(body, logprobs, model.engine.limits.choices)

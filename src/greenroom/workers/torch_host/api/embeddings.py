@@ -15,7 +15,7 @@ from typing import Any
 
 from ...serving.errors import ApiError, encoded, too_long, unavailable, unsupported
 from ...serving.fields import Body, boolean, integer, refuse
-from ...serving.http import Answer
+from ...serving.http import AnswerWriter
 from ..engine.requests import PromptTooLong, UnknownToken, Vectors
 from ..failures import Failure
 from ..weights.sentence_config import SentenceConfig
@@ -25,7 +25,7 @@ INPUTS_MAX = 2_048
 DIMENSIONS_MAX = 1_048_576
 
 
-async def embed(model: ModelContext, sentence: SentenceConfig, body: Body, answer: Answer) -> None:
+async def embed(model: ModelContext, sentence: SentenceConfig, body: Body, answer: AnswerWriter) -> None:
     """Answer with one vector for each input. Raises ApiError."""
     dimensions = _dimensions(model, body)
     form = body.get("encoding_format") or "float"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...serving.errors import ApiError, encoded, unsupported
 from ...serving.fields import parse_body
-from ...serving.http import Answer, HttpServer
+from ...serving.http import AnswerWriter, HttpServer
 from ...serving.request_reader import Request
 from ..engine.requests import CallbackQueue, InferenceEngine
 from ..sandbox.grammar import Grammars
@@ -64,7 +64,7 @@ class Api:
         )
         self._opened = int(time.time())
 
-    async def handle(self, request: Request, answer: Answer) -> None:
+    async def handle(self, request: Request, answer: AnswerWriter) -> None:
         try:
             if request.path in _GETS:
                 self._look(request, answer)
@@ -75,7 +75,7 @@ class Api:
         except RecursionError:
             raise ApiError("The body is nested too deeply.") from None
 
-    def _look(self, request: Request, answer: Answer) -> None:
+    def _look(self, request: Request, answer: AnswerWriter) -> None:
         if request.method != "GET":
             raise ApiError(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
         body: Mapping[str, Any] = {"status": "ok"}
@@ -84,7 +84,7 @@ class Api:
             body = {"object": "list", "data": [model]}
         answer.whole(200, encoded(body))
 
-    async def _ask(self, request: Request, answer: Answer) -> None:
+    async def _ask(self, request: Request, answer: AnswerWriter) -> None:
         if request.method != "POST":
             raise ApiError(f"{request.path} is asked with POST.", status=405, code="method_not_allowed")
         origin = Origin.of(request.headers)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-from ..failures import Cancelled, Failure, UnknownSlot, is_fatal, translated
+from ..failures import Failure, UnknownSlot, WorkCancelled, is_fatal, translated
 
 LINE_MAX_BYTES: Final = 2**20
 READ_BYTES: Final = 2**16
@@ -172,7 +172,7 @@ class ControlLine:
 
     def _refuse(self, number: Any, error: BaseException) -> None:
         failure = translated(error)
-        if not isinstance(failure, Cancelled):
+        if not isinstance(failure, WorkCancelled):
             log.warning("asked in vain: %s", failure, exc_info=None if isinstance(error, Failure) else error)
         answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
         if is_fatal(error):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...serving.http import HttpServer
-from ..failures import BadModel, Cancelled, Stuck
+from ..failures import BadModel, Stuck, WorkCancelled
 from ..weights.device_weights import DeviceWeights
 from .device_context import DeviceContext
 from .resources import SlotEngine, WorkerResources
@@ -63,7 +63,7 @@ class WorkerSlot:
             made = resources.prepare(options, descriptor, around, progress, cancelled)
             undo.callback(made.close)
             if cancelled.is_set():
-                raise Cancelled(f"{options.model} is not wanted any more.")
+                raise WorkCancelled(f"{options.model} is not wanted any more.")
             served = resources.run(made.serve(options.socket, options.model, resources))
             if not options.filled:
                 refill.keep()

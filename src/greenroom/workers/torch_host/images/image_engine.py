@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..engine.model_thread import SWITCH_TIMEOUT_S, ModelThread
-from ..failures import Cancelled, Failure, OnFatal, OutOfMemory, is_fatal, told
+from ..failures import Failure, OnFatal, OutOfMemory, WorkCancelled, is_fatal, told
 from ..weights.device_weights import DeviceWeights
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class ImageEngine(ModelThread):
                 job.made.append(job.encode(self._picture(job, seed)))
             result = job.made
         except PipelineStopped:
-            result = Cancelled("The request was cancelled, or the model had to go to sleep.")
+            result = WorkCancelled("The request was cancelled, or the model had to go to sleep.")
         except Exception as error:
             log.exception("a picture could not be made")
             failed = told(error)

@@ -15,9 +15,9 @@ from urllib.parse import parse_qs
 from ...serving.errors import ApiError, encoded, failed, unavailable, unsupported
 from ...serving.fields import parse_body
 from ...serving.forms import read_form
-from ...serving.http import Answer, HttpServer
+from ...serving.http import AnswerWriter, HttpServer
 from ...serving.request_reader import Request
-from ..failures import Cancelled, Failure, OutOfMemory
+from ..failures import Failure, OutOfMemory, WorkCancelled
 from .image_engine import ImageEngine, ImageJob
 from .image_fields import ImageRequest, read_edit, read_generation
 
@@ -38,7 +38,7 @@ class ImageApi:
         self._opened = int(time.time())
         self._jobs: dict[str, ImageJob] = {}
 
-    async def handle(self, request: Request, answer: Answer) -> None:
+    async def handle(self, request: Request, answer: AnswerWriter) -> None:
         if request.path in _GETS:
             if request.method != "GET":
                 raise ApiError(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
@@ -89,7 +89,7 @@ class ImageApi:
                 status=503,
                 code="out_of_memory",
             ) from None
-        except Cancelled as error:
+        except WorkCancelled as error:
             raise unavailable(str(error)) from None
         except Failure as error:
             raise failed(str(error)) from None

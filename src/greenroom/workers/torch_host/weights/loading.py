@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ..failures import BadModel, Cancelled
+from ..failures import BadModel, WorkCancelled
 from . import building, reading
 from .arena import HostArena, Layout, lay_out, view_of
 from .fold import FOLDING, ChunkTable, FoldSettings, fill_folded
@@ -52,9 +52,9 @@ class LoadContext:
     on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
 
     def raise_if_cancelled(self) -> None:
-        """Raises Cancelled if the load was cancelled. Called between steps that cannot be interrupted."""
+        """Raises WorkCancelled if the load was cancelled. Called between steps that cannot be interrupted."""
         if self.cancelled is not None and self.cancelled.is_set():
-            raise Cancelled("loading was stopped: no request waits for the model any more.")
+            raise WorkCancelled("loading was stopped: no request waits for the model any more.")
 
 
 class ModelSource(Protocol):
@@ -76,7 +76,7 @@ class ModelSource(Protocol):
 
 
 def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContext) -> LoadedModule:
-    """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
+    """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, WorkCancelled; then it is empty."""
     context.raise_if_cancelled()
     module = source.build()
     context.raise_if_cancelled()

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from ..failures import BadModel, Cancelled, Failure
+from ..failures import BadModel, Failure, WorkCancelled
 from .arena import TensorPlace
 from .safetensors_files import StoredTensor
 from .weight_file import WeightFile, bounce_for
@@ -118,7 +118,7 @@ def read_all(
     piece_bytes: int = PIECE_BYTES,
     open_file: Callable[[Path, int], WeightFile] = WeightFile,
 ) -> int:
-    """Fill the arena and return the bytes read. Raises BadModel, Cancelled or Failure; then no thread is left.
+    """Fill the arena and return the bytes read. Raises BadModel, WorkCancelled or Failure; then no thread is left.
 
     `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all threads read:
     work that starts there does not keep the disk waiting. `on_filled` gets the start and size of every part of the
@@ -198,7 +198,7 @@ class _ReadJob:
             # A traceback holds this frame, and with it the arena; a local reference to the error would make a cycle.
             del error
         if self._done < self._total:
-            raise Cancelled("reading was stopped: no request waits for the model any more.")
+            raise WorkCancelled("reading was stopped: no request waits for the model any more.")
         return self._done
 
     def _next(self) -> FilePiece | None:
