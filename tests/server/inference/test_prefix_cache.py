@@ -9,7 +9,14 @@ from msgspec import Raw
 
 from greenroom.core.model import TenantId
 from greenroom.errors import BadRequest
-from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, CacheSalts, CacheScope, cache_scope, tenant_word
+from greenroom.server.inference.prefix_cache import (
+    FLUSHES_MAX,
+    TAG_CHARS_MAX,
+    CacheSalts,
+    CacheScope,
+    cache_scope,
+    tenant_word,
+)
 
 LAB, SHOP, NO_ONE = TenantId("lab"), TenantId("shop"), TenantId("")
 
@@ -67,3 +74,25 @@ def test_salt_of_a_caller_keeps_it_apart_and_leads_to_no_other() -> None:
 def test_mode_none_has_a_new_salt_each_time() -> None:
     salts, scope = CacheSalts(), cache_scope(LAB, {b"x-cache-mode": b"none"})
     assert salts.of(scope) != salts.of(scope)
+
+
+def test_a_tenant_that_flushes_very_often_flushes_itself_and_no_other() -> None:
+    salts, lab, shop = CacheSalts(), cache_scope(LAB, {}), cache_scope(SHOP, {})
+    of_shop, of_lab = salts.of(shop), {salts.of(lab)}
+    for number in range(3 * FLUSHES_MAX):
+        tag = f"t{number}"
+        before = salts.of(CacheScope("lab", tag))
+        salts.flush(None, "lab", tag)
+        assert salts.of(CacheScope("lab", tag)) != before
+        of_lab.add(salts.of(lab))
+    assert salts.of(shop) == of_shop and len(of_lab) > 2
+    salts.flush(None, "shop", None)
+    assert salts.of(shop) != of_shop
+
+
+def test_flushes_of_more_tenants_than_are_kept_flush_everything() -> None:
+    salts, lab = CacheSalts(), cache_scope(LAB, {})
+    before = salts.of(lab)
+    for number in range(FLUSHES_MAX + 1):
+        salts.flush(None, f"tenant-{number}", None)
+    assert salts.of(lab) != before

@@ -11,6 +11,7 @@ import hmac
 import itertools
 import re
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -111,9 +112,19 @@ class CacheSalts:
         """From now on no request finds what was left by these; None: by all. Engines drop it when they need room."""
         key = (model, tenant, tag)
         if len(self._flushes) >= FLUSHES_MAX and key not in self._flushes:
-            # Another secret flushes everything.
-            self._secret, self._flushes = secrets.token_bytes(32), {}
+            self._make_room()
         self._flushes[key] = self._flushes.get(key, 0) + 1
+
+    def _make_room(self) -> None:
+        """Flush all of the tenant that has flushed most, so that it costs no other; all tenants if each did so once."""
+        times = Counter(tenant for _, tenant, _ in self._flushes if tenant is not None)
+        tenant, most = max(times.items(), key=lambda one: one[1], default=("", 0))
+        if most < 2:
+            self._secret, self._flushes = secrets.token_bytes(32), {}
+            return
+        whole = (None, tenant, None)
+        count = self._flushes.get(whole, 0) + 1
+        self._flushes = {key: number for key, number in self._flushes.items() if key[1] != tenant} | {whole: count}
 
     def _epochs(self, model: str, scope: CacheScope) -> bytes:
         """Changes with every flush of this model, tenant or tag."""
