@@ -76,6 +76,11 @@ def test_a_wrong_variable_is_refused_by_its_name(loads: Loads, value: str) -> No
         loads("log: {}", {"TENANT_RATE_LIMIT_lab": value})
 
 
+def test_variable_whose_tenant_cannot_be_is_named(loads: Loads) -> None:
+    with pytest.raises(ConfigError, match=r"^the environment variable TENANT_RATE_LIMIT_ünï \(tenants"):
+        loads("log: {}", {"TENANT_RATE_LIMIT_ünï": "5req/min"})
+
+
 def test_a_variable_without_a_tenant_is_refused(loads: Loads) -> None:
     with pytest.raises(ConfigError, match="TENANT_RATE_LIMIT_ "):
         loads("log: {}", {"TENANT_RATE_LIMIT_": "5req/min"})

@@ -144,6 +144,8 @@ class Said:
 
     values: dict[Where, Value] = field(default_factory=dict)
     names: dict[Where, str] = field(default_factory=dict)
+    # Of variables of many names: the place that is named by what follows the name's beginning, such as a tenant's.
+    rests: dict[Where, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def over(self, tree: dict[str, Value]) -> dict[str, Value]:
@@ -155,7 +157,8 @@ class Said:
     def named(self, problem: Problem) -> str | None:
         """The variable that a problem is about."""
         steps = range(len(problem.where), 0, -1)
-        return next((name for size in steps if (name := self.names.get(problem.where[:size]))), None)
+        found = next((name for size in steps if (name := self.names.get(problem.where[:size]))), None)
+        return found or self.rests.get(problem.where)
 
 
 def said(environ: Mapping[str, str], table: tuple[Variable, ...] = TABLE) -> Said:
@@ -167,6 +170,8 @@ def said(environ: Mapping[str, str], table: tuple[Variable, ...] = TABLE) -> Sai
         for name in row.names_in(environ):
             where = row.where(name)
             found.names[where] = name
+            if row.name.endswith(ANY):
+                found.rests[where[:-1]] = name
             if name + ANY == row.name:
                 found.problems.append(Problem(where, "is only the beginning of a name"))
                 continue
