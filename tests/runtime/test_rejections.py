@@ -45,7 +45,8 @@ def test_every_code_names_what_it_is_about(code: RejectCode) -> None:
 
 
 def test_full_queue_tells_its_numbers() -> None:
-    said = error(RejectCode.QUEUE_FULL, retry_after_s=2.0, queue_depth=16, avg_wait_s=1.5)
+    said = error(RejectCode.QUEUE_FULL, retry_after_s=2.2, queue_depth=16, avg_wait_s=1.5)
+    assert said.message == "16 requests wait already; try again in 3 s.", "as Retry-After says it, in whole seconds"
     assert said.beside == {"queueDepth": 16, "avgWaitMs": 1500}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
@@ -102,7 +103,7 @@ def _queue_full(rejection: Rejection, retry_s: float | None) -> QueueFull:
     if rejection.code is RejectCode.TENANT_QUEUE_FULL:
         waiting = "As many requests of this tenant wait already as may"
     return QueueFull(
-        f"{waiting}; try again in {retry_s or 1:.0f} s.",
+        f"{waiting}; try again in {math.ceil(retry_s or 1)} s.",
         retry_after_s=retry_s,
         beside={"queueDepth": rejection.queue_depth, "avgWaitMs": wait_ms},
     )
