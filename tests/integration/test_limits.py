@@ -279,6 +279,18 @@ async def test_keys_have_limits_of_their_own(tmp_path: Path) -> None:
         assert not is_limited(await chat(app, "m", headers=b))
 
 
+async def test_white_space_behind_a_header_makes_no_other_tenant_nor_key(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:
+        for tenant in ("lab ", "lab\t"):
+            mode = {"X-Cache-Mode": "none ", "X-Priority": "low ", "X-Facts": "off\t"}
+            assert rates(await chat(app, "m", headers={**by(tenant), **mode}))[0] == 2
+        assert is_limited(await chat(app, "m", headers=by("lab \t")))
+    keys = [{"name": "a", "key": "ka"}]
+    async with gateway(tmp_path, {"m": fake("m")}, server={"api_keys": keys}) as app:
+        for header in ({"x-api-key": "ka "}, {"Authorization": "Bearer ka\t"}):
+            assert (await http(app, "GET", "/v1/models", headers=header)).status == 200
+
+
 class Flood:
     """Asks as fast as the gateway answers, on many connections."""
 

@@ -150,7 +150,7 @@ def presented_key(authorization: bytes | None, x_api_key: bytes | None) -> bytes
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() == b"bearer" and (key := key.strip()):
             return key
-    return x_api_key
+    return x_api_key and x_api_key.strip()
 
 
 def new_key() -> tuple[str, str]:

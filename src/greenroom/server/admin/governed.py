@@ -314,7 +314,7 @@ def _without_token(scope: Scope, data: bytes) -> tuple[dict[str, Any], Any]:
     headers = [value for name, value in scope["headers"] if name == HEADER.encode()]
     if len(headers) + (token is not None) > 1:
         raise TokenMalformed("The call has more than one token.")
-    return body, headers[0].decode("latin-1") if headers else token
+    return body, headers[0].decode("latin-1").strip(" \t") if headers else token
 
 
 def _query(scope: Scope, body: Mapping[str, Any], read_there: frozenset[str]) -> dict[str, str]:

@@ -31,12 +31,12 @@ from greenroom.server.inference.body import model_options, multipart, peek
 from greenroom.server.inference.body.media import check_body, check_media, is_upload
 from greenroom.server.inference.our_headers import (
     CLIENT_HEADER,
-    OUR_HEADERS,
     TENANT_HEADER,
     budget_s_of,
     client_named,
     client_of,
     heartbeat_of,
+    said_in,
     said_priority,
     said_tenant,
     smaller,
@@ -367,7 +367,7 @@ class AskReader:
         head.asked = entry.id
         if route.ability is not None:
             _check_ability(entry, route.ability)
-        said = {known: value for known, value in head.headers if known in OUR_HEADERS}
+        said = said_in(head)
         tenant = caller.tenant or self._tenants.name(said.get(TENANT_HEADER))
         isolation = entry.config.isolate_tenants
         scope = cache_scope(NO_TENANT if isolation == "off" else tenant, said)

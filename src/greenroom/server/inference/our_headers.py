@@ -22,16 +22,23 @@ OUR_HEADERS: Final = frozenset(
         *(b"x-cache-mode", b"x-cache-tag", b"x-facts"),
     )
 )
+# White space behind a value is no part of it, and the parser leaves it there.
+SPACE: Final = b" \t"
 _HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
 CLIENT_CHARS_MAX: Final = 128
 
 
+def said_in(head: Head) -> dict[bytes, bytes]:
+    """What a request tells the gateway by headers; of one that is repeated, the last."""
+    return {name: value.rstrip(SPACE) for name, value in head.headers if name in OUR_HEADERS}
+
+
 def said_tenant(head: Head) -> bytes | None:
-    """The tenant that a request names, by the same header as `Ask` goes by: the last one."""
+    """The tenant that a request names, by the same header as `said_in` goes by: the last one."""
     found: bytes | None = None
     for name, value in head.headers:
         if name == TENANT_HEADER:
-            found = value
+            found = value.rstrip(SPACE)
     return found
 
 
@@ -42,7 +49,7 @@ def client_named(head: Head) -> str:
     found = b""
     for name, value in head.headers:
         if name == CLIENT_HEADER:
-            found = value
+            found = value.rstrip(SPACE)
     return client_of(found)
 
 
