@@ -1,14 +1,17 @@
-"""Tenants in metrics: those the operator has named are always told apart, names that callers send only at first."""
+"""Very many tenants: those the operator has named are always told apart, names that callers send only at first."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from greenroom.app import App
 from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
-from tests.harness import fake, gateway
-from tests.integration.facts import at_rest
-from tests.integration.raw import chat, http
+from greenroom.tenancy.tenants import LIVE_MAX
+from tests.harness import fake, gateway, served
+from tests.integration.facts import Journal, at_rest
+from tests.integration.raw import Raw, chat, http
 
 KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice", "admin": True}]
 
@@ -56,3 +59,18 @@ async def test_tenants_of_keys_are_told_apart_however_many_names_there_were(tmp_
         by_tenant = await counted(app, "gr-alice")
         assert (by_tenant["team"], by_tenant["alice"]) == (1, 1)
         assert "other" not in by_tenant and "late" not in by_tenant
+
+
+@pytest.mark.slow
+async def test_tenants_beyond_those_that_are_told_apart_share_no_prefixes(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"v": served("vllm", tmp_path / "vllm", *journal.switches)}) as app:
+        async with await Raw.open(app) as raw:
+            for number in range(LIVE_MAX):
+                raw.ask({"model": "none", "messages": []}, headers={"X-Tenant-ID": f"t{number}"})
+                if number % 50 == 49:
+                    assert {(await raw.answer()).status for _ in range(50)} == {404}
+        for tenant in ("t0", "t0", "late", "later", "late"):
+            assert (await chat(app, "v", headers={"X-Tenant-ID": tenant})).status == 200
+        salts = [line["salt"] for line in journal.lines("asked")]
+        assert salts[0] == salts[1] and len(set(salts[1:])) == 4, salts

@@ -56,7 +56,7 @@ from greenroom.server.inference.translating import check_native, translate_ask
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.limits import Charge, Limiter
 from greenroom.tenancy.profiles import Profiles, RequestProfile
-from greenroom.tenancy.tenants import Tenants, cap
+from greenroom.tenancy.tenants import OTHER, Tenants, cap
 
 _EMPTY: Final[frozenset[str]] = frozenset()
 _READING: Final = (b"GET", b"HEAD")
@@ -371,6 +371,9 @@ class AskReader:
         tenant = caller.tenant or self._tenants.name(said.get(TENANT_HEADER))
         isolation = entry.config.isolate_tenants
         scope = cache_scope(NO_TENANT if isolation == "off" else tenant, said)
+        if scope.tenant == OTHER and caller.tenant is None:
+            # Several tenants have this name.
+            scope.is_used = False
         ask = Ask(
             route,
             self._resolver.instances.of(entry, tenant) if isolation == "process" else entry,
