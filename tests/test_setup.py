@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +79,29 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "tenancy/shared_window.py",
         "tenancy/tenants.py",
     ]
+
+
+def awaits_while_handling(source: str) -> list[int]:
+    """The lines that wait inside of `except` or `finally`."""
+    handling = [
+        part
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Try)
+        for part in (*node.handlers, *node.finalbody)
+    ]
+    waits = (ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Yield, ast.YieldFrom)
+    return [node.lineno for part in handling for node in ast.walk(part) if isinstance(node, waits)]
+
+
+def test_no_compiled_coroutine_waits_while_it_handles_an_exception(build: ModuleType) -> None:
+    """Compiled code would leave the exception behind as the one being handled, for whatever runs next.
+
+    All that is raised after it then holds it, and so each holds the one before, without end.
+    """
+    for bad in ("except E:\n  await x", "finally:\n  async with x: pass", "except E:\n  if y:\n   yield 1"):
+        assert awaits_while_handling(f"async def f():\n try: pass\n {bad}"), bad
+    assert not awaits_while_handling("async def f():\n try: await x\n except E: pass\n await x")
+    assert {file: lines for file in build.hot_files() if (lines := awaits_while_handling(Path(file).read_text()))} == {}
 
 
 @pytest.mark.parametrize(("said", "needed"), [("1", True), ("0", False), ("", False)])

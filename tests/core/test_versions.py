@@ -56,6 +56,21 @@ def test_a_promoted_version_serves_those_that_wait_and_the_old_one_finishes_uncu
     assert NEXT not in world.scheduler.state.models
 
 
+def test_a_new_version_that_is_told_to_sleep_does_so_while_the_old_one_leaves() -> None:
+    asleep = Need(0, 3_000)
+    world = World([model("a", 3_000, asleep=asleep)], devices=(gpu(0, 8_000), host(64_000)))
+    ready(world, "a")
+    world.config(coming(asleep=asleep))
+    ready(world, "a@2")
+    world.plays = False
+    promote(world, asleep=asleep)
+    world.ask("o", MoveKind.SLEEP, "a")
+    assert world.kinds()[-2:] == ["unload a", "sleep a"]
+    for move in world.moves[-2:]:
+        world.end_move(move.id, Outcome.DONE)
+    assert world.ops["o"] is OpOutcome.DONE and slots(world) == [("a", 2, "asleep")]
+
+
 def test_later_requests_see_the_new_version_only() -> None:
     world = World([model("a", 3_000, concurrency=4)])
     ready(world, "a")

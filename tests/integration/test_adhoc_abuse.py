@@ -14,13 +14,14 @@ import yaml
 
 from greenroom.app import App
 from greenroom.config.diff import diff
+from greenroom.core.model import Need
 from greenroom.errors import ModelNotFound
 from greenroom.runtime.adhoc_model import ModelOptions
-from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.memory.needs import MeasuredModel
 from tests.harness import gateway, tiny
 from tests.integration.raw import CHAT, Answer, http
 from tests.models import tiny as tiny_model
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,15 +102,16 @@ async def test_a_file_that_is_gone_is_not_found_and_one_that_came_in_its_place_i
 
 def slow_look(app: App, monkeypatch: pytest.MonkeyPatch, meanwhile: asyncio.Event) -> asyncio.Event:
     """The next look at a model's files waits until `meanwhile` is set. Returns what tells that it waits."""
-    loop, looks, make = asyncio.get_running_loop(), asyncio.Event(), app.catalog.adhoc_entry
+    loop, looks, need_of = asyncio.get_running_loop(), asyncio.Event(), app.catalog.needs.need_of
 
-    def slow(*args: Any) -> Entry:
-        entry = make(*args)
+    def slow(model: MeasuredModel) -> tuple[Need, str]:
+        need = need_of(model)
+        monkeypatch.setattr(app.catalog.needs, "need_of", need_of)
         loop.call_soon_threadsafe(looks.set)
-        asyncio.run_coroutine_threadsafe(meanwhile.wait(), loop).result(20)
-        return entry
+        asyncio.run_coroutine_threadsafe(meanwhile.wait(), loop).result(PATIENCE_S)
+        return need
 
-    monkeypatch.setattr(app.catalog, "adhoc_entry", slow)
+    monkeypatch.setattr(app.catalog.needs, "need_of", slow)
     return looks
 
 
@@ -120,7 +122,7 @@ async def test_a_model_that_is_configured_during_a_look_keeps_its_name(
     meanwhile = asyncio.Event()
     looks = slow_look(app, monkeypatch, meanwhile)
     asked = asyncio.create_task(app.resolver.named(str(shelf / "models" / "mine.gguf")))
-    await asyncio.wait_for(looks.wait(), 20)
+    await asyncio.wait_for(looks.wait(), PATIENCE_S)
     await change(app, shelf, lambda whole: whole["models"].update({"mine.gguf": tiny(shelf / "more" / "gamma.gguf")}))
     meanwhile.set()
     found = await asked
@@ -135,7 +137,7 @@ async def test_a_root_that_is_removed_during_a_look_serves_nothing_more(
     meanwhile = asyncio.Event()
     looks = slow_look(app, monkeypatch, meanwhile)
     asked = asyncio.create_task(app.resolver.named("gamma.gguf"))
-    await asyncio.wait_for(looks.wait(), 20)
+    await asyncio.wait_for(looks.wait(), PATIENCE_S)
     await change(app, shelf, lambda whole: whole["library"].update({"roots": [str(shelf / "models")]}))
     meanwhile.set()
     with pytest.raises(ModelNotFound):

@@ -74,9 +74,11 @@ class Moves:
         why = because("asked", model=event.model)
         for slot in list(self._state.slots_of(event.model)):
             self._slots.leave(slot, to, grace_s, why, event.now)
-        left = [slot.id for slot in self._state.slots_of(event.model) if slot.is_going]
+        left = [slot for slot in self._state.slots_of(event.model) if slot.is_going]
+        # Slots of an older version may be on their way to cold while the new one is told to sleep.
+        left = [slot for slot in left if slot.leaving_to is to] or left
         if left:
-            self._state.leaving_ops[event.op] = LeavingOp(to, dict.fromkeys(left))
+            self._state.leaving_ops[event.op] = LeavingOp(to, {slot.id: None for slot in left})
         else:
             self._effects.answer(event.op, OpOutcome.DONE, because("was_not_there", model=event.model))
 

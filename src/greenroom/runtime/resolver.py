@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -163,11 +164,10 @@ class Resolver:
     async def named(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
         """The same, after a look at the disk if need be. Raises ModelNotFound, PathNotFound, BadRequest."""
         for _ in range(TRIES_MAX):
-            try:
+            with suppress(Unresolved):
                 return self.find(name, options, asker)
-            except Unresolved:
-                # When this returns, others may have made it leave already.
-                await self._shared(name, options, asker)
+            # When this returns, others may have made it leave already.
+            await self._shared(name, options, asker)
         raise TooManyModels(
             "More models outside of the configuration are asked for at once than are remembered "
             "(library.adhoc_models_max).",

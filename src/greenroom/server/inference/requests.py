@@ -131,9 +131,10 @@ class Inference:
             return await self._reader.read_form(exchange, route, caller, self.settings)
         try:
             return self._read(exchange, route, caller)
-        except Unresolved as wanted:
-            await self._resolver.named(wanted.name, wanted.options, wanted.asker)
-            return self._read(exchange, route, caller)
+        except Unresolved as unknown:
+            wanted = unknown
+        await self._resolver.named(wanted.name, wanted.options, wanted.asker)
+        return self._read(exchange, route, caller)
 
     def begin_job(self, exchange: Exchange, ask: Ask, request_id: str, wait_max_s: float) -> None:
         """Serve it like every other request, but without heartbeats, and with more time to wait."""
