@@ -147,6 +147,7 @@ async def test_destination_and_listed_hosts(hub: StandinHub, tmp_path: Path) -> 
         assert done["destination"] == str(tmp_path / "models/plain/config.json")
 
 
+@pytest.mark.slow
 async def test_library_knows_where_a_model_in_a_plain_folder_came_from(hub: StandinHub, tmp_path: Path) -> None:
     data = tiny("a").read_bytes()
     hub.repos[REPO] = {"m-Q8_0.gguf": data}
@@ -253,6 +254,7 @@ async def test_a_restart_in_the_middle_goes_on(hub: StandinHub, tmp_path: Path) 
         assert (kept["status"], kept["files_downloaded"]) == ("completed", 2)
 
 
+@pytest.mark.slow
 async def test_what_is_completed_is_found_by_its_id(hub: StandinHub, tmp_path: Path) -> None:
     hub.repos[REPO] = {"a-Q4_0.gguf": tiny("a").read_bytes(), "a-Q8_0.gguf": tiny("b").read_bytes()}
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path)) as app:
@@ -294,6 +296,7 @@ def test_a_killed_gateway_takes_its_programs_along_and_the_next_goes_on(hub: Sta
     assert hub.sent < 2 * len(data)
 
 
+@pytest.mark.slow
 async def test_progress_is_told_as_events(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path)) as app:
@@ -311,6 +314,7 @@ async def test_progress_is_told_as_events(hub: StandinHub, tmp_path: Path) -> No
         assert any(progress is not None and 0 < progress <= 1 for _, progress in seen)
 
 
+@pytest.mark.slow
 async def test_bandwidth_is_shared_and_a_reload_changes_it(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path, bandwidth_mib_s=0.1)) as app:
         id = await ordered(app)

@@ -196,6 +196,8 @@ async def test_a_load_goes_on_when_its_token_is_over(tmp_path: Path) -> None:
         assert late.error["code"] in ("token_expired", "token_replayed")
 
 
+# Waits for ten seconds: until the key is over, and longer for the model.
+@pytest.mark.slow
 async def test_a_key_that_is_over_starts_no_job_and_what_waits_does_not_run(tmp_path: Path) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=8)
     keys = [*KEYS, {"name": "short", "key": "short-key", "expires": soon.isoformat()}]

@@ -52,8 +52,10 @@ async def test_a_full_queue_takes_it_out_of_service_and_does_not_restart_it(tmp_
     models = {"slow": fake("slow", "--tokens", "3", "--token-s", "1", concurrency=1)}
     async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}) as app:
         # Ready first: a request that waits for a load is one that waits.
-        assert (await chat(app, "slow")).status == 200
-        calls = [asyncio.ensure_future(chat(app, "slow")) for _ in range(2)]
+        assert (await chat(app, "slow", tokens=0)).status == 200
+        calls = [asyncio.ensure_future(chat(app, "slow"))]
+        await until(lambda: app.tickets.open, "one is answered")
+        calls.append(asyncio.ensure_future(chat(app, "slow", tokens=0)))
         await until(lambda: app.loop.scheduler.view.waitlist.depth == 1, "one waits")
         full = {"/health": (503, "saturated"), "/healthz": (200, "ok"), "/readyz": (503, "saturated")}
         assert await checks(app) == full

@@ -264,8 +264,9 @@ async def test_a_job_that_waits_for_a_place_in_the_queue_is_counted_once(tmp_pat
     async with gateway(tmp_path, {"m": slow}, scheduler={"queue_depth_max": 1}) as app:
         assert (await chat(app, "m", tokens=1)).status == 200
         async with await Raw.open(app) as first, await Raw.open(app) as second:
-            for raw in (first, second):
-                raw.ask(asking("m"))
+            first.ask(asking("m"))
+            await until(lambda: app.tickets.open, "the first is answered")
+            second.ask(asking("m", tokens=1))
             await until(lambda: app.loop.scheduler.view.waitlist.depth == 1, "the queue is full")
             job = (await http(app, "POST", "/v1/jobs", {"route": CHAT, "body": asking("m", tokens=1)})).json()
             await until(lambda: any(one.error_code == "queue_full" for one in app.activity.recent(9)), "it is put back")

@@ -92,6 +92,7 @@ async def test_a_repository_that_is_not_there_changes_nothing(hub: StandinHub, t
         assert (await version(app))["error"]["code"] == "fetch_failed"
 
 
+@pytest.mark.slow
 async def test_requests_are_told_that_there_is_no_version_yet(hub: StandinHub, tmp_path: Path) -> None:
     del hub.repos["org/alpha"]
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
@@ -246,6 +247,7 @@ async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hu
         assert files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_files_that_an_operator_orders_are_no_longer_an_updates(hub: StandinHub, tmp_path: Path) -> None:
     # By its name the key could be the gateway's own.
     keys, sent = [{"name": "versions", "key": "k-1", "admin": True}], {"Authorization": "Bearer k-1"}
@@ -260,6 +262,7 @@ async def test_files_that_an_operator_orders_are_no_longer_an_updates(hub: Stand
         assert files(tmp_path, "alpha") and not files(tmp_path, "bravo")
 
 
+@pytest.mark.slow
 async def test_files_that_others_put_beside_what_an_update_fetches_stay(hub: StandinHub, tmp_path: Path) -> None:
     ours, theirs = "bravo-Q4_K_M.gguf", "bravo-Q8_0.gguf"
     hub.repos["org/bravo"] = {ours: tiny_file("bravo").read_bytes(), theirs: tiny_file("charlie").read_bytes()}
@@ -277,6 +280,7 @@ async def test_files_that_others_put_beside_what_an_update_fetches_stay(hub: Sta
         assert {path.name for path in folder.iterdir()} == {theirs}
 
 
+@pytest.mark.slow
 async def test_files_that_were_fetched_again_by_hand_while_the_gateway_was_down_stay(
     hub: StandinHub, tmp_path: Path
 ) -> None:
@@ -297,6 +301,7 @@ async def test_files_that_were_fetched_again_by_hand_while_the_gateway_was_down_
         assert files(tmp_path, "alpha")
 
 
+@pytest.mark.slow
 async def test_a_disk_that_hangs_fails_an_update_in_time_and_the_next_one_succeeds(
     hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +375,7 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
             assert said(await ask(app))[2] == said_by
 
 
+@pytest.mark.slow
 async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
         await has_first_version(app)

@@ -75,6 +75,7 @@ async def test_json_has_the_text_and_how_long_the_sound_was(client: openai.Async
     assert answer.usage.seconds == SOUND_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "said"),
     [
@@ -88,6 +89,7 @@ async def test_formats_that_are_plain_text(client: openai.AsyncOpenAI, format: A
     assert isinstance(answer, str) and answer.startswith(said)
 
 
+@pytest.mark.slow
 async def test_verbose_json_has_segments_or_words_as_asked(client: openai.AsyncOpenAI) -> None:
     told = await client.audio.transcriptions.create(
         model="alpha", file=file(), response_format="verbose_json", prompt="Names: alpha.", temperature=0.2
@@ -103,6 +105,7 @@ async def test_verbose_json_has_segments_or_words_as_asked(client: openai.AsyncO
     assert all(0 <= word.start <= word.end <= SOUND_S for word in worded.words or ())
 
 
+@pytest.mark.slow
 async def test_stream_tells_each_segment_and_then_all(client: openai.AsyncOpenAI) -> None:
     events = [
         event async for event in await client.audio.transcriptions.create(model="alpha", file=file(), stream=True)
@@ -113,6 +116,7 @@ async def test_stream_tells_each_segment_and_then_all(client: openai.AsyncOpenAI
     assert done.type == "transcript.text.done" and done.text == SAID
 
 
+@pytest.mark.slow
 async def test_translation(client: openai.AsyncOpenAI) -> None:
     assert (await client.audio.translations.create(model="alpha", file=file())).text == SAID
     told = await client.audio.translations.create(model="alpha", file=file(), response_format="verbose_json")
@@ -120,6 +124,7 @@ async def test_translation(client: openai.AsyncOpenAI) -> None:
     assert [segment.text for segment in told.segments or ()] == [" alpha", " speaks"] * 2
 
 
+@pytest.mark.slow
 async def test_voices_are_looked_for_where_asked(client: openai.AsyncOpenAI) -> None:
     """Nobody speaks in noise."""
     answer = await client.audio.transcriptions.create(model="alpha", file=file(), extra_body={"vad_filter": True})
@@ -129,6 +134,7 @@ async def test_voices_are_looked_for_where_asked(client: openai.AsyncOpenAI) -> 
 # --- abilities ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_model_that_knows_english_alone_is_not_asked_to_translate(app: App) -> None:
     cards = {card["id"]: card for card in (await http(app, "GET", "/v1/models")).json()["data"]}
     assert cards["alpha"]["capabilities"] == ["transcription", "translation"]
@@ -149,6 +155,7 @@ async def test_size_that_is_not_there_says_how_to_get_it(app: App) -> None:
     assert "hf download Systran/faster-whisper-large-v3" in answer.error["message"]
 
 
+@pytest.mark.slow
 async def test_size_is_found_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     repository = tmp_path / "hf" / "hub" / "models--Systran--faster-whisper-large-v3"
     (repository / "refs").mkdir(parents=True)
@@ -222,6 +229,7 @@ async def test_caller_who_leaves_is_heard_no_longer(app: App) -> None:
     assert answer.json()["text"] == "alpha speaks" and pids(app, "alpha") == [pid]
 
 
+@pytest.mark.slow
 async def test_sound_is_counted_in_seconds_and_by_its_factor(app: App) -> None:
     before, used = await counted(app), await heard_s(app)
     for fields in ({}, {"response_format": "srt"}, {"stream": "true"}):
@@ -259,6 +267,7 @@ async def test_order_to_sleep_is_the_gateways_alone(app: App) -> None:
     assert (await http(app, "GET", "/upstream/alpha/health")).json() == {"status": "ok", "asleep": False}
 
 
+@pytest.mark.slow
 async def test_job_is_heard_later(app: App) -> None:
     body = form([("model", "alpha")], SOUND)
     asked = await http(app, "POST", TRANSCRIPTIONS, body=body, headers={**FORM, "Prefer": "respond-async"})

@@ -94,6 +94,7 @@ def said_by(client: openai.OpenAI, model: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.slow
 def test_an_empty_folder_a_pull_and_answers_by_every_name(tmp_path: Path, hub: StandinHub) -> None:
     gate = ZeroConfig(tmp_path, hub)
     try:

@@ -207,6 +207,8 @@ async def test_a_reload_that_renames_a_model_changes_its_price(there: Provider, 
         await has_spent(app, 2.02)
 
 
+# Waits twice for a handshake to be given up, ten seconds each time.
+@pytest.mark.slow
 async def test_what_was_never_sent_is_free(tmp_path: Path) -> None:
     """The provider takes connections and never ends a TLS handshake."""
     await long_before_midnight()

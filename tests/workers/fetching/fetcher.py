@@ -11,6 +11,7 @@ from typing import Any
 
 import greenroom
 from tests.standin_hub import StandinHub
+from tests.waiting import PATIENCE_S
 
 LAUNCH = Path(greenroom.__file__).parent / "workers" / "launch.py"
 
@@ -48,7 +49,7 @@ class Fetcher:
         self.close()
 
     def close(self) -> None:
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
