@@ -38,6 +38,9 @@ ENGINE_TESTS := tests/contract/engines tests/integration/transformers
 # These share a browser and a gateway, and so a process for each file. A browser keeps a core busy.
 UI_TESTS := tests/ui
 UI_JOBS ?= 2
+# Tests of the core compute and wait for nothing: no more of them than cores.
+CORE_JOBS ?= 2
+CORE_PYTEST := $(BIN)/python -m pytest tests/core --numprocesses $(CORE_JOBS) --dist worksteal
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
 TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS)
@@ -119,7 +122,8 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 10 to 13 minutes on two cores
-	@$(BIN)/python -m pytest tests/core -m '$(QUICK)' --cov --cov-fail-under=100 --cov-report=term:skip-covered $(SPREAD)
+	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
+	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
 	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
 	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' $(SPREAD) --ignore=tests/integration/transformers

@@ -1,6 +1,7 @@
 """The arrows of the architecture, as a test: imports go down only, and the gateway never imports torch."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -127,9 +128,17 @@ WORKER_PACKAGES = {
 }
 
 
+@functools.cache
+def looked_at(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Attribute]:
+    """What the tests below look at in a file. To read all files takes seconds."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)]
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in looked_at(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -176,7 +185,7 @@ def test_the_state_of_the_core_is_seen_through_its_view(path: Path) -> None:
         name for name in mine if name.split(".")[0] not in CORE_IS_SEEN_BY and name.rpartition(".")[0] not in also
     ]
     assert not hidden, f"{path} reaches into the core: {hidden}"
-    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in looked_at(path) if isinstance(node, ast.Attribute)]
     reached = [node.lineno for node in attributes if node.attr == "state" and _is_scheduler(node.value)]
     assert not reached, f"{path} takes the scheduler's state at {reached}"
 
@@ -190,8 +199,7 @@ def test_programs_for_child_processes_stand_alone(name: str) -> None:
     foreign = {word.split(".")[0] for word in imports(SOURCE / name)} - set(sys.stdlib_module_names)
     assert foreign <= STANDALONE[name]
     # They are started by path, where there is no package to name relatively.
-    nodes = ast.walk(ast.parse((SOURCE / name).read_text()))
-    assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    assert not [node for node in looked_at(SOURCE / name) if isinstance(node, ast.ImportFrom) and node.level]
 
 
 @pytest.mark.parametrize("path", sorted(WORKERS.glob("*/**/*.py")), ids=lambda path: str(path.relative_to(WORKERS)))
@@ -221,7 +229,7 @@ def _module(path: Path) -> str:
 def _imported(path: Path) -> set[str]:
     package = _module(path).split(".")[: None if path.name == "__init__.py" else -1]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in looked_at(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -232,6 +240,7 @@ def _imported(path: Path) -> set[str]:
     return {name for name in names if _is_ours(name)} - {_module(path)}
 
 
+@functools.cache
 def _is_ours(name: str) -> bool:
     file = SOURCE.parent.joinpath(*name.split("."))
     return name.startswith("greenroom.") and (file.with_suffix(".py").exists() or (file / "__init__.py").exists())

@@ -96,6 +96,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_whatever_goes_wrong_whenever_it_does_everything_ends(fault: Fault, every: int) -> None:

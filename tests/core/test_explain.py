@@ -154,6 +154,7 @@ def agrees(world: World, name: str, plan: Plan, *candidates: str, priority: int 
             assert any(slot.is_arriving for slot in world.scheduler.state.slots_of(ModelId(plan.model)))
 
 
+@pytest.mark.untraced
 def test_whatever_was_said_happens_all_through_a_busy_day() -> None:
     specs = [model(name, 2_500 + 500 * number, concurrency=2) for number, name in enumerate("abcde")]
     world = World([*specs, model("huge", 50_000)], devices=(gpu(0, 8_000), gpu(1, 5_000)))

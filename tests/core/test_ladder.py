@@ -291,6 +291,7 @@ def test_a_first_candidate_that_was_too_slow_is_tried_again_after_a_while() -> N
     assert world.scheduler.weigh(asking)[1] == 0
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 200))])
 def test_in_no_run_a_request_goes_to_the_last_resort_though_a_local_model_could_serve(seed: int) -> None:
     """Models that do not fit together are loaded, evicted and busy all the time; every other run, loads fail."""

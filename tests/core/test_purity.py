@@ -104,6 +104,7 @@ class Asking:
         self.asked_of += 1
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 5, 9, 13, 16))])
 def test_questions_and_decisions_change_nothing(seed: int) -> None:
     asking, one = Asking(), Play(draw_scenario(seed), hashed=True)

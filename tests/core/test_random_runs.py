@@ -408,7 +408,7 @@ settings.register_profile(
 
 AnythingMayHappen.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # A loaded machine may take long over it; it takes seconds on an idle one.
-TestAnythingMayHappen = pytest.mark.timeout(3_600)(AnythingMayHappen.TestCase)
+TestAnythingMayHappen = pytest.mark.untraced(pytest.mark.timeout(3_600)(AnythingMayHappen.TestCase))
 
 
 class AnythingMayHappenForLong(AnythingMayHappen):

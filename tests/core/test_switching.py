@@ -93,26 +93,31 @@ def busy_for_s(cold: int = 1, resident: int = 1, **limits: object) -> float:
     return switched_after_s(world)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("share", [0.1, 0.2, 1.0])
 def test_a_busy_model_is_closed_so_late_that_it_is_away_for_its_share_of_the_time(share: float) -> None:
     assert 0.8 * AWAY_S / share <= busy_for_s(away_share=share, deadlines_s=AT_ONCE_S) <= 1.2 * AWAY_S / share
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("priority", "deadline_s"), [(1, 120.0), (2, 480.0), (7, 480.0)])
 def test_a_busy_model_is_not_closed_before_the_deadline(priority: int, deadline_s: float) -> None:
     assert busy_for_s(cold=priority, resident=priority, away_share=1.0) == pytest.approx(deadline_s, abs=0.2)
 
 
+@pytest.mark.untraced
 def test_a_busy_model_that_serves_less_urgent_requests_is_closed_at_the_deadline() -> None:
     for urgent, last in ((0, 1), (1, 2), (-3, 0)):
         deadline_s = Limits().deadlines_s[max(urgent, 0)]
         assert busy_for_s(urgent, last, away_share=0.01) == pytest.approx(deadline_s, abs=0.2)
 
 
+@pytest.mark.untraced
 def test_requests_that_are_as_urgent_are_not_closed_out_at_the_deadline() -> None:
     assert busy_for_s(0, 0) >= 100.0
 
 
+@pytest.mark.untraced
 def test_an_urgent_request_notices_that_a_busy_model_has_gone_on_with_less_urgent_ones() -> None:
     """When it came the model served another urgent one: without that it would have been due much sooner."""
     world = two(concurrency=1)
@@ -152,6 +157,7 @@ def test_requests_that_came_later_are_overtaken_by_a_queue_that_is_due() -> None
 # --- floods ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("after_s", [-1.0, 0.0, 30.0])
 def test_a_tenant_that_floods_a_model_does_not_keep_others_from_theirs(after_s: float) -> None:
     """Its requests come after the other's or before; either way it is noticed in time that they are too many."""
@@ -339,6 +345,7 @@ def test_many_cold_models_are_all_brought_in_the_end() -> None:
     assert all(call.fate is Fate.SERVED for call in calls) and swaps(world) == 24
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", ["default", pytest.param("fifo", marks=pytest.mark.slow)])
 def test_a_crowd_of_models_is_served_to_the_last(policy: str) -> None:
     """So many that their order is kept for a moment; some are asked for again while they wait, one urgently."""
