@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import cast
 
@@ -235,7 +236,10 @@ def until_it_answers(port: int, process: subprocess.Popen[bytes] | subprocess.Po
 
     def answers() -> bool:
         assert process.poll() is None, "it ended"
-        with contextlib.suppress(OSError), opener.open(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S):
+        with (
+            contextlib.suppress(OSError, HTTPException),
+            opener.open(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S),
+        ):
             return True
         return False
 

@@ -20,7 +20,7 @@ from greenroom.cli.parser import parser
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.test_guides import ROOT, blocks
 from tests.process.trees import is_alive
-from tests.waiting import until_now
+from tests.waiting import PATIENCE_S, until_now
 
 CONFIG = """
 gpus: [{memory_mib: 10000, margin_mib: 0}]
@@ -294,7 +294,7 @@ def test_no_process_outlives_the_command(number: signal.Signals, status: int, co
         # Both have begun to play.
         until_now(lambda: all(cpu_ticks(pid) > 20 for pid in pids), "processes that play")
         program.send_signal(number)
-        assert program.wait(30) == status
+        assert program.wait(PATIENCE_S) == status
     finally:
         program.kill()
         program.wait()

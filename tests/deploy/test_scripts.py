@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,10 @@ def test_run_local_serves_the_folder_models_unless_told_what_to_serve(
 
 
 def answers(port: int) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+    with (
+        contextlib.suppress(OSError, HTTPException),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5),
+    ):
         return True
     return False
 

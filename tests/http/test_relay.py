@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
-from tests.waiting import until, until_still
+from tests.waiting import PATIENCE_S, until, until_still
 
 from .conftest import Behind, Connect, Engines
 from .wires import Call, Client, Engine, OddLoop, Proxy, get, post
@@ -24,7 +24,7 @@ def chunk(data: bytes) -> bytes:
 
 async def outcome_of(proxy: Proxy, number: int = 0) -> RelayOutcome:
     await until(lambda: len(proxy.relays) > number)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return await proxy.relays[number].wait()
 
 
@@ -67,7 +67,7 @@ async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, beh
     client = await connect(proxy.server)
     await client.send(post(b"{}"))
     assert b"text/event-stream" in await client.reader.readuntil(b"\r\n\r\n")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert await client.reader.readuntil(b"da\r\n") == chunk(b": hi\n\nda")
     relay = proxy.relays[0]
     assert (relay.events, relay.first_data_at, relay.at_boundary) == (1, None, False)
@@ -163,7 +163,7 @@ async def test_client_that_leaves_ends_the_engines_work_at_once(
     else:
         client.reset()
     assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await left.wait()
     await until(lambda: proxy.pool.open_count == 0)
 
@@ -354,7 +354,7 @@ async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Beh
     proxy.relays[0].fail(b"data: cut\n\n")
     assert (await client.response()).body == b"data: 1\n\ndata: cut\n\n"
     assert await waiting is RelayOutcome.STOPPED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await left.wait()
     proxy.relays[0].stop()
     assert proxy.relays[0].outcome is RelayOutcome.STOPPED

@@ -14,7 +14,7 @@ from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import EngineAddress, Pool
-from tests.waiting import until, until_still
+from tests.waiting import PATIENCE_S, until, until_still
 
 from .conftest import Engines
 from .wires import Call, Engine, OddLoop, address
@@ -377,7 +377,7 @@ async def test_aborted_connection_tells_nobody_and_the_engine_notices(
     await until(lambda: notes.data == b"a")
     assert notes.upstream is not None
     notes.upstream.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await left.wait()
     assert notes.told == ["head", "body"]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     def is_healthy() -> bool:
         assert process.poll() is None, log.read_text()[-2000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+        with (
+            contextlib.suppress(OSError, HTTPException),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5),
+        ):
             return True
         return False
 

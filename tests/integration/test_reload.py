@@ -178,11 +178,11 @@ async def test_relabelled_model_keeps_its_process(tmp_path: Path) -> None:
 
 
 async def test_new_stop_timeout_counts_for_an_engine_that_runs_already(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"deaf": fake("deaf", "--ignore-term", stop_timeout_s=20)}) as app:
+    async with gateway(tmp_path, {"deaf": fake("deaf", "--ignore-term", stop_timeout_s=120)}) as app:
         await chat(app, "deaf")
         edit(tmp_path, put("deaf", fake("deaf", "--ignore-term", stop_timeout_s=0.2)))
         assert (await app.reload()).relabelled == ("deaf",)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await app.operations.move(MoveKind.UNLOAD, ModelId("deaf"))
 
 

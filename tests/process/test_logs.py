@@ -16,6 +16,7 @@ from greenroom.process.logs import (
     StartLog,
     Subscription,
 )
+from tests.waiting import PATIENCE_S
 
 
 def ring_of(*pieces: bytes) -> LogRing:
@@ -97,7 +98,7 @@ def test_flush_ends_an_unfinished_line() -> None:
 
 
 async def next_lines(subscription: Subscription, count: int) -> list[str]:
-    return [await asyncio.wait_for(anext(subscription), timeout=20) for _ in range(count)]
+    return [await asyncio.wait_for(anext(subscription), timeout=PATIENCE_S) for _ in range(count)]
 
 
 async def test_subscription_gets_the_lines_from_now_on() -> None:

@@ -20,6 +20,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
+from tests.waiting import PATIENCE_S
 
 
 class Scripted:
@@ -89,7 +90,7 @@ async def test_until_waits_for_a_fact_after_an_event() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     loop.post(order("b"))
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 def arrival(name: str = "r") -> RequestArrived:
@@ -184,7 +185,7 @@ async def test_wait_ends_with_the_decision_or_the_time() -> None:
     assert await ticket.wait(0.01) is False
     asyncio.get_running_loop().call_soon(ticket.reject, QueueFull("full"))
     with pytest.raises(QueueFull):
-        await ticket.wait(5)
+        await ticket.wait(PATIENCE_S)
 
 
 def test_cut_reaches_whoever_listens_later() -> None:

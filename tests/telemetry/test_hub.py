@@ -8,6 +8,7 @@ import pytest
 
 from greenroom.errors import Overload
 from greenroom.telemetry.hub import Event, EventSubscription, Hub
+from tests.waiting import PATIENCE_S
 
 
 async def next_of(subscription: EventSubscription) -> Event:
@@ -128,7 +129,7 @@ async def test_closed_hub_ends_its_listeners_after_what_they_have_not_read() -> 
     waiting = asyncio.create_task(all_of(idle))
     await asyncio.sleep(0)
     hub.close()
-    assert await asyncio.wait_for(waiting, 10) == []
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == []
     assert await all_of(behind) == [(1, "last")]
     assert await all_of(hub.subscribe()) == []
 

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,7 +91,7 @@ class Scene:
 
     def _ask_quietly(self, path: str, body: Any, headers: dict[str, str]) -> None:
         # The gateway is killed under these callers.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, HTTPException):
             self.post(path, body, **headers)
 
 

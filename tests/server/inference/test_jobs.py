@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from greenroom.server.inference.jobs.jobs import Jobs
+from tests.waiting import PATIENCE_S
 
 
 class EmptyTable:
@@ -36,7 +37,7 @@ async def test_nothing_begins_anew_while_or_after_jobs_close(turns: int) -> None
     jobs.start()
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await jobs.close()
     tidied = table.tidied
     for _ in range(20):
