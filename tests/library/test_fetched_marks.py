@@ -55,6 +55,23 @@ def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_on
     close_all(other.begin_fetch())
 
 
+@pytest.mark.parametrize("others", [["hub"], ["."], ["hub", "."]])
+def test_gateways_that_name_the_folder_by_other_roots_know_of_each_other(tmp_path: Path, others: list[str]) -> None:
+    path = tmp_path / "hub" / "a.gguf"
+    path.parent.mkdir()
+    path.write_bytes(b"weights")
+    first = FetchedMarks(lambda: Roots([str(tmp_path), str(tmp_path / "hub")]))
+    second = FetchedMarks(lambda: Roots([str(tmp_path / other) for other in others]))
+    first.mark(str(path))
+    assert second.use(str(path)) and first.use(str(path))
+    assert first.take(str(path)) is None, "the second one uses them"
+    locks = second.take(str(path))
+    assert locks is not None
+    path.unlink()
+    second.let_go(str(path), locks)
+    assert not first.use(str(path))
+
+
 def test_what_no_update_fetched_has_no_mark(tmp_path: Path) -> None:
     one = marks(tmp_path)
     one.mark("/elsewhere/a.gguf")

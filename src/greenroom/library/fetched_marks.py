@@ -143,8 +143,16 @@ class FetchedMarks:
         return None if file is None else _opened(file, flags)
 
     def _file(self, path: str) -> str | None:
-        root = next((root for root in self._roots().real() if is_below(path, root)), None)
-        return None if root is None else _mark(root, path)
+        """The mark of this, or where it is to be: in the innermost root. Other gateways may have other roots."""
+        roots = sorted((root for root in self._roots().real() if is_below(path, root)), key=len)
+        if not roots:
+            return None
+        folder = path
+        while folder != roots[0]:
+            folder = os.path.dirname(folder)
+            if os.path.lexists(file := _mark(folder, path)):
+                return file
+        return _mark(roots[-1], path)
 
 
 def disown(paths: Iterable[str]) -> None:
