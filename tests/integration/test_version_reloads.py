@@ -1,4 +1,4 @@
-"""Versions while the configuration changes, and while others ask at the same moment."""
+"""Versions while something else changes: the configuration, the links that name them, what others ask for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.roots import Roots
-from tests.harness import gateway
+from tests.harness import gateway, tiny
 from tests.integration import test_versions
 from tests.integration.raw import http
 from tests.integration.test_version_fetch import files, has_first_version, hub, is_fetching, models, options
@@ -55,3 +55,32 @@ async def test_of_two_updates_at_once_the_second_is_told_the_task_of_the_first(t
             is_over = app.updates.running("m") is None
             told.append((await http(app, "GET", f"/update-model/{task}")).json())
         assert {one["model_repo_id"] for one in told} == {order["model_repo_id"]}
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+async def test_a_version_is_what_its_link_led_to_when_it_was_asked_for(tmp_path: Path, is_folder: bool) -> None:
+    steps = {name: Path(test_versions.weights(tmp_path, name)) for name in ("alpha", "bravo", "charlie")}
+    link = tmp_path / "models" / ("latest" if is_folder else "latest.gguf")
+
+    def lead_to(name: str) -> None:
+        link.unlink(missing_ok=True)
+        if is_folder:
+            folder = tmp_path / "models" / f"step-{name}"
+            folder.mkdir()
+            steps[name].rename(folder / "model.gguf")
+            link.symlink_to(folder)
+        else:
+            link.symlink_to(steps[name])
+
+    named = link / "model.gguf" if is_folder else link
+    lead_to("alpha")
+    served = {"m": tiny(named, versions={"keep": 3})}
+    async with gateway(tmp_path, served, **options(tmp_path)) as app:
+        for name in ("bravo", "charlie"):
+            lead_to(name)
+            await test_versions.update(app, str(named))
+            assert test_versions.said(await test_versions.ask(app))[2] == name
+        for number, name in ((2, "bravo"), (1, "alpha")):
+            back = await http(app, "POST", "/api/v1/models/m/rollback?wait=true", {"version": number})
+            assert back.status == 200, back.body
+            assert test_versions.said(await test_versions.ask(app))[2] == name

@@ -7,12 +7,16 @@ link leads out. Everything here looks at the disk and blocks as long as the disk
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable
 from typing import Final
 
 # The longest path that Linux takes.
 PATH_CHARS_MAX: Final = 4_096
+LINKS_MAX: Final = 40
+# The number of a part of a split model, and the kind of a file.
+_ENDING: Final = re.compile(r"(-\d{5}-of-\d{5})?(\.[^./]+)?$")
 
 
 class Roots:
@@ -64,3 +68,32 @@ class Roots:
 def is_below(path: str, root: str) -> bool:
     """True if `path` is `root` or lies below it, by their names alone. Both are absolute and normal."""
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def link_steps(path: str) -> list[str]:
+    """Where this path lies, then where its links lead, one after another. Blocks."""
+    steps: list[str] = []
+    while len(steps) < LINKS_MAX:
+        folder, name = os.path.split(path)
+        steps.append(os.path.join(os.path.realpath(folder), name))
+        try:
+            path = os.path.join(os.path.dirname(steps[-1]), os.readlink(steps[-1]))
+        except OSError:
+            break
+    return steps
+
+
+def pinned(path: str) -> str:
+    """What this path means now, wherever its links lead later. Blocks.
+
+    Files are told by their names, so a link to a file of another name stays: links of the hub's cache lead to blobs.
+    """
+    if os.path.isdir(path):
+        return os.path.realpath(path)
+    steps = link_steps(path)
+    return next(step for step in reversed(steps) if _ending(step) == _ending(steps[0]))
+
+
+def _ending(path: str) -> str:
+    match = _ENDING.search(path)
+    return "" if match is None else match[0]

@@ -18,6 +18,7 @@ import msgspec
 from greenroom.config.plain_file import sync_folder
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.library.roots import Roots, pinned
 
 FILE_NAME: Final = "versions.json"
 
@@ -65,6 +66,12 @@ class NamedVersions(msgspec.Struct, frozen=True):
         """The coming version is not served. What its update fetched leaves, unless the first version is yet to come."""
         paths = self.leaving if self.current is None else (*self.leaving, *fetched)
         return msgspec.structs.replace(self, prepared=None, leaving=tuple(dict.fromkeys(paths)))
+
+
+def _first_path(path: str, roots: Roots) -> str:
+    """Where the configured weights lie now. Below no root only what is configured may be loaded, so that stays."""
+    real = pinned(path)
+    return real if os.path.isabs(path) and roots.holds(real) else path
 
 
 def told_as(repo_id: str, *, to_operator: bool) -> str:
@@ -125,8 +132,9 @@ class VersionStore:
 
 def begin_versions(store: VersionStore, config: Config, now: float) -> None:
     """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
+    roots = Roots(config.roots)
     firsts = {
-        name: Version(1, model.versions.repo_id or model.path, model.path, since=round(now, 3))
+        name: Version(1, model.versions.repo_id or model.path, _first_path(model.path, roots), since=round(now, 3))
         for name, model in config.models.items()
         if model.versions is not None and model.path is not None and store.of(name).current is None
     }

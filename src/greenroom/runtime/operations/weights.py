@@ -21,7 +21,7 @@ from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
 from greenroom.library.removal import removed_paths
-from greenroom.library.roots import is_below
+from greenroom.library.roots import is_below, link_steps, pinned
 from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
@@ -39,7 +39,6 @@ NO_KEY: Final = ""
 # While another gateway deletes weights, nothing is fetched.
 BEGIN_TRIES: Final = 600
 BEGIN_EVERY_S: Final = 0.1
-LINKS_MAX: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class VersionWeights:
         Raises PathNotFound, BadRequest, UnusableModel or FetchFailed.
         """
         name = order.repo_id
-        path = await run_detached(lambda: self._library.roots.locate(name), "look for weights")
+        path = await run_detached(lambda: self._located(name), "look for weights")
         if path is not None:
             await self._library.refresh()
             commit = self._commit_at(path, model)
@@ -89,6 +88,13 @@ class VersionWeights:
             return await self._fetched(model, order, fetched)
         finally:
             close_all(locks)
+
+    def _located(self, name: str) -> str | None:
+        """Links are followed now: when they lead elsewhere, what this version serves must not change. Blocks."""
+        roots = self._library.roots
+        path = roots.locate(name)
+        real = None if path is None else pinned(path)
+        return real if real is not None and roots.holds(real) else path
 
     async def _begun(self) -> list[int]:
         """Locks that keep other gateways from deleting what is being fetched. Raises FetchFailed."""
@@ -150,7 +156,7 @@ class VersionWeights:
 
     async def keep(self, paths: Sequence[str]) -> None:
         """Let no gateway ever delete these: an operator names them, so they are his, whoever fetched them."""
-        await run_detached(lambda: disown(chain.from_iterable(map(_way, paths))), "keep configured weights")
+        await run_detached(lambda: disown(chain.from_iterable(map(link_steps, paths))), "keep configured weights")
 
     async def use(self, versions: Collection[Version]) -> None:
         """Let no other gateway delete what these need."""
@@ -252,21 +258,8 @@ def _is_needed(record: LibraryRecord, others: Collection[LibraryRecord], used: I
 
     What both only link to, as revisions of a repository do, is kept for the other anyway.
     """
-    gone = {_way(path)[0] for path in removed_paths(record, others)}
-    return any(step in gone for path in used for step in _way(path))
-
-
-def _way(path: str) -> list[str]:
-    """Where this path lies, then where its links lead, one after another."""
-    steps: list[str] = []
-    while len(steps) < LINKS_MAX:
-        folder, name = os.path.split(path)
-        steps.append(os.path.join(os.path.realpath(folder), name))
-        try:
-            path = os.path.join(os.path.dirname(steps[-1]), os.readlink(steps[-1]))
-        except OSError:
-            break
-    return steps
+    gone = {link_steps(path)[0] for path in removed_paths(record, others)}
+    return any(step in gone for path in used for step in link_steps(path))
 
 
 def _unused(paths: Iterable[str], in_use: Iterable[str]) -> list[str]:
