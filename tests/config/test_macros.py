@@ -151,6 +151,17 @@ def test_text_that_a_start_would_take_for_a_place_to_fill_is_refused(complaints:
     ]
 
 
+@pytest.mark.parametrize(
+    ("macro", "cmd", "line"),
+    [("x", "a ${PORT} ${env.X}", "4: models.q.cmd"), ("${env.X} ${PORT}", "a ${m}", "1: macros.m")],
+)
+def test_a_place_to_fill_beside_a_mistake_is_no_mistake(
+    complaints: Complaints, macro: str, cmd: str, line: str
+) -> None:
+    text = f"macros: {{m: '{macro}'}}\nmodels:\n  q:\n    cmd: {cmd}\n"
+    assert complaints(text, {}) == [f"my.yaml:{line}: the environment variable X is not set"]
+
+
 def test_places_for_gpus_are_kept_for_the_start_of_a_command(loads: Loads) -> None:
     config = loads("""\
         models:

@@ -30,6 +30,7 @@ HOLES = ("MODEL_ID", *AT_START)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 # An escape, a complete reference, or the beginning of one that is never closed.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
+_HOLE = re.compile(rf"\$\{{({'|'.join(HOLES)})\}}")
 _ENV = "env."
 
 
@@ -110,7 +111,9 @@ class _Expansion:
             return self._template(value)
         except _Unknown as unknown:
             self.problems.append(Problem(where, str(unknown)))
-            return TextTemplate((value,))
+            # Its placeholders are none the less real, here and wherever a macro brings them.
+            parts = _HOLE.split(value)
+            return TextTemplate(tuple(Hole(part) if place % 2 else part for place, part in enumerate(parts)))
 
     def _template(self, text: str) -> Open:
         pieces: list[str | Hole] = []
