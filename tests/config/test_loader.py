@@ -44,7 +44,7 @@ ONE_PROBLEM = [
     ("server:\n  host: 1\n", "2: server.host: text is wanted, not 1; put it in quotes"),
     ("server:\n  heartbeat: loud\n", '2: server.heartbeat: one of comment, chunk, off is wanted, not "loud"'),
     ("server:\n  allowed_hosts: a\n", '2: server.allowed_hosts: a list is wanted, not "a"'),
-    ("server:\n  forward_headers: ['a b']\n", "2: server.forward_headers[0]: must match "),
+    ("server:\n  forward_headers: ['a b']\n", "2: server.forward_headers[0]: is no name of a header"),
     ("server:\n", "1: server: a mapping (key: value) is wanted, but nothing is given"),
     ("models:\n", "1: models: a mapping (key: value) is wanted, but nothing is given"),
     ("models: [a]\n", '1: models: a mapping (key: value) is wanted, not ["a"]'),

@@ -55,7 +55,7 @@ def test_a_mistake_is_told_with_the_file_it_is_in(tmp_path: Path) -> None:
     ("tasks", "said"),
     [
         ("tasks: {}\nmodels: {}\n", "tasks.yaml:2: models: unknown key: tasks.yaml has `tasks` and nothing else"),
-        ("tasks: {a: {candidates: []}}\n", "tasks.yaml:1: tasks.a.candidates: "),
+        ("tasks: {a: {candidates: []}}\n", "tasks.yaml:1: tasks.a.candidates: may not be empty"),
         ("tasks: {a: {candidates: [nope]}}\n", "tasks.a.candidates[0]: nope: there is no model of this id or alias"),
         ("tasks: {a: {candidates: [org/name]}}\n", "org/name: a model that is only on disk can be no candidate; "),
         ("tasks: {a: {candidates: [other.gguf]}}\n", "other.gguf: a model that is only on disk can be no candidate; "),

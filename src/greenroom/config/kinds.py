@@ -79,8 +79,15 @@ LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
 # A hundredth to all of the time.
 AwayShare = Annotated[float, Field(ge=0.01, le=1), NotBool]
+# Patterns of texts. What each asks for is told in words by `mistakes.py`.
+HEADER_NAME = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
+HEX_64 = r"^[0-9a-f]{64}$"
+NO_CONTROLS = r"^[^\x00-\x1f\x7f]+$"
+REMOTE_NAME = r"^[a-z0-9][a-z0-9_-]{0,31}$"
 # The characters a header can carry.
-TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
+TENANT_NAME = r"^[ -~]+$"
+VARIABLE_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=TENANT_NAME)]
 # From a thousandth to a thousand times the share of a tenant without a weight.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
@@ -151,7 +158,7 @@ def _host_name(said: str) -> str:
 HostName = Annotated[
     str, AfterValidator(_host_name), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9._-]{1,253}$"})
 ]
-HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
+HeaderName = Annotated[str, StringConstraints(pattern=HEADER_NAME)]
 
 
 def words(command: str | tuple[str, ...]) -> tuple[str, ...]:

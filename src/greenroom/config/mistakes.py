@@ -12,9 +12,11 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from greenroom.config.kinds import HEADER_NAME, HEX_64, NO_CONTROLS, REMOTE_NAME, TENANT_NAME, VARIABLE_NAME
 from greenroom.config.reader import Lines, Problem, Where, shown
 from greenroom.config.schema import Company, Config, Model, Section
 
+_MOMENT = "a date and time, such as 2030-01-31T12:00:00Z,"
 _WANTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -28,6 +30,7 @@ _WANTED = {
     "bool_parsing": "true or false",
     "string_type": "text",
     "tuple_type": "a list",
+    **dict.fromkeys(("datetime_type", "datetime_parsing", "datetime_from_date_parsing"), _MOMENT),
     "dict_type": "a mapping (key: value)",
     "model_type": "a mapping (key: value)",
     "model_attributes_type": "a mapping (key: value)",
@@ -37,10 +40,14 @@ _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "less_than_equal": ("at most", "le"),
 }
-# Patterns that are better explained by a sentence.
+# What a text with this pattern must be.
 _PATTERNS = {
-    "sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key new` prints them",
-    "api_key_env": "must be the name of an environment variable, not the key itself",
+    HEADER_NAME: "is no name of a header",
+    HEX_64: "must be 64 hexadecimal digits in lower case",
+    NO_CONTROLS: "may not contain control characters",
+    REMOTE_NAME: "has 1 to 32 lower-case letters, digits, - and _, and begins with a letter or digit",
+    TENANT_NAME: "is made of letters, digits, spaces and signs of ASCII",
+    VARIABLE_NAME: "must be the name of an environment variable, not the key itself",
 }
 # Values below these keys may be secrets and are never shown.
 SECRET_KEYS = frozenset({"key", "sha256", "env", "api_key_env"})
@@ -55,8 +62,8 @@ def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
         by_place.setdefault(_place(detail, lines), []).append(detail)
     for where, details in by_place.items():
         deeper = any(len(other) > len(where) and other[: len(where)] == where for other in by_place)
-        # An item of a list is wrong; do not also report that the list is not a text.
-        if deeper and all(detail["type"] in _WANTED for detail in details):
+        # An item of a list is wrong; do not also report that the list is not a text, or too short without the item.
+        if deeper and all(detail["type"] in _WANTED or detail["type"] == "too_short" for detail in details):
             continue
         yield from _told(where, details)
 
@@ -107,15 +114,16 @@ def _message(where: Where, detail: ErrorDetails) -> str:
     if kind in _BOUNDS:
         word, key = _BOUNDS[kind]
         return f"must be {word} {context[key]:,.12g}{_not_this(where, detail['input'])}"
-    if kind == "string_too_short":
+    if kind in ("string_too_short", "too_short"):
         return "may not be empty"
     if kind == "string_too_long":
         return f"may have at most {context['max_length']} characters"
+    if kind == "too_long":
+        return f"may have at most {context['max_length']} entries"
     if kind == "string_pattern_mismatch":
-        if where[-1] in _PATTERNS:
-            return _PATTERNS[str(where[-1])]
-        return f"must match {context['pattern']}{_not_this(where, detail['input'])}"
-    return detail["msg"]
+        hint = ", as `greenroom key new` prints them" if where[-1] == "sha256" else ""
+        return _PATTERNS[context["pattern"]] + hint
+    return str(context["error"]) if kind == "value_error" else detail["msg"]
 
 
 def _not_this(where: Where, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from greenroom.config import kinds
-from greenroom.config.kinds import Name, NotBool, Section
+from greenroom.config.kinds import HEX_64, Name, NotBool, Section
 from greenroom.config.reader import Problem, break_on
 
 Operation = Literal[
@@ -23,7 +23,7 @@ Operation = Literal[
 # Where runners of this API look for the shared key.
 DEFAULT_KEY_PATH: Final = "/etc/safebox/model-api.key"
 SIGNERS_MAX: Final = 64
-PublicKey = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+PublicKey = Annotated[str, StringConstraints(pattern=HEX_64)]
 
 
 class Quorum(Section):

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from greenroom.config.kinds import ID_CHARS_MAX, Name, RoutePattern, Section
+from greenroom.config.kinds import HEX_64, ID_CHARS_MAX, NO_CONTROLS, Name, RoutePattern, Section
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.tenants import RateLimits
 
@@ -51,7 +51,7 @@ def _in_utc(moment: datetime) -> datetime:
         raise ValueError("in UTC it lies before the year 1 or after the year 9999") from None
 
 
-ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]+$")]
+ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=NO_CONTROLS)]
 Moment = Annotated[datetime, AfterValidator(_in_utc)]
 
 
@@ -89,7 +89,7 @@ class ApiKey(Section):
     """Who holds this key; shown in logs and status instead of the key."""
     key: Annotated[str | None, Field(repr=False)] = None
     """The key itself, best given as `${env.NAME}`; it is hashed when read and never kept. Give this or sha256."""
-    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+    sha256: Annotated[str, StringConstraints(pattern=HEX_64)] | None = None
     """The key's SHA-256 in hex, so that the file holds no secret (`greenroom key new` makes a key and prints both)."""
     tenant: Name | None = None
     """The tenant its requests belong to; the key's name when not given."""

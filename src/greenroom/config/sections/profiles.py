@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
-from greenroom.config.kinds import SECONDS_MAX, ModelId, NotBool, SecondsAboveZero, Section
+from greenroom.config.kinds import NO_CONTROLS, SECONDS_MAX, ModelId, NotBool, SecondsAboveZero, Section
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.keys import PATTERNS_MAX, ModelPattern
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
@@ -20,7 +20,7 @@ TEMPLATE_SWITCHES: Final = "chat_template_kwargs"
 THINKING: Final = "enable_thinking"
 
 # Of a key's name, a tenant or a client's id.
-NamePattern = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+NamePattern = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NO_CONTROLS)]
 NamePatterns = Annotated[tuple[NamePattern, ...], Field(max_length=PATTERNS_MAX)]
 ErrorCount = Annotated[int, Field(ge=1, le=1_000), NotBool]
 KeepAliveSeconds = Annotated[float, Field(ge=-1, le=SECONDS_MAX), NotBool]
