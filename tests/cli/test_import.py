@@ -52,9 +52,34 @@ def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.Capture
     new = swap.parent / "new.yaml"
     assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 1
     said = capsys.readouterr().err
-    assert "nothing is written" in said and "other is already an alias of m" in said and not new.exists()
+    assert "nothing is written" in said and not new.exists()
+    assert f"{swap}:{len(SWAP.splitlines()) + 1}: models.n.aliases[0]: other is already an alias of m" in said
     assert main(["import", "llama-swap", str(swap.parent / "nothing.yaml")]) == 1
     assert main(["import", "llama-swap", str(swap), "--write", "/nowhere/new.yaml"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("startPort: 70000", "1: startPort: must be at most 65,535, not 70000"),
+        (
+            "models: {m: {cmd: 'x ${PORT}', cmdStop: \"'\"}}",
+            "1: models.m.cmdStop: cannot be split into words: no closing quotation",
+        ),
+        (
+            "models: {m: {cmd: 'x ${PORT}', concurrencyLimit: 9999999999}}",
+            "1: models.m.concurrencyLimit: must be at most ",
+        ),
+        ("healthCheckTimeout: 1e300", "1: healthCheckTimeout: must be at most "),
+    ],
+)
+def test_a_mistake_is_told_in_the_file_and_by_the_keys_of_llama_swap(
+    swap: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = "" if line.startswith("models") else "models: {m: {cmd: 'x ${PORT}'}}\n"
+    swap.write_text(f"{line}\n{models}")
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    assert f"{swap}:{told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--write", "new.yaml"]])

@@ -72,7 +72,7 @@ def test_no_words_of_the_validator_reach_a_user() -> None:
             "3: server.api_keys[0].sha256: must be 64 hexadecimal digits in lower case, "
             "as `greenroom key new` prints them",
         ),
-        (f"tasks:\n  t: {{candidates: {['a'] * 99}}}\n", "2: tasks.t.candidates: may have at most 32 entries"),
+        (f"tasks:\n  t: {{candidates: {['a'] * 99}}}\n", "2: tasks.t.candidates: may have at most 16 entries"),
         ("governance:\n  signers: {a: b}\n", "2: governance.signers.a: must be 64 hexadecimal digits in lower case"),
         ("model_roots:\n  - ''\n", "2: model_roots[0]: an empty text is no folder; name one, such as /srv/models"),
     ],

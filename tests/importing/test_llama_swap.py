@@ -284,6 +284,12 @@ def test_a_wrong_value_is_never_shown_because_it_may_be_a_secret(key: str, tmp_p
     assert f"# {key}: not mapped: a " in text and "sk-secret" not in text
 
 
+def test_a_level_that_llama_swap_does_not_have_is_named(tmp_path: Path) -> None:
+    made = imported(tmp_path, {**model(), "logLevel": "loud"})
+    assert [note.line for note in made.notes] == ["logLevel: not mapped: one of debug, info, warn, error is wanted"]
+    assert "log" not in made.tree
+
+
 # --- macros ---------------------------------------------------------------------------------------------------------
 
 MACROS = """

@@ -39,16 +39,25 @@ class Problem:
     line: int | None = None
 
 
+class FileRefused(ConfigError):
+    """A file with problems. The message has a line for each."""
+
+    def __init__(self, message: str, problems: tuple[Problem, ...]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
 def refusal(
     file: str, problems: Iterable[Problem], lines: Lines, variable: Callable[[Problem], str | None] = lambda _: None
-) -> ConfigError:
+) -> FileRefused:
     """One error for all problems of a file, ordered by line; first those of an environment variable, by its name."""
+    problems = tuple(problems)
     numbered = {_told(problem, file, lines, variable(problem)): None for problem in problems}
     ordered = sorted(numbered, key=lambda entry: entry[0])
     told = [sentence for _, sentence in ordered[:PROBLEMS_MAX]]
     if len(ordered) > PROBLEMS_MAX:
         told.append(f"{file}: and {len(ordered) - PROBLEMS_MAX} more")
-    return ConfigError("\n".join(told))
+    return FileRefused("\n".join(told), problems)
 
 
 def _told(problem: Problem, file: str, lines: Lines, variable: str | None) -> tuple[int, str]:

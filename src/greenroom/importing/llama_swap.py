@@ -7,12 +7,12 @@ and memory does not count beside them, so that the same models are unloaded for 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 from greenroom.config.kinds import id_problem
-from greenroom.config.reader import Problem, Value, read, refusal
+from greenroom.config.reader import Lines, Problem, Value, dotted, read, refusal
 from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
@@ -52,15 +52,52 @@ def import_file(path: Path) -> Imported:
     """Read a file of llama-swap. Raises ConfigError with a line for each mistake that llama-swap would refuse too, or
     for each reason if none of its models can be run here."""
     source = read(path)
+    lines = source.lines
     if not isinstance(source.tree.get("models"), dict) or not source.tree["models"]:
         raise ConfigError(f"{path}: has no models; is it a configuration of llama-swap?")
     made = _Import(source.tree)
-    imported = made.whole()
+    imported = made.whole(lambda found: refusal(str(path), (_in_source(problem, lines) for problem in found), lines))
     if wrong := [*source.problems, *made.problems]:
-        raise refusal(str(path), wrong, source.lines)
+        raise refusal(str(path), wrong, lines)
     if not imported.tree["models"]:
         raise nothing_found(path, imported.notes)
     return imported
+
+
+# Keys of ours, and the keys of llama-swap that they are made of. `*` stands for any one key, which is the same in both.
+_MADE_OF: Final = {
+    "ports": "startPort",
+    "stay_warm": "globalTTL",
+    "server.api_keys": "apiKeys",
+    "scheduler.company.groups": "groups",
+    "scheduler.company.matrix": "matrix",
+    "remotes": "peers",
+    "tasks": "selectors",
+    "models.*.cmd_stop": "models.*.cmdStop",
+    "models.*.check_endpoint": "models.*.checkEndpoint",
+    "models.*.use_model_name": "models.*.useModelName",
+    "models.*.concurrency": "models.*.concurrencyLimit",
+    "models.*.set_params": "models.*.filters.setParams",
+    "models.*.strip_params": "models.*.filters.stripParams",
+    "models.*.ttl_s": "models.*.ttl",
+    "models.*.stop_timeout_s": "models.*.unloadTimeout",
+    "models.*.load_timeout_s": "healthCheckTimeout",
+}
+
+
+def _in_source(problem: Problem, lines: Lines) -> Problem:
+    """The same problem in its place of llama-swap's file; it names our key if that file has no key for it."""
+    where = problem.where
+    for ours, theirs in _MADE_OF.items():
+        steps = ours.split(".")
+        if len(where) >= len(steps) and all(step in ("*", said) for step, said in zip(steps, where, strict=False)):
+            named = iter(said for step, said in zip(steps, where, strict=False) if step == "*")
+            where = (*(next(named) if step == "*" else step for step in theirs.split(".")), *where[len(steps) :])
+            break
+    while where and where not in lines:
+        where = where[:-1]
+    is_named = len(where) > 2 or (len(where) == 1 and where[0] != "models")
+    return Problem(where, problem.message if is_named else f"{dotted(problem.where)}: {problem.message}")
 
 
 class _Import:
@@ -77,11 +114,14 @@ class _Import:
         self.problems: list[Problem] = scope.problems
         self._tasks: dict[str, Value] = {}
 
-    def whole(self) -> Imported:
+    def whole(self, refused: Callable[[Sequence[Problem]], ConfigError]) -> Imported:
         models = self._models()
         sections: dict[str, Value] = {"server": self._server()}
-        if (level := self._top.text("logLevel")) is not None:
-            sections["log"] = {"level": _LEVELS.get(level, level)}
+        level = self._top.text("logLevel")
+        if level in _LEVELS:
+            sections["log"] = {"level": _LEVELS[level]}
+        elif level is not None:
+            self.notes.unmapped(("logLevel",), f"one of {', '.join(_LEVELS)} is wanted")
         if (first := self._top.number("startPort", least=1)) is not None:
             sections["ports"] = {"first": int(first), "last": min(int(first) + PORTS - 1, PORT_MAX)}
         # llama-swap keeps models for ever if nothing else is said.
@@ -101,7 +141,7 @@ class _Import:
             sections["tasks"] = tasks
         self._top.name_rest(NOT_MAPPED, UNKNOWN)
         made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
-        return Imported(made, tuple(self.notes.found), self.notes.mapped)
+        return Imported(made, tuple(self.notes.found), self.notes.mapped, refused)
 
     def _models(self) -> dict[str, dict[str, Value]]:
         shared = SharedDefaults(

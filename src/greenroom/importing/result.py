@@ -5,13 +5,13 @@ Owns how both are written: as YAML that our own reader reads back unchanged, wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from greenroom.config.reader import Value, Where, dotted, plain
+from greenroom.config.reader import Problem, Value, Where, dotted, plain
 from greenroom.errors import ConfigError
 
 LINE_CHARS_MAX = 120
@@ -37,11 +37,15 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`tree` is the configuration. `mapped` counts the keys of the source that are in it."""
+    """`tree` is the configuration. `mapped` counts the keys of the source that are in it.
+
+    `refused` is the error if the configuration has these problems: in places of the source.
+    """
 
     tree: dict[str, Value]
     notes: tuple[Note, ...]
     mapped: int
+    refused: Callable[[Sequence[Problem]], ConfigError]
 
 
 @dataclass(slots=True)

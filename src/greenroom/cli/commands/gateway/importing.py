@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
     imported, title = args.made(args)
     text = as_yaml(imported.tree, title, imported.notes)
-    unset = _checked(text)
+    unset = _checked(text, imported)
     if args.write is None:
         screen.say(text)
     else:
@@ -85,10 +85,10 @@ def _of_ollama(args: argparse.Namespace) -> tuple[Imported, list[str]]:
     return import_folder(folder), title
 
 
-def _checked(text: str) -> list[str]:
+def _checked(text: str, imported: Imported) -> list[str]:
     """Check the configuration. Returns the environment variables that it needs and that are not set."""
     from greenroom.config import loader
-    from greenroom.errors import ConfigError
+    from greenroom.config.reader import FileRefused
     from greenroom.importing.llama_swap_macros import variables_of
 
     unset = [name for name in variables_of(text) if name not in os.environ]
@@ -97,9 +97,9 @@ def _checked(text: str) -> list[str]:
         path.write_text(text, encoding="utf-8")
         try:
             loader.load(path, {**os.environ, **dict.fromkeys(unset, "unset")})
-        except ConfigError as error:
-            told = error.message.replace(f"{path}:", "line ")
-            raise CommandFailed("what was imported is no configuration; nothing is written", told) from None
+        except FileRefused as error:
+            told = imported.refused(error.problems).message
+            raise CommandFailed("it cannot be imported as it is; nothing is written", told) from None
     return unset
 
 
