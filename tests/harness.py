@@ -75,9 +75,9 @@ def write_config(folder: Path, models: dict[str, Any], *, budget_mib: int = 10_0
 # Ports for engines of tests: below those the system gives out by itself and beyond the gateway's own default, a part
 # for each test process that runs beside others, in it a range for each folder. No two that live together share one.
 PORTS_FIRST = 22_000
-PORTS_A_PROCESS = 1_200
+PORTS_A_PROCESS = 800
 PORTS_A_FOLDER = 40
-PROCESSES_MAX = 8
+PROCESSES_MAX = 12
 
 _folders: dict[Path, int] = {}
 

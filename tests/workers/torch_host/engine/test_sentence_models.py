@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tokenizers import processors
 from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer
 
 from greenroom.workers.torch_host.engine.embedding import PADDED_MODELS
+from tests.later import Later
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.test_worker import rig_folder
 from tests.workers.torch_host.worker_rig import WorkerRig
 
+sentences, parts = Later("sentence_transformers"), Later("sentence_transformers.sentence_transformer.modules")
 torch.set_num_threads(1)
 # DeBERTa's own code is compiled in a way that torch warns of.
 pytestmark = [
@@ -167,9 +167,9 @@ def make_sentences(
 ) -> Path:
     """The same as sentence-transformers saves it, with these modules behind the pooling."""
     base = make_base(folder.with_name(f"{folder.name}-base"), family, side=side)
-    first = Transformer(str(base))
-    modules = [first, Pooling(WIDTH, pooling, include_prompt=include_prompt), *after]
-    SentenceTransformer(modules=modules, device="cpu", **more).save(str(folder), create_model_card=False)
+    first = parts.Transformer(str(base))
+    modules = [first, parts.Pooling(WIDTH, pooling, include_prompt=include_prompt), *after]
+    sentences.SentenceTransformer(modules=modules, device="cpu", **more).save(str(folder), create_model_card=False)
     shutil.rmtree(base)
     if settings:
         change(folder / "sentence_bert_config.json", **settings)
@@ -181,9 +181,9 @@ def change(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**said, **changes}))
 
 
-def dense(inside: int, outside: int, activation: torch.nn.Module, bias: bool = True) -> Dense:
+def dense(inside: int, outside: int, activation: torch.nn.Module, bias: bool = True) -> parts.Dense:
     torch.manual_seed(inside + outside)
-    return Dense(inside, outside, bias=bias, activation_function=activation)
+    return parts.Dense(inside, outside, bias=bias, activation_function=activation)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def served(worker: WorkerRig) -> Callable[..., Any]:
 
 def truth(folder: Path, texts: Sequence[str], **how: Any) -> torch.Tensor:
     """Each text alone, so that padding cannot affect the reference."""
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    model = sentences.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     found: torch.Tensor = torch.stack([model.encode(text, convert_to_tensor=True, **how) for text in texts])
     return found
 
@@ -255,7 +255,7 @@ def test_encoders_answer_as_sentence_transformers_does(served: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders_answer_with_their_last_token(served: Any, tmp_path: Path, family: str) -> None:
-    folder = make_sentences(tmp_path / "model", family, Normalize(), pooling="lasttoken", side="left")
+    folder = make_sentences(tmp_path / "model", family, parts.Normalize(), pooling="lasttoken", side="left")
     assert_serves(served, folder)
 
 
@@ -292,11 +292,11 @@ def test_pooling_as_older_versions_wrote_it(served: Any, tmp_path: Path) -> None
 def test_a_model_like_embeddinggemma(served: Any, tmp_path: Path) -> None:
     """Windows that reach both ways, two projections without activation, vectors of length one."""
     after = dense(WIDTH, 64, torch.nn.Identity(), bias=False), dense(64, 24, torch.nn.Identity(), bias=False)
-    assert_serves(served, make_sentences(tmp_path / "model", "gemma", *after, Normalize()))
+    assert_serves(served, make_sentences(tmp_path / "model", "gemma", *after, parts.Normalize()))
 
 
 def test_a_model_like_labse(served: Any, tmp_path: Path) -> None:
-    after = dense(WIDTH, WIDTH, torch.nn.Tanh()), Normalize()
+    after = dense(WIDTH, WIDTH, torch.nn.Tanh()), parts.Normalize()
     assert_serves(served, make_sentences(tmp_path / "model", "bert", *after, pooling="cls"))
 
 
@@ -388,7 +388,7 @@ def test_a_text_beyond_the_models_length_is_refused_or_cut_as_asked(
 
 
 def test_shorter_vectors_are_of_length_one_where_whole_ones_are(served: Any, tmp_path: Path) -> None:
-    for name, after in (("unit", [Normalize()]), ("free", [])):
+    for name, after in (("unit", [parts.Normalize()]), ("free", [])):
         folder = make_sentences(tmp_path / name, "bert", *after)
         change(folder / "config.json", matryoshka_dimensions=[8])
         wanted = truth(folder, TEXTS[:3], truncate_dim=8, normalize_embeddings=bool(after))
@@ -397,7 +397,7 @@ def test_shorter_vectors_are_of_length_one_where_whole_ones_are(served: Any, tmp
 
 
 def test_vectors_are_as_short_as_the_folder_says(served: Any, tmp_path: Path) -> None:
-    assert_serves(served, make_sentences(tmp_path / "model", "bert", Normalize(), truncate_dim=12), TEXTS[:3])
+    assert_serves(served, make_sentences(tmp_path / "model", "bert", parts.Normalize(), truncate_dim=12), TEXTS[:3])
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def refusal(worker: WorkerRig, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "model"
-    return make_sentences(folder, "bert", dense(WIDTH, 16, torch.nn.Tanh()), Normalize())
+    return make_sentences(folder, "bert", dense(WIDTH, 16, torch.nn.Tanh()), parts.Normalize())
 
 
 def modules(*kinds: str) -> list[dict[str, str]]:
