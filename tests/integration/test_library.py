@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest_asyncio
 
@@ -135,6 +136,20 @@ async def test_a_model_whose_files_another_one_names_is_deleted_only_by_force(tm
         status, told = await ask(app, "DELETE", "/v1/models/inventory/org%2Fname")
         assert status == 409 and "alpha" in told["error"]["message"]
         assert (folder / "lora.gguf").exists()
+
+
+async def test_a_revision_whose_content_another_one_has_too_can_be_deleted(tmp_path: Path) -> None:
+    root, lora = tmp_path / "models", b"GGUF of both"
+    old = add_snapshot(root, "org/name", "c1", {"a.gguf": tiny_gguf("a"), "lora.gguf": lora}, refs=("old",))
+    new = add_snapshot(root, "org/name", "c2", {"b.gguf": tiny_gguf("b"), "lora.gguf": lora})
+    models = {"alpha": {**tiny(new / "b.gguf"), "lora": {str(new / "lora.gguf"): 1}}}
+    async with gateway(tmp_path, models, model_roots=[str(root)]) as app:
+        await app.library.looked()
+        record = app.library.find(str(old / "a.gguf"))
+        assert record is not None
+        status, told = await ask(app, "DELETE", f"/v1/models/inventory/{quote(record.id, safe='')}")
+        assert status == 200, told
+        assert not old.exists() and (new / "lora.gguf").read_bytes() == lora
 
 
 async def test_only_the_exact_id_deletes(app: App, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ configured is refused unless it is forced, and is unloaded first then.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from starlette.responses import Response
 from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of, removed_paths
+from greenroom.library.roots import link_steps
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.model_files import files_of
@@ -280,9 +281,12 @@ class LibraryRoutes:
 
 
 def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Sequence[Entry]) -> list[Entry]:
-    """The models that need one of its files, or one that would go with them. Blocks."""
-    mine = {os.path.realpath(path) for path in (*paths_of(record), *removed_paths(record, others), record.path)}
-    return [entry for entry in entries if not mine.isdisjoint(map(os.path.realpath, files_of(entry)))]
+    """The models that need one of its files, or one that would go with them. Blocks.
+
+    What both only link to, as revisions of a repository do, is kept for the other anyway.
+    """
+    mine = {link_steps(path)[0] for path in (*paths_of(record), *removed_paths(record, others), record.path)}
+    return [entry for entry in entries if not mine.isdisjoint(chain.from_iterable(map(link_steps, files_of(entry))))]
 
 
 def _in_use(record: LibraryRecord, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:
