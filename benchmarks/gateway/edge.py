@@ -24,7 +24,7 @@ from greenroom.errors import GreenroomError
 from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import build_request
-from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.http.upstream import EngineAddress, Pool
 
@@ -51,7 +51,7 @@ class BareProxy:
         request = build_request(
             head.method, head.target, head.headers, host=self._host, length=len(exchange.body), request_id=request_id
         )
-        relay = Relay(exchange, extra_headers=[(b"x-request-id", request_id)], on_done=self._done)
+        relay = Relay(exchange, RelayOptions([(b"x-request-id", request_id)]), on_done=self._done)
         if not self._pool.send_now(request, exchange.body, relay):
             task = asyncio.get_running_loop().create_task(self._pool.send(request, exchange.body, relay))
             self._connecting.add(task)

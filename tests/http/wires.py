@@ -16,7 +16,7 @@ from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request
 from greenroom.http.limits import EdgeLimits
-from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.request import Head
 from greenroom.http.upstream import EngineAddress, Pool
@@ -336,16 +336,14 @@ class Proxy:
 
     def _relay(self, exchange: Exchange) -> Relay:
         if exchange.head.upgrade is not None:
-            return Tunnel(exchange, extra_headers=self.extra, on_done=self._done)
-        return Relay(
-            exchange,
-            extra_headers=self.extra,
-            committed=self.committed,
+            return Tunnel(exchange, RelayOptions(self.extra), on_done=self._done)
+        options = RelayOptions(
+            self.extra,
             drop_usage_event=self.drop_usage_event,
             read_facts=self.read_facts,
             last_words=self.last_words,
-            on_done=self._done,
         )
+        return Relay(exchange, options, committed=self.committed, on_done=self._done)
 
     def _done(self, relay: Relay) -> None:
         if relay.outcome is RelayOutcome.BAD_HEAD:

@@ -157,6 +157,28 @@ def response_headers(headers: Headers, extra: Headers, defaults: Headers | None 
     return kept
 
 
+def length_of(headers: Headers) -> int | None:
+    """The length that a head promises; None if it promises none."""
+    length: int | None = None
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)
+    return length
+
+
+def is_short_json(headers: Headers, bytes_max: int) -> bool:
+    """True for a JSON answer of at most this many bytes, as far as its head tells."""
+    is_json = is_short = False
+    for name, value in headers:
+        if name == b"content-type":
+            is_json = value[:16].lower() == b"application/json"
+        elif name == b"content-length":
+            is_short = int(value) <= bytes_max
+        elif name == b"transfer-encoding":
+            is_short = True
+    return is_json and is_short
+
+
 # --- heads of answers to clients ---
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"

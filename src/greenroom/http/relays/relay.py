@@ -19,7 +19,7 @@ from typing import Final
 from greenroom.errors import EngineFault, EngineLost
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers, response_headers
+from greenroom.http.headers import Headers, is_short_json, length_of, response_headers
 from greenroom.http.sse import EventCounter, UsageFilter
 
 BAD_BODY_BYTES_MAX: Final = 64 * 1024
@@ -42,6 +42,34 @@ class RelayOutcome(enum.Enum):
     STOPPED = "stopped"
 
 
+class RelayOptions:
+    """What is added to an answer, and left out.
+
+    `read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment of those of a stream. Headers
+    that the engine sends win over both `default_headers` and those.
+    """
+
+    __slots__ = ("default_headers", "drop_usage_event", "extra_headers", "last_words", "read_facts")
+
+    def __init__(
+        self,
+        extra_headers: Headers,
+        default_headers: Headers | None = None,
+        *,
+        drop_usage_event: bool = False,
+        read_facts: Callable[[bytes], Headers] | None = None,
+        last_words: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        self.extra_headers = extra_headers
+        self.default_headers = default_headers
+        self.drop_usage_event = drop_usage_event
+        self.read_facts = read_facts
+        self.last_words = last_words
+
+
+_UNCHANGED: Final = RelayOptions([])
+
+
 class Relay:
     """A Sink. Ends in exactly one outcome: await `wait()`, or be told by `on_done`.
 
@@ -50,17 +78,14 @@ class Relay:
 
     __slots__ = (
         "_bad_body",
-        "_clock",
         "_counter",
-        "_defaults",
-        "_extra",
         "_filter",
         "_first",
         "_held",
         "_last_words",
         "_on_done",
+        "_options",
         "_read_bytes",
-        "_read_facts",
         "_tail",
         "_unread",
         "_unread_bytes",
@@ -81,20 +106,11 @@ class Relay:
     def __init__(
         self,
         exchange: Exchange,
+        options: RelayOptions = _UNCHANGED,
         *,
-        extra_headers: Headers | None = None,
-        default_headers: Headers | None = None,
         committed: bool = False,
-        drop_usage_event: bool = False,
-        read_facts: Callable[[bytes], Headers] | None = None,
-        last_words: Callable[[bytes], bytes] | None = None,
         on_done: Callable[[Relay], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment of those of a stream.
-
-        Headers that the engine sends win over both `default_headers` and those.
-        """
         self.exchange = exchange
         self.committed = committed
         self.upstream: Connection | None = None
@@ -115,16 +131,14 @@ class Relay:
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._counter: EventCounter | None = None
-        self._filter = UsageFilter() if drop_usage_event else None
-        self._extra = extra_headers or []
-        self._defaults = default_headers
-        self._read_facts = read_facts
-        self._last_words = last_words
+        self._options = options
+        self._filter = UsageFilter() if options.drop_usage_event else None
+        # None once they were said.
+        self._last_words = options.last_words
         # Pieces of an answer that is not passed on yet; None otherwise.
         self._held: list[bytes] | None = None
         self._bad_body: bytearray | None = None
         self._on_done = on_done
-        self._clock = clock
         self._waiter: asyncio.Future[None] | None = None
         exchange.on_gone = self._client_gone
         exchange.on_pause = self._pause
@@ -209,7 +223,8 @@ class Relay:
 
     def head(self, status: int, headers: Headers) -> None:
         self._note_head(status, headers)
-        if self._read_facts is not None and self._may_be_held():
+        is_held = self._options.read_facts is not None and status == 200 and not self.committed
+        if is_held and is_short_json(headers, HELD_BYTES_MAX):
             self._held = []
         else:
             self._pass_head()
@@ -217,14 +232,12 @@ class Relay:
     def body(self, data: bytes) -> None:
         if self._bad_body is not None:
             self._keep_bad_body(data)
-            return
-        if self._held is not None:
+        elif self._held is not None:
             self._hold(data)
-            return
-        if self._last_words is not None:
+        elif self._last_words is not None:
             self._say_before_done(data)
-            return
-        self._pass(data)
+        else:
+            self._pass(data)
 
     def _pass(self, data: bytes) -> None:
         self._unread.append(data)
@@ -277,15 +290,13 @@ class Relay:
                 self._counter = EventCounter()
 
     def _pass_head(self) -> None:
-        length: int | None = None
-        for name, value in self.headers:
-            if name == b"content-length":
-                length = int(value)
+        length = length_of(self.headers)
         if self._counter is None or length is not None:
             # An answer without events, or with a promised length, must be passed on whole.
             self._filter = None
         if not self.committed:
-            kept = response_headers(self.headers, self._extra, self._defaults)
+            options = self._options
+            kept = response_headers(self.headers, options.extra_headers, options.default_headers)
             self.exchange.start(self.status, kept, length)
         elif self.status != 200 or self._counter is None:
             self._bad_body = bytearray()
@@ -294,23 +305,12 @@ class Relay:
 
     def _respond(self, body: bytes) -> None:
         """Pass a whole answer on, with the headers that its body tells."""
-        defaults = self._defaults
-        if self._read_facts is not None and self.status == 200:
-            defaults = [*self._read_facts(self.tail()), *(defaults or ())]
-        self.exchange.respond(self.status, response_headers(self.headers, self._extra, defaults), body)
+        options = self._options
+        defaults = options.default_headers
+        if options.read_facts is not None and self.status == 200:
+            defaults = [*options.read_facts(self.tail()), *(defaults or ())]
+        self.exchange.respond(self.status, response_headers(self.headers, options.extra_headers, defaults), body)
         self._settle(RelayOutcome.COMPLETE)
-
-    def _may_be_held(self) -> bool:
-        """True for a JSON answer that is short, as far as its head tells."""
-        is_json = is_short = False
-        for name, value in self.headers:
-            if name == b"content-type":
-                is_json = value[:16].lower() == b"application/json"
-            elif name == b"content-length":
-                is_short = int(value) <= HELD_BYTES_MAX
-            elif name == b"transfer-encoding":
-                is_short = True
-        return is_json and is_short and self.status == 200 and not self.committed
 
     def _hold(self, data: bytes) -> None:
         assert self._held is not None
@@ -353,7 +353,7 @@ class Relay:
         if counter is not None:
             counter.feed(data)
             if self.first_data_at is None and counter.has_data:
-                self.first_data_at = self._clock()
+                self.first_data_at = time.monotonic()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
-from greenroom.http.relays.relay import Relay
+from greenroom.http.relays.relay import Relay, RelayOptions
 
 _FIELD = b'"model":'
 
@@ -56,26 +56,13 @@ class Renamed(Relay):
         exchange: Exchange,
         old: str,
         new: str,
+        options: RelayOptions,
         *,
-        extra_headers: Headers | None = None,
-        default_headers: Headers | None = None,
         committed: bool = False,
-        drop_usage_event: bool = False,
-        read_facts: Callable[[bytes], Headers] | None = None,
-        last_words: Callable[[bytes], bytes] | None = None,
         on_done: Callable[[Relay], None] | None = None,
     ) -> None:
         self._names = NameFilter(old, new)
-        super().__init__(
-            exchange,
-            extra_headers=extra_headers,
-            default_headers=default_headers,
-            committed=committed,
-            drop_usage_event=drop_usage_event,
-            read_facts=read_facts,
-            last_words=last_words,
-            on_done=on_done,
-        )
+        super().__init__(exchange, options, committed=committed, on_done=on_done)
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
         super().answer(status, _without_length(headers), self._names.feed(body) + self._names.flush())

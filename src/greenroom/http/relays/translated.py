@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from greenroom.errors import EngineFault
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
-from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
+from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOptions, RelayOutcome
 
 # A longer answer of an engine is refused: it is held in memory.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -60,26 +60,15 @@ class Translated(Relay):
         self,
         exchange: Exchange,
         translation: AnswerTranslation,
+        options: RelayOptions,
         *,
-        extra_headers: Headers | None = None,
-        default_headers: Headers | None = None,
         committed: bool = False,
-        read_facts: Callable[[bytes], Headers] | None = None,
-        last_words: Callable[[bytes], bytes] | None = None,
         on_done: Callable[[Relay], None] | None = None,
     ) -> None:
         self._translation = translation
         # Set once the engine streams.
         self._events: EventTranslator | None = None
-        super().__init__(
-            exchange,
-            extra_headers=extra_headers,
-            default_headers=default_headers,
-            committed=committed,
-            read_facts=read_facts,
-            last_words=last_words,
-            on_done=on_done,
-        )
+        super().__init__(exchange, options, committed=committed, on_done=on_done)
 
     def head(self, status: int, headers: Headers) -> None:
         self._note_head(status, headers)

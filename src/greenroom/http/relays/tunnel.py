@@ -14,7 +14,7 @@ from greenroom.http import headers as wire
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, response_headers
-from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 
 # An engine that does not read is given this long for the last bytes of a client.
 LAST_BYTES_S: Final = 1.0
@@ -28,8 +28,8 @@ class Tunnel(Relay):
     def __init__(
         self,
         exchange: Exchange,
+        options: RelayOptions,
         *,
-        extra_headers: Headers | None = None,
         on_done: Callable[[Relay], None] | None = None,
     ) -> None:
         self.bytes_from_client = 0
@@ -37,7 +37,7 @@ class Tunnel(Relay):
         self._client: asyncio.Transport | None = None
         self._engine: Connection | None = None
         self._engine_transport: asyncio.Transport | None = None
-        super().__init__(exchange, extra_headers=extra_headers, on_done=on_done)
+        super().__init__(exchange, options, on_done=on_done)
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
         """The engine agreed: pass its 101 on, then every byte of both sides."""
@@ -98,7 +98,7 @@ class Tunnel(Relay):
             self._client.resume_reading()
 
     def _switching_head(self, headers: Headers) -> bytes:
-        kept = response_headers(headers, self._extra)
+        kept = response_headers(headers, self._options.extra_headers)
         kept += [header for header in headers if header[0] == b"upgrade"]
         return wire.render_head(101, kept, b"connection: upgrade\r\n", b"")
 

@@ -33,7 +33,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
 from greenroom.http.relays.failing_over import BUSY, BUSY_IF_BROKEN, FailingOver
-from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 from greenroom.http.relays.renamed import Renamed
 from greenroom.http.relays.translated import Translated
 from greenroom.http.relays.tunnel import Tunnel
@@ -386,60 +386,39 @@ class Running:
         return self.ask.job is None or self.ask.job.may_run_again
 
     def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
-        if self.exchange.head.upgrade is not None:
-            relay: Relay = Tunnel(self.exchange, extra_headers=self._extra_headers(), on_done=on_done)
-        elif (remade := self.ask.remade) is not None:
-            relay = Collected(self.exchange, remade.body(), remade.bytes_max, on_done=on_done)
-        else:
-            ask, headers, started = self.ask, self._extra_headers(), self.exchange.started
-            defaults = NOT_CACHED if ask.is_not_cached else None
-            self.facts = facts = (
-                AnswerFacts(ask.entry.engine, ask.stream, self._wait_ms()) if ask.route.is_text else None
-            )
-            read_facts = None if facts is None or ask.stream else facts.headers
-            last_words = facts.comment if facts is not None and ask.wants_facts else None
-            if not ask.route.shape.has_comments:
-                last_words = None
-            if ask.translation is not None:
-                relay = Translated(
-                    self.exchange,
-                    ask.translation,
-                    extra_headers=headers,
-                    default_headers=defaults,
-                    committed=started,
-                    read_facts=read_facts,
-                    last_words=last_words,
-                    on_done=on_done,
-                )
-            elif ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
-                relay = Renamed(
-                    self.exchange,
-                    ask.entry.id,
-                    ask.asked_as,
-                    extra_headers=headers,
-                    default_headers=defaults,
-                    committed=started,
-                    drop_usage_event=ask.drop_usage,
-                    read_facts=read_facts,
-                    last_words=last_words,
-                    on_done=on_done,
-                )
-            else:
-                relay = Relay(
-                    self.exchange,
-                    extra_headers=headers,
-                    default_headers=defaults,
-                    committed=started,
-                    drop_usage_event=ask.drop_usage,
-                    read_facts=read_facts,
-                    last_words=last_words,
-                    on_done=on_done,
-                )
-        self.relay = relay
+        self.relay = relay = self._relay_for(on_done)
         self.record.state = "serving"
         self._bytes_seen, self._moved_at = -1, self.ticket.granted_at
         self.ticket.on_cut(relay.stop)
         return relay
+
+    def _relay_for(self, on_done: Callable[[Relay], None] | None) -> Relay:
+        """The kind of relay that this answer needs."""
+        ask, exchange = self.ask, self.exchange
+        if exchange.head.upgrade is not None:
+            return Tunnel(exchange, RelayOptions(self._extra_headers()), on_done=on_done)
+        if (remade := ask.remade) is not None:
+            return Collected(exchange, remade.body(), remade.bytes_max, on_done=on_done)
+        options, started = self._relay_options(), exchange.started
+        if ask.translation is not None:
+            return Translated(exchange, ask.translation, options, committed=started, on_done=on_done)
+        if ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
+            return Renamed(exchange, ask.entry.id, ask.asked_as, options, committed=started, on_done=on_done)
+        return Relay(exchange, options, committed=started, on_done=on_done)
+
+    def _relay_options(self) -> RelayOptions:
+        ask = self.ask
+        ends_with_facts = ask.wants_facts and ask.route.is_text and ask.route.shape.has_comments
+        # Only the comment tells the wait.
+        wait_ms = self._wait_ms() if ends_with_facts else 0
+        self.facts = facts = AnswerFacts(ask.entry.engine, ask.stream, wait_ms) if ask.route.is_text else None
+        return RelayOptions(
+            self._extra_headers(),
+            NOT_CACHED if ask.is_not_cached else None,
+            drop_usage_event=ask.translation is None and ask.drop_usage,
+            read_facts=None if facts is None or ask.stream else facts.headers,
+            last_words=facts.comment if facts is not None and ends_with_facts else None,
+        )
 
     def _extra_headers(self) -> Headers:
         ticket = self.ticket
