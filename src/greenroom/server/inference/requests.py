@@ -22,14 +22,15 @@ from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
+from greenroom.server.inference.answer_headers import version_headers
 from greenroom.server.inference.ask import Ask, Settings
 from greenroom.server.inference.ask_reader import AskReader
 from greenroom.server.inference.billing import settle
-from greenroom.server.inference.our_headers import client_named
+from greenroom.server.inference.request_headers import client_named
 from greenroom.server.inference.request_log import RequestLog, tokens_used
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
-from greenroom.server.inference.running import RequestServices, RequestSweep, Running
-from greenroom.server.inference.version_headers import version_headers
+from greenroom.server.inference.running import RequestServices, Running
+from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge

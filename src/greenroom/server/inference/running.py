@@ -44,12 +44,12 @@ from greenroom.runtime.remote.spending import Bill, SpendingMeter
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
-from greenroom.server.inference.answer_facts import NOT_CACHED, AnswerFacts
+from greenroom.server.inference.answer_headers import NOT_CACHED, WAIT, AnswerFacts, model_header, version_headers
 from greenroom.server.inference.ask import Ask, Settings, arrival
 from greenroom.server.inference.billing import settle
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.routes import UPSTREAM, is_open
-from greenroom.server.inference.version_headers import model_header, version_headers
+from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -59,8 +59,7 @@ _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: Hear
 _SSE: Final = b"text/event-stream; charset=utf-8"
 _STREAMED: Final[Headers] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
-_WAIT: Final = b"x-queue-wait-ms"
-_DID_NOT_WAIT: Final = (_WAIT, b"0")
+_DID_NOT_WAIT: Final = (WAIT, b"0")
 # A timer may end a wait so much too early.
 TIMER_EARLY_S: Final = 0.05
 # An engine's own error text goes into our error up to this length.
@@ -426,7 +425,7 @@ class Running:
         if ticket.granted_at == ticket.arrived:
             headers.append(_DID_NOT_WAIT)
         else:
-            headers.append((_WAIT, b"%d" % self._wait_ms()))
+            headers.append((WAIT, b"%d" % self._wait_ms()))
         if self.ask.stream:
             headers.append(_NO_BUFFERING)
         if self.ask.rungs is not None:
@@ -524,7 +523,7 @@ class Running:
             status, headers, body = render.response(
                 error, self.request_id, to_operator=self.ask.to_operator, dialect=self.ask.route.dialect
             )
-            headers.append((_WAIT, b"%d" % self._wait_ms()))
+            headers.append((WAIT, b"%d" % self._wait_ms()))
             headers += version_headers(self._version(), to_operator=self.ask.to_operator)
             exchange.respond(status, headers, body)
             return
@@ -616,46 +615,3 @@ class _EngineSaid(EngineFault):
     def __init__(self, message: str, *, details: str, status: int) -> None:
         super().__init__(message, details=details)
         self.status = status if 400 <= status <= 599 else 502  # type: ignore[misc]
-
-
-# Bounds of the sweep's period: fine enough for the shortest heartbeat, rare enough to cost nothing.
-SWEEP_MIN_S: Final = 0.05
-SWEEP_MAX_S: Final = 0.5
-
-
-class RequestSweep:
-    """Looks at every running request from time to time: one timer for all, and none while there is no request."""
-
-    def __init__(self, period_s: Callable[[], float], clock: Callable[[], float]) -> None:
-        self._period_s = period_s
-        self._clock = clock
-        self._running: set[Running] = set()
-        self._next: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def add(self, running: Running) -> None:
-        self._running.add(running)
-        if self._next is None:
-            self._arm()
-
-    def remove(self, running: Running) -> None:
-        self._running.discard(running)
-
-    def _arm(self) -> None:
-        period_s = min(max(self._period_s(), SWEEP_MIN_S), SWEEP_MAX_S)
-        self._next = asyncio.get_running_loop().call_later(period_s, self._sweep)
-
-    def _sweep(self) -> None:
-        self._next = None
-        now = self._clock()
-        for running in list(self._running):
-            running.look(now)
-        if self._running:
-            self._arm()
-
-    def close(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None

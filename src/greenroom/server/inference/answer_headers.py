@@ -1,24 +1,45 @@
-"""What an answer tells of its cost: in headers, in a comment at the end of a stream, and for the request's record.
+"""What an answer tells beside its body: how long it waited, which model and version it is of, and what it cost.
 
-Owns the names of these headers and when each is sent. What is not known is left out; `false` and 0 stand where no cache
-is used, not where nothing is known of one.
+Owns the names of these headers and when each is sent. The cost is also told in a comment at the end of a stream,
+and for the request's record. What is not known is left out; `false` and 0 stand where no cache is used, not where
+nothing is known of one.
 """
 
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import quote
 
 from greenroom.engines.base import Engine
 from greenroom.engines.usage import Usage, estimated
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay
+from greenroom.library.versions import Version, told_as
 
+WAIT: Final = b"x-queue-wait-ms"
+MODEL: Final = b"x-model"
+VERSION: Final = b"x-model-version"
+REPO_ID: Final = b"x-model-repo-id"
 CACHE_HIT: Final = b"x-cache-hit"
 TOKENS_REUSED: Final = b"x-cache-tokens-reused"
 GPU_TIME: Final = b"x-gpu-time-ms"
 NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
 # Longer numbers are no figures.
 _DIGITS_MAX: Final = 12
+# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
+_PLAIN: Final = "/:@._-+,= "
+
+
+def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
+    """Two headers; none for a model that is not under version control."""
+    if version is None:
+        return []
+    repo_id = quote(told_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
+    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
+
+
+def model_header(name: str) -> tuple[bytes, bytes]:
+    return MODEL, quote(name, safe=_PLAIN).encode("ascii")
 
 
 class AnswerFacts:
