@@ -54,7 +54,7 @@ class _ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
     source: _Base64 | _Url
 
 
-class _Document(msgspec.Struct, tag_field="type", tag="document"):
+class _DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
     """A text; other documents would have to be read by an engine that reads none."""
 
     source: _PlainText
@@ -77,19 +77,19 @@ class _ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 class _ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[_TextBlock | _ImageBlock | _Document] | None = None
+    content: str | list[_TextBlock | _ImageBlock | _DocumentBlock] | None = None
     is_error: bool | None = None
 
 
-_Block = _TextBlock | _ImageBlock | _Document | _ThinkingBlock | _RedactedBlock | _ToolUseBlock | _ToolResultBlock
+_Block = _TextBlock | _ImageBlock | _DocumentBlock | _ThinkingBlock | _RedactedBlock | _ToolUseBlock | _ToolResultBlock
 
 
-class _Message(msgspec.Struct):
+class _AnthropicMessage(msgspec.Struct):
     role: str
     content: str | list[_Block]
 
 
-class _Tool(msgspec.Struct):
+class _AnthropicTool(msgspec.Struct):
     name: str
     type: str | None = None
     description: str | None = None
@@ -97,7 +97,7 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Choice(msgspec.Struct):
+class _AnthropicChoice(msgspec.Struct):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -107,20 +107,20 @@ class _Thinking(msgspec.Struct):
     type: str
 
 
-class _Format(msgspec.Struct):
+class _AnthropicFormat(msgspec.Struct):
     type: str
     schema: Raw = NOTHING
 
 
 class _Output(msgspec.Struct):
     effort: str | None = None
-    format: _Format | None = None
+    format: _AnthropicFormat | None = None
 
 
 _system: Final = msgspec.json.Decoder(str | list[_TextBlock] | None)
-_messages: Final = msgspec.json.Decoder(list[_Message])
-_tools: Final = msgspec.json.Decoder(list[_Tool] | None)
-_choice: Final = msgspec.json.Decoder(_Choice | None)
+_messages: Final = msgspec.json.Decoder(list[_AnthropicMessage])
+_tools: Final = msgspec.json.Decoder(list[_AnthropicTool] | None)
+_choice: Final = msgspec.json.Decoder(_AnthropicChoice | None)
 _thinking: Final = msgspec.json.Decoder(_Thinking | None)
 _output: Final = msgspec.json.Decoder(_Output | None)
 _whole: Final = msgspec.json.Decoder(int | None)
@@ -185,7 +185,7 @@ def _schema(fields: Fields, output: _Output | None) -> Raw | None:
     return wanted.schema
 
 
-def _tool_choice(choice: _Choice | None) -> str | NamedChoice | None:
+def _tool_choice(choice: _AnthropicChoice | None) -> str | NamedChoice | None:
     if choice is None:
         return None
     if choice.type == "tool" and choice.name is not None:
@@ -195,14 +195,14 @@ def _tool_choice(choice: _Choice | None) -> str | NamedChoice | None:
     return _CHOICES[choice.type]
 
 
-def _tool(tool: _Tool) -> Tool:
+def _tool(tool: _AnthropicTool) -> Tool:
     if tool.type not in (None, "custom") or not is_object(tool.input_schema):
         kind = f"of type {tool.type}" if tool.type not in (None, "custom") else "without an input_schema"
         raise BadRequest(f"tools: {tool.name} is a tool {kind}, which models here cannot use.", param="tools")
     return Tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
-def _turns(system: str | list[_TextBlock] | None, messages: list[_Message]) -> Iterator[Turn]:
+def _turns(system: str | list[_TextBlock] | None, messages: list[_AnthropicMessage]) -> Iterator[Turn]:
     if system:
         yield Turn("system", tuple(_parts(system)))
     for message in messages:
@@ -237,7 +237,7 @@ def _result(block: _ToolResultBlock) -> Iterator[Text | Image]:
     yield from shown
 
 
-def _shown(content: str | list[_TextBlock | _ImageBlock | _Document] | None) -> Iterator[Text | Image]:
+def _shown(content: str | list[_TextBlock | _ImageBlock | _DocumentBlock] | None) -> Iterator[Text | Image]:
     if content is None or isinstance(content, str):
         yield Text(content or "")
         return
@@ -245,10 +245,10 @@ def _shown(content: str | list[_TextBlock | _ImageBlock | _Document] | None) -> 
         yield _shown_part(block)
 
 
-def _shown_part(block: _TextBlock | _ImageBlock | _Document) -> Text | Image:
+def _shown_part(block: _TextBlock | _ImageBlock | _DocumentBlock) -> Text | Image:
     if isinstance(block, _TextBlock):
         return Text(block.text)
-    if isinstance(block, _Document):
+    if isinstance(block, _DocumentBlock):
         return Text(block.source.data if block.title is None else f"{block.title}\n{block.source.data}")
     source = block.source
     return Image(source.url if isinstance(source, _Url) else f"data:{source.media_type};base64,{source.data}")

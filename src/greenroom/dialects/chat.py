@@ -138,16 +138,16 @@ def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
 # --- the answer -----------------------------------------------------------------------------------------------------
 
 
-class _Function(msgspec.Struct):
+class _ChatFunction(msgspec.Struct):
     name: str | None = None
     # Some engines send an object.
     arguments: str | dict[str, Any] | None = None
 
 
-class _Call(msgspec.Struct):
+class _ChatCall(msgspec.Struct):
     index: int | None = None
     id: str | None = None
-    function: _Function | None = None
+    function: _ChatFunction | None = None
 
 
 class _Said(msgspec.Struct):
@@ -156,10 +156,10 @@ class _Said(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ChatCall] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct):
     """What stopped it is named by vLLM and by SGLang: a text, or the number of a token."""
 
     delta: _Said | None = None
@@ -173,7 +173,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ChatUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -185,9 +185,9 @@ class _Timings(msgspec.Struct):
     predicted_ms: float | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+class _ChatAnswer(msgspec.Struct):
+    choices: list[_ChatChoice] = []
+    usage: _ChatUsage | None = None
     timings: _Timings | None = None
     error: Raw = NOTHING
 
@@ -196,7 +196,7 @@ class _Error(msgspec.Struct):
     message: str
 
 
-_answer: Final = msgspec.json.Decoder(_Answer)
+_answer: Final = msgspec.json.Decoder(_ChatAnswer)
 _error: Final = msgspec.json.Decoder(_Error | str)
 _wrapped: Final = msgspec.json.Decoder(dict[str, Raw])
 
@@ -274,7 +274,7 @@ def _event(said: bytes) -> Piece:
     return _piece(answer)
 
 
-def _piece(answer: _Answer) -> Piece:
+def _piece(answer: _ChatAnswer) -> Piece:
     tokens = _tokens(answer) if answer.usage is not None else None
     if not answer.choices:
         return Piece(tokens=tokens)
@@ -289,15 +289,15 @@ def _piece(answer: _Answer) -> Piece:
     return Piece(said.content or "", thought, tools, choice.finish_reason, tokens, stop=stop)
 
 
-def _tool(place: int, call: _Call) -> ToolPiece:
-    function = call.function or _Function()
+def _tool(place: int, call: _ChatCall) -> ToolPiece:
+    function = call.function or _ChatFunction()
     arguments = function.arguments
     text = arguments if isinstance(arguments, str) else "" if arguments is None else _encode(arguments).decode()
     return ToolPiece(place if call.index is None else call.index, call.id, function.name, text)
 
 
-def _tokens(answer: _Answer) -> Tokens:
-    usage, timings = answer.usage or _Usage(), answer.timings or _Timings()
+def _tokens(answer: _ChatAnswer) -> Tokens:
+    usage, timings = answer.usage or _ChatUsage(), answer.timings or _Timings()
     details = usage.prompt_tokens_details
     cached = timings.cache_n if details is None or details.cached_tokens is None else details.cached_tokens
     prompt = usage.prompt_tokens or 0

@@ -156,21 +156,21 @@ def _time(seconds: float) -> str:
 # --- embeddings -----------------------------------------------------------------------------------------------------
 
 
-class _Vector(msgspec.Struct):
+class _EmbeddedInput(msgspec.Struct):
     embedding: Raw
     index: int = 0
 
 
-class _Usage(msgspec.Struct):
+class _EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int = 0
 
 
-class _Vectors(msgspec.Struct):
-    data: list[_Vector]
-    usage: _Usage | None = None
+class _Embeddings(msgspec.Struct):
+    data: list[_EmbeddedInput]
+    usage: _EmbeddingUsage | None = None
 
 
-_vectors: Final = msgspec.json.Decoder(_Vectors)
+_vectors: Final = msgspec.json.Decoder(_Embeddings)
 
 
 def embed_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
@@ -218,4 +218,4 @@ class EmbeddingTranslation:
         vectors = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
         if not vectors:
             raise EngineFault("The engine answered no embedding.")
-        return _encode(self.write(vectors, (answer.usage or _Usage()).prompt_tokens))
+        return _encode(self.write(vectors, (answer.usage or _EmbeddingUsage()).prompt_tokens))

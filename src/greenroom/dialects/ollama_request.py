@@ -39,29 +39,29 @@ class _Called(msgspec.Struct):
     arguments: Raw = Raw(b"{}")
 
 
-class _Call(msgspec.Struct):
+class _OllamaCall(msgspec.Struct):
     function: _Called
     id: str | None = None
 
 
-class _Message(msgspec.Struct):
+class _OllamaMessage(msgspec.Struct):
     role: str
     content: str | None = None
     images: list[str] | None = None
     thinking: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class _Function(msgspec.Struct):
+class _OllamaFunction(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: Raw = NOTHING
 
 
-class _Tool(msgspec.Struct):
-    function: _Function
+class _OllamaTool(msgspec.Struct):
+    function: _OllamaFunction
     type: str | None = None
 
 
@@ -80,8 +80,8 @@ class _Options(msgspec.Struct):
     repeat_penalty: float | None = None
 
 
-_messages: Final = msgspec.json.Decoder(list[_Message] | None)
-_tools: Final = msgspec.json.Decoder(list[_Tool] | None)
+_messages: Final = msgspec.json.Decoder(list[_OllamaMessage] | None)
+_tools: Final = msgspec.json.Decoder(list[_OllamaTool] | None)
 _options: Final = msgspec.json.Decoder(_Options | None)
 _text: Final = msgspec.json.Decoder(str | None)
 _texts: Final = msgspec.json.Decoder(list[str] | None)
@@ -212,12 +212,12 @@ def _format(fields: Fields) -> tuple[Raw | None, bool]:
     return None, True
 
 
-def _tool(tool: _Tool) -> Tool:
+def _tool(tool: _OllamaTool) -> Tool:
     schema = tool.function.parameters
     return Tool(tool.function.name, tool.function.description, schema if is_object(schema) else Raw(b"{}"))
 
 
-def _turns(messages: list[_Message]) -> Iterator[Turn]:
+def _turns(messages: list[_OllamaMessage]) -> Iterator[Turn]:
     """Calls have no ids here: each gets one, and results are given to the calls in their order."""
     waiting = _OpenCalls()
     for number, message in enumerate(messages):

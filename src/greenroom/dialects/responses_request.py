@@ -52,7 +52,7 @@ class _Item(msgspec.Struct):
     output: str | list[_Content] | None = None
 
 
-class _Tool(msgspec.Struct):
+class _ResponsesTool(msgspec.Struct):
     type: str
     name: str | None = None
     description: str | None = None
@@ -60,18 +60,18 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ResponsesChoice(msgspec.Struct):
     type: str
     name: str | None = None
 
 
-class _Format(msgspec.Struct):
+class _ResponsesFormat(msgspec.Struct):
     type: str
     schema: Raw = NOTHING
 
 
 class _TextConfig(msgspec.Struct):
-    format: _Format | None = None
+    format: _ResponsesFormat | None = None
 
 
 class _Reasoning(msgspec.Struct):
@@ -79,8 +79,8 @@ class _Reasoning(msgspec.Struct):
 
 
 _input: Final = msgspec.json.Decoder(str | list[_Item])
-_tools: Final = msgspec.json.Decoder(list[_Tool] | None)
-_choice: Final = msgspec.json.Decoder(str | _Choice | None)
+_tools: Final = msgspec.json.Decoder(list[_ResponsesTool] | None)
+_choice: Final = msgspec.json.Decoder(str | _ResponsesChoice | None)
 _text_config: Final = msgspec.json.Decoder(_TextConfig | None)
 _reasoning: Final = msgspec.json.Decoder(_Reasoning | None)
 _text: Final = msgspec.json.Decoder(str | None)
@@ -142,15 +142,15 @@ def _format(fields: Fields) -> tuple[Raw | None, bool]:
     return wanted.schema, False
 
 
-def _tool_choice(choice: str | _Choice | None) -> str | NamedChoice | None:
-    if isinstance(choice, _Choice) and choice.type == "function" and choice.name is not None:
+def _tool_choice(choice: str | _ResponsesChoice | None) -> str | NamedChoice | None:
+    if isinstance(choice, _ResponsesChoice) and choice.type == "function" and choice.name is not None:
         return NamedChoice(choice.name)
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return choice
     raise BadRequest("tool_choice is auto, none, required, or a function with a name.", param="tool_choice")
 
 
-def _tool(tool: _Tool) -> Tool:
+def _tool(tool: _ResponsesTool) -> Tool:
     if tool.type != "function" or tool.name is None:
         raise BadRequest(f"tools: models here can use functions with a name, and no {tool.type}.", param="tools")
     schema = tool.parameters if is_object(tool.parameters) else Raw(b'{"type":"object"}')

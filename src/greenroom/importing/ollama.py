@@ -79,7 +79,7 @@ def import_folder(folder: Path) -> Imported:
     models: dict[str, Value] = {}
     for name, manifest in _manifests(root):
         try:
-            models[name] = _Model(root, name, notes).read(manifest)
+            models[name] = _OllamaModel(root, name, notes).read(manifest)
         except Unimportable as error:
             notes.unmapped(("models", name), f"the whole model: {error}")
     if not models:
@@ -111,7 +111,7 @@ def _manifests(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _OllamaModel:
     root: Path
     name: str
     notes: Notes

@@ -28,7 +28,7 @@ def rules_of(company: Company | None) -> core.Rules | None:
 
 def of_models(company: Company, aliases_of: Mapping[str, Iterable[str]]) -> Iterator[Problem]:
     """Rules that name unknown models or cannot be satisfied. Takes model ids with their aliases."""
-    models = _Models(aliases_of)
+    models = _KnownModels(aliases_of)
     if company.matrix is not None:
         found = list(_wrong_names(company.matrix, models))
         yield from found or _wrong_as_a_whole(company.matrix)
@@ -36,7 +36,7 @@ def of_models(company: Company, aliases_of: Mapping[str, Iterable[str]]) -> Iter
         yield from _wrong_members(name, group, models)
 
 
-class _Models:
+class _KnownModels:
     """The configured models, and the message for a name that is not one of them."""
 
     def __init__(self, aliases_of: Mapping[str, Iterable[str]]) -> None:
@@ -71,7 +71,7 @@ def _matrix(matrix: MatrixSection) -> Matrix:
     return Matrix(tuple(matrix.sets.items()), dict(matrix.evict_costs), short)
 
 
-def _wrong_members(name: str, group: GroupSection, models: _Models) -> Iterator[Problem]:
+def _wrong_members(name: str, group: GroupSection, models: _KnownModels) -> Iterator[Problem]:
     for position, member in enumerate(group.members):
         where: Where = ("groups", name, "members", position)
         if why := models.why_not(member):
@@ -81,7 +81,7 @@ def _wrong_members(name: str, group: GroupSection, models: _Models) -> Iterator[
         models.group_of.setdefault(member, name)
 
 
-def _wrong_names(matrix: MatrixSection, models: _Models) -> Iterator[Problem]:
+def _wrong_names(matrix: MatrixSection, models: _KnownModels) -> Iterator[Problem]:
     for name, model in matrix.vars.items():
         if not is_name(name):
             yield Problem(("matrix", "vars", name), "a short name is made of letters, digits and _ - . / : @")
@@ -93,7 +93,7 @@ def _wrong_names(matrix: MatrixSection, models: _Models) -> Iterator[Problem]:
             yield Problem(("matrix", "sets", name), f"character {mistake.at}: {mistake.message}")
 
 
-def _wrong_costs(matrix: MatrixSection, models: _Models) -> Iterator[Problem]:
+def _wrong_costs(matrix: MatrixSection, models: _KnownModels) -> Iterator[Problem]:
     named: dict[str, str] = {}
     for name in matrix.evict_costs:
         where: Where = ("matrix", "evict_costs", name)
@@ -116,7 +116,7 @@ def _wrong_as_a_whole(matrix: MatrixSection) -> Iterator[Problem]:
 @dataclass(frozen=True, slots=True)
 class _InSets:
     matrix: MatrixSection
-    models: _Models
+    models: _KnownModels
 
     def why_not(self, leaf: Name | Reference) -> str | None:
         return self._no_set(leaf.text) if isinstance(leaf, Reference) else self._no_model(leaf.text)

@@ -183,14 +183,14 @@ class FolderServer(ProcessEngine):
 
     async def _answer(self, model: Model, call: CallEngine) -> float:
         """The log-probability of one token; of a model that embeds, the first number. Raises LoadFailed."""
-        models = decoded(await asked(call, "GET", "/v1/models"), _Models)
+        models = decoded(await asked(call, "GET", "/v1/models"), _ServedModels)
         if not models.data:
             raise LoadFailed("it names no model in /v1/models")
         name = models.data[0].id
         number: float | None
         if embeds(model):
             body = msgspec.json.encode({"model": name, "input": PROBE_PROMPT})
-            vectors = decoded(await asked(call, "POST", "/v1/embeddings", body), _Vectors)
+            vectors = decoded(await asked(call, "POST", "/v1/embeddings", body), _CheckedVectors)
             number = next((one.embedding[0] for one in vectors.data if one.embedding), math.nan)
         else:
             probe = {"model": name, "prompt": PROBE_PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -211,32 +211,32 @@ def metric_sum(metrics: bytes, name: str) -> float | None:
     return total if found and 0 <= total < FIGURE_MAX else None
 
 
-class _Named(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Named]
+class _ServedModels(msgspec.Struct):
+    data: list[_ServedModel]
 
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
 
 
-class _Choice(msgspec.Struct):
+class _CheckedChoice(msgspec.Struct):
     logprobs: _Logprobs
 
 
 class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_CheckedChoice]
 
 
-class _Vector(msgspec.Struct):
+class _CheckedVector(msgspec.Struct):
     embedding: list[float]
 
 
-class _Vectors(msgspec.Struct):
-    data: list[_Vector]
+class _CheckedVectors(msgspec.Struct):
+    data: list[_CheckedVector]
 
 
 async def asked(call: CallEngine, method: str, target: str, body: bytes = b"") -> bytes:

@@ -35,7 +35,7 @@ class RemoteAsker(Protocol):
 
 
 @dataclass(slots=True)
-class _Named:
+class _NamedRemote:
     remote: Remote
     used: int = 0
 
@@ -59,7 +59,7 @@ class RemoteNames:
         self._clock = clock
         self._forgotten = forgotten
         self._max = names_max
-        self._known: dict[ModelId, _Named] = {}
+        self._known: dict[ModelId, _NamedRemote] = {}
         self._uses = 0
 
     def find(self, name: str, asker: RemoteAsker) -> Entry | None:
@@ -97,7 +97,7 @@ class RemoteNames:
             elif remotes.get(model.partition(":")[0]) != known.remote:
                 self._forget(model)
 
-    def _added(self, model_id: ModelId, prefix: str, rest: str, remote: Remote) -> tuple[_Named, Entry]:
+    def _added(self, model_id: ModelId, prefix: str, rest: str, remote: Remote) -> tuple[_NamedRemote, Entry]:
         self._expect_room()
         model = Model(
             engine="remote",
@@ -109,7 +109,7 @@ class RemoteNames:
             strip_params=("top_k",),
         )
         entry = self._catalog.adhoc_entry(model_id, model, model_id)
-        self._known[model_id] = known = _Named(remote)
+        self._known[model_id] = known = _NamedRemote(remote)
         self._catalog.add(entry)
         self._post(ConfigChanged(self._clock(), models=(entry.spec,)))
         _log.info("remote model named", model=model_id, name_there=model.use_model_name)

@@ -48,7 +48,7 @@ Days = dict[int, dict[str, float]]
 _NULL: Final = msgspec.Raw(b"null")
 
 
-class _Asked(msgspec.Struct):
+class _AnswerBounds(msgspec.Struct):
     """The fields of a request by which its answer is bounded. Each is read alone: a wrong one hides no other."""
 
     max_tokens: msgspec.Raw = _NULL
@@ -339,7 +339,7 @@ class Bill:
 def _answer_tokens(payload: bytes) -> int:
     """The most tokens that the answers may have, as far as the request says."""
     try:
-        asked = msgspec.json.decode(payload, type=_Asked)
+        asked = msgspec.json.decode(payload, type=_AnswerBounds)
     except msgspec.DecodeError:
         return ANSWER_TOKENS
     told = [bytes(said) for said in (asked.max_tokens, asked.max_completion_tokens) if said != _NULL]

@@ -42,7 +42,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingCall:
     answer: asyncio.Future[Answer]
     on_progress: Progress | None
 
@@ -56,7 +56,7 @@ class ControlLink:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _PendingCall] = {}
         self._unread = b""
         self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
         self.is_open = True
@@ -69,7 +69,7 @@ class ControlLink:
         if not self.is_open:
             raise WorkerLost("the worker is gone")
         number = next(self._numbers)
-        asked = self._asked[number] = _Asked(self._loop.create_future(), on_progress)
+        asked = self._asked[number] = _PendingCall(self._loop.create_future(), on_progress)
         # Copies are sent: the originals may be closed before that.
         copies = [os.dup(fd) for fd in fds]
         try:

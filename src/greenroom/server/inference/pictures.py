@@ -37,14 +37,14 @@ _ENDINGS: Final = {"image/png": "png", "image/jpeg": "jpg", "image/webp": "webp"
 HARMLESS: Final = {"content-security-policy": "sandbox; default-src 'none'", "x-content-type-options": "nosniff"}
 
 
-class _Answer(msgspec.Struct):
+class _PicturesAnswer(msgspec.Struct):
     """The part of an engine's answer that is read; every other field stays as it is."""
 
     data: list[dict[str, msgspec.Raw]]
 
 
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_answer: Final = msgspec.json.Decoder(_Answer)
+_answer: Final = msgspec.json.Decoder(_PicturesAnswer)
 _text: Final = msgspec.json.Decoder(str | None)
 
 

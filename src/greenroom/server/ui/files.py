@@ -51,7 +51,7 @@ _GUARDS: Final[Headers] = [
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _UiFile:
     kind: bytes
     plain: bytes
     packed: bytes
@@ -102,7 +102,7 @@ def _takes_gzip(accepted: bytes) -> bool:
 
 
 @cache
-def _read(name: str) -> _File:
+def _read(name: str) -> _UiFile:
     plain = (ASSETS / name).read_bytes()
     mark = hashlib.sha256(plain).hexdigest()[:16].encode()
-    return _File(_KINDS[name], plain, gzip.compress(plain, 9, mtime=0), b'"%b"' % mark, b'"%b-gzip"' % mark)
+    return _UiFile(_KINDS[name], plain, gzip.compress(plain, 9, mtime=0), b'"%b"' % mark, b'"%b-gzip"' % mark)

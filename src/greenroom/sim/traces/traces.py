@@ -97,7 +97,7 @@ class _Reading:
         self._prompts = Lengths("prompt_len", self._table.titles)
         self._outputs = Lengths("output_len", self._table.titles)
         spreads = "model" not in self._table.titles or (known is not None and known.spreads)
-        self._models = _Drawn(name, known, seed) if spreads else _Named(known)
+        self._models = _Drawn(name, known, seed) if spreads else _NamedModels(known)
 
     def trace(self) -> Trace:
         for count, cells in enumerate(self._table.rows, start=1):
@@ -161,7 +161,7 @@ class _Reading:
         return kind + "; ".join(parts)
 
 
-class _Named:
+class _NamedModels:
     """The models that the rows name."""
 
     def __init__(self, known: Known | None) -> None:

@@ -91,7 +91,7 @@ class JobList(BaseModel):
     data: list[JobView]
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _JobBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /v1/jobs; the request's own body stays raw."""
 
     route: str
@@ -300,9 +300,9 @@ def _without_result(row: Operation) -> GreenroomError:
     return JobFailed(f"The job {row.id} failed: {row.error.message}", beside={"job_error": error})
 
 
-def _read(body: bytes) -> _Asked:
+def _read(body: bytes) -> _JobBody:
     try:
-        asked = msgspec.json.decode(body, type=_Asked)
+        asked = msgspec.json.decode(body, type=_JobBody)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is JSON with `route`, `body` and optionally `retry`: {error}.") from error
     if _TARGET.fullmatch(asked.route) is None:
