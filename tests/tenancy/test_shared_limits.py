@@ -256,6 +256,24 @@ async def test_without_the_store_a_gateway_starts_and_holds_one_block(early: Red
         assert sum(one.ask() for _ in range(LIMIT)) == one.window.block
 
 
+async def test_callers_are_told_what_is_left_of_the_share_while_the_store_is_away(early: RedisServer) -> None:
+    async with gateways(early, 2, period_s=LONG_S) as made:
+        one, _ = made
+        await until(lambda: one.store.others == 1, "it knows of the other")
+        early.kill()
+        await until(lambda: one.store.is_down, "the loss is noticed")
+        told = [one.window.take_one(time.time()) for _ in range(LIMIT // 2)]
+        assert told == list(range(LIMIT // 2 - 1, -1, -1)), "as many as are admitted"
+        assert one.window.take_one(time.time()) == -1
+
+
+async def test_callers_are_never_told_more_than_the_limit(early: RedisServer) -> None:
+    async with gateways(early, 1, period_s=LONG_S) as made:
+        (one,) = made
+        # Half of the next minute has passed before the store tells of it again.
+        assert one.window.remaining(time.time() + 1.5 * LONG_S) <= LIMIT
+
+
 async def test_tokens_used_beyond_what_is_in_hand_are_counted_for_all(early: RedisServer) -> None:
     async with gateways(early, 2, period_s=LONG_S) as made:
         heavy, other = made

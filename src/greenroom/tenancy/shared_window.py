@@ -137,7 +137,9 @@ class SharedWindow(Budget):
     def remaining(self, now: float) -> int:
         self._is_used = True
         self._seen.limit = self.limit
-        return max(0, self.in_hand) + max(0, self._seen.left(self._store.by_its_clock(now)))
+        is_share = self._store.holds_share(now)
+        more = self._more_of_share(now) if is_share else self._seen.left(self._store.by_its_clock(now))
+        return min(self.limit, max(0, self.in_hand) + max(0, more))
 
     def take(self, amount: int, now: float) -> int:
         self._roll(now)
@@ -227,14 +229,16 @@ class SharedWindow(Budget):
             self._store.wake(self)
 
     def _use_share(self, now: float) -> None:
-        """The share of this gateway, by the same window."""
-        share = self._store.share(self)
-        used = share - min(self.taken_before, share) * (1 - self._store.passed(now))
-        more = math.floor(used) - self.taken
+        more = self._more_of_share(now)
         if more > 0:
             self.in_hand += more
             self.taken += more
             self.uncounted += more
+
+    def _more_of_share(self, now: float) -> int:
+        """What is left of the share of this gateway, by the same window, besides what it has taken."""
+        share = self._store.share(self)
+        return math.floor(share - min(self.taken_before, share) * (1 - self._store.passed(now))) - self.taken
 
     def _roll(self, now: float) -> None:
         minute = self._store.minute(now)
