@@ -77,8 +77,8 @@ def test_a_wrong_variable_is_refused_by_its_name(loads: Loads, value: str) -> No
 
 
 def test_variable_whose_tenant_cannot_be_is_named(loads: Loads) -> None:
-    with pytest.raises(ConfigError, match=r"^the environment variable TENANT_RATE_LIMIT_ünï \(tenants"):
-        loads("log: {}", {"TENANT_RATE_LIMIT_ünï": "5req/min"})
+    with pytest.raises(ConfigError, match=r"^the environment variable TENANT_RATE_LIMIT_a\tb \(tenants"):
+        loads("log: {}", {"TENANT_RATE_LIMIT_a\tb": "5req/min"})
 
 
 def test_a_variable_without_a_tenant_is_refused(loads: Loads) -> None:

@@ -279,6 +279,15 @@ async def test_keys_have_limits_of_their_own(tmp_path: Path) -> None:
         assert not is_limited(await chat(app, "m", headers=b))
 
 
+async def test_every_tenant_that_a_key_may_have_can_be_limited(tmp_path: Path) -> None:
+    tenants = {"größe": {"requests_per_minute": 1}, "x" * 200: {"requests_per_minute": 1}}
+    keys = [{"name": f"k{number}", "key": f"k{number}", "tenant": tenant} for number, tenant in enumerate(tenants)]
+    async with gateway(tmp_path, {"m": fake("m")}, server={"api_keys": keys}, tenants=tenants) as app:
+        for key in keys:
+            assert not is_limited(await chat(app, "m", headers={"x-api-key": key["key"]}))
+            assert is_limited(await chat(app, "m", headers={"x-api-key": key["key"]}))
+
+
 async def test_white_space_behind_a_header_makes_no_other_tenant_nor_key(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:
         for tenant in ("lab ", "lab\t"):

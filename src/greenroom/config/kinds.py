@@ -84,10 +84,7 @@ HEADER_NAME = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
 HEX_64 = r"^[0-9a-f]{64}$"
 NO_CONTROLS = r"^[^\x00-\x1f\x7f]+$"
 REMOTE_NAME = r"^[a-z0-9][a-z0-9_-]{0,31}$"
-# The characters a header can carry.
-TENANT_NAME = r"^[ -~]+$"
 VARIABLE_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
-TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=TENANT_NAME)]
 # From a thousandth to a thousand times the share of a tenant without a weight.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]

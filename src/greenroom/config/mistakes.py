@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from greenroom.config.kinds import HEADER_NAME, HEX_64, NO_CONTROLS, REMOTE_NAME, TENANT_NAME, VARIABLE_NAME
+from greenroom.config.kinds import HEADER_NAME, HEX_64, NO_CONTROLS, REMOTE_NAME, VARIABLE_NAME
 from greenroom.config.reader import Lines, Problem, Where, shown
 from greenroom.config.schema import Company, Config, Model, Section
 
@@ -46,7 +46,6 @@ _PATTERNS = {
     HEX_64: "must be 64 hexadecimal digits in lower case",
     NO_CONTROLS: "may not contain control characters",
     REMOTE_NAME: "has 1 to 32 lower-case letters, digits, - and _, and begins with a letter or digit",
-    TENANT_NAME: "is made of letters, digits, spaces and signs of ASCII",
     VARIABLE_NAME: "must be the name of an environment variable, not the key itself",
 }
 # Values below these keys may be secrets and are never shown.

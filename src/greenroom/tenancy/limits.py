@@ -289,7 +289,7 @@ class Limiter:
         self._of_named = {}
         for name, limits in config.tenants.items():
             meter = self._meter(TENANT, name, limits)
-            self._of_named[name.encode("ascii")] = (meter,)
+            self._of_named[name.encode()] = (meter,)
         self._of_others = self._of_named.get(DEFAULT_TENANT.encode(), ())
         self._of_caller = {}
         for caller in callers:

@@ -16,7 +16,6 @@ from greenroom.config.kinds import (
     Seconds,
     SecondsAboveZero,
     Section,
-    TenantName,
     TenantWeight,
 )
 from greenroom.config.reader import Problem, break_on
@@ -90,7 +89,7 @@ class SchedulerSection(Section):
     """The same for low priority."""
     recency_s: SecondsAboveZero = _written(DEFAULTS.recency_s)
     """A request this long ago still counts for a third in the estimate of how soon a model is needed again."""
-    tenant_weights: dict[TenantName, TenantWeight] = {}
+    tenant_weights: dict[Name, TenantWeight] = {}
     """Shares between tenants that wait for the same model; 1 for tenants not listed."""
     backoff_s: SecondsAboveZero = _written(DEFAULTS.backoff_s)
     """Pause after a first failed load; doubled with each further one."""

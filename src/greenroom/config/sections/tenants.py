@@ -12,7 +12,7 @@ from typing import Final, Self
 from pydantic import model_validator
 
 from greenroom.config import kinds
-from greenroom.config.kinds import Count, Section, TenantName
+from greenroom.config.kinds import Count, Name, Section
 from greenroom.config.reader import Problem, break_on
 
 # Tenants that are not named go by the limits of this one.
@@ -53,7 +53,7 @@ class LimitStore(Section):
         return self
 
 
-Tenants = dict[TenantName, TenantLimits]
+Tenants = dict[Name, TenantLimits]
 
 
 def requests_per_minute(text: str) -> int:
