@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,19 @@ def test_a_python_without_what_hosted_models_need_is_warned_of_once(
         "'llguidance>=1.0'",
         f"models.d: python: {mute} does not answer like a Python",
     ]
+
+
+def test_no_python_is_asked_for_packages_of_engines_that_no_model_uses(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    ours = tmp_path / "ours"
+    ours.write_text(f'#!/bin/sh\necho asked >> {tmp_path}/asked\nexec {sys.executable} "$@"\n')
+    ours.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(ours))
+    good.write_text("models:\n  a: {engine: transformers, path: m, memory_mib: 1}\n")
+    assert main(["check", str(good)]) == 0
+    assert (tmp_path / "asked").read_text().split() == ["asked"]
 
 
 OLDER_ACTIVITY = "t,model,prompt_len,output_len,tenant,priority\n1,a,1,1,,1\n"

@@ -230,12 +230,12 @@ def _short_waits(config: Config) -> list[str]:
 
 
 def _no_packages(config: Config) -> list[str]:
-    """Warnings for hosted models whose Python lacks packages. Each Python is asked once; nothing is imported."""
+    """Warnings for hosted models whose Python lacks packages. It is asked once for each engine; nothing is imported."""
     from greenroom.cli.commands.models.engines import HOSTED, looked_at
 
     hosted = {name: model for name, model in config.models.items() if model.engine in HOSTED}
-    rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
-    return [f"models.{', '.join(row['models'])}: {text}" for row in rows if row["models"] and (text := _lacks(row))]
+    rows = looked_at(config.model_copy(update={"models": hosted}), with_unused=False) if hosted else []
+    return [f"models.{', '.join(row['models'])}: {text}" for row in rows if (text := _lacks(row))]
 
 
 def _no_engine(loaded: LoadedConfig) -> list[str]:

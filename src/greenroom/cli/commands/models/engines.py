@@ -81,8 +81,8 @@ def _config(given: str | None) -> tuple[Config, str | None]:
         return Config(), f"{file} cannot be used, so no models; `greenroom check` says what is wrong with it"
 
 
-def looked_at(config: Config) -> list[Row]:
-    """One row for each engine and each place it runs from; the default place if no model uses it."""
+def looked_at(config: Config, *, with_unused: bool = True) -> list[Row]:
+    """One row for each engine and each place it runs from; the default place of those that no model uses."""
     from greenroom.engines.registry import ENGINES
 
     look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "comfyui": _comfyui, "command": _command}
@@ -97,7 +97,7 @@ def looked_at(config: Config) -> list[Row]:
     rows = [
         {**look[engine](*place), "models": models}
         for engine, found in places.items()
-        for place, models in (found or _usual(engine)).items()
+        for place, models in (found or (_usual(engine) if with_unused else {})).items()
     ]
     return [_asked(row, config) if row["engine"] not in OURS else row for row in rows]
 
