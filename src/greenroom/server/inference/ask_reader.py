@@ -164,6 +164,14 @@ class AskReader:
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
         check_media(peeked.fields, ask.entry.config.media_hosts)
+        self._rewrite(ask, peeked, exchange.head, task)
+        if options is not NO_OPTIONS:
+            ask.drops = ask.drops | model_options.FIELDS
+        return ask
+
+    def _rewrite(self, ask: Ask, peeked: peek.Peeked, head: Head, task: TaskRoute | None) -> None:
+        """Note which fields the engine is sent in place of the caller's, or not at all."""
+        route = ask.route
         ask.puts, ask.drops = self._rewrites_of(ask.entry)
         if task is not None:
             ask.puts = {"model": msgspec.json.encode(ask.entry.public_id), **ask.puts, **task.puts}
@@ -171,14 +179,12 @@ class AskReader:
             set_by_profile(ask, ask.profile, peeked.fields)
         if ask.entry.facts.prompt_slots:
             ask.spreads = any(_is_several(ask.puts.get(name, peeked.fields.get(name))) for name in _COUNTS)
-        if options is not NO_OPTIONS:
-            ask.drops = ask.drops | model_options.FIELDS
         if ask.stream and route.is_text and ask.entry.engine.usage_source is _IF_ASKED:
             with_usage, asked = peek.ask_for_usage(peeked.fields)
             ask.drop_usage = not asked
             if with_usage is not None:
                 ask.puts = {**ask.puts, "stream_options": with_usage}
-        if route.makes_pictures and self._as_urls(ask, exchange.head, peek.text(peeked.fields, RESPONSE_FORMAT)):
+        if route.makes_pictures and self._as_urls(ask, head, peek.text(peeked.fields, RESPONSE_FORMAT)):
             ask.puts = {**ask.puts, RESPONSE_FORMAT: msgspec.json.encode(AS_BASE64)}
         salt_field = ask.entry.engine.salt_field
         # Tokens may be counted by a chat, whose prefix is kept as well.
@@ -186,7 +192,6 @@ class AskReader:
         if salt_field is not None and has_prompt and ask.cache_headers is not None:
             salt = self._salts.of(ask.scope, peeked.fields.get(salt_field), ask.entry.public_id)
             ask.puts, ask.cache_headers = {**ask.puts, salt_field: salt}, None
-        return ask
 
     def _meant(self, head: Head, route: Route, caller: Caller, client: str | None) -> str | None:
         """The model of a JSON request that names none; `client` is the one that its body names. Raises BadRequest."""
