@@ -171,7 +171,7 @@ class Actions:
             self.serve(waiter, serving[0], now)
         while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
             first = self.first_of(queue, now)
-            assert first is not None, "those who want it asleep have been told that it is there"
+            assert first is not None, "operators that want it asleep have been told that it is there"
             self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
 
     # --- served ---------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class VersionWeights:
             raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
 
     async def keep(self, paths: Sequence[str]) -> None:
-        """Let no gateway ever delete these: an operator names them, so they are his, whoever fetched them."""
+        """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
         await run_detached(lambda: disown(chain.from_iterable(map(link_steps, paths))), "keep configured weights")
 
     async def use(self, versions: Collection[Version]) -> None:
