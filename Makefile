@@ -123,7 +123,7 @@ $(VLLM_STAMP):
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 10 to 13 minutes on two cores
+test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 8 to 10 minutes on two cores
 	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
 	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
