@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,25 @@ def test_gateways_that_name_the_folder_by_other_roots_know_of_each_other(tmp_pat
     path.unlink()
     second.let_go(str(path), locks)
     assert not first.use(str(path))
+
+
+def test_a_gateway_that_may_only_read_the_folder_locks_what_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, path), second = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    opened = os.open
+
+    def read_only(name: str, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return opened(name, flags, *more, **options)
+
+    with monkeypatch.context() as other_user:
+        other_user.setattr(os, "open", read_only)
+        assert second.use(str(path))
+        fetching = second.begin_fetch()
+    assert first.take(str(path)) is None, "the second one uses them"
+    close_all(fetching)
 
 
 def test_what_no_update_fetched_has_no_mark(tmp_path: Path) -> None:

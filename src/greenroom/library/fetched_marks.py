@@ -134,7 +134,8 @@ class FetchedMarks:
         """The end of `take`. If the weights are gone, so is their mark."""
         try:
             if not os.path.lexists(path) and (file := self._file(path)) is not None:
-                os.unlink(file)
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
         finally:
             close_all(locks)
 
@@ -175,12 +176,14 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def _opened(file: str, flags: int) -> int | None:
-    try:
+    """To write, or only to lock it where another user's gateway has made it or the volume is read-only."""
+    with contextlib.suppress(OSError):
         if flags & os.O_CREAT:
             os.makedirs(os.path.dirname(file), exist_ok=True)
         return os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o664)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return None
 
 
 def _mark(root: str, path: str) -> str:
