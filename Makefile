@@ -147,8 +147,7 @@ test-vllm: setup $(VLLM_STAMP) ## the real vLLM on the CPU: minutes, and part of
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_layers.py
+	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest tests/test_layers.py; layers=$$?; wait $$types && exit $$layers
 
 format: setup
 	@$(BIN)/ruff format src tests benchmarks examples
