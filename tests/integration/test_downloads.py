@@ -316,6 +316,7 @@ async def test_progress_is_told_as_events(hub: StandinHub, tmp_path: Path) -> No
 
 @pytest.mark.slow
 async def test_bandwidth_is_shared_and_a_reload_changes_it(hub: StandinHub, tmp_path: Path) -> None:
+    hub.repos[REPO] = {"model.safetensors": random.Random(3).randbytes(3_000_000)}
     async with gateway(tmp_path, {"m": fake("m")}, **options(tmp_path, bandwidth_mib_s=0.1)) as app:
         id = await ordered(app)
         await begun(app, id, 20_000)
@@ -325,7 +326,8 @@ async def test_bandwidth_is_shared_and_a_reload_changes_it(hub: StandinHub, tmp_
         config = tmp_path / "greenroom.yaml"
         config.write_text(config.read_text().replace("bandwidth_mib_s: 0.1", "bandwidth_mib_s: 100"))
         assert (await http(app, "POST", "/api/v1/reload")).status == 200
-        async with asyncio.timeout(10):
+        # At the first rate it would take longer.
+        async with asyncio.timeout(20):
             assert (await ended(app, id))["status"] == "completed"
 
 
