@@ -18,7 +18,7 @@ from typing import Any
 from tests import fake_gpu
 from tests.fake_answers import Answer, error, event, vector
 from tests.fake_http import Connection, Gone, Reader, Request, multipart
-from tests.fake_switches import parse_switches
+from tests.fake_switches import ERRORS, parse_switches
 
 # Any bytes will do for a picture.
 PIXEL = "iVBORw0KGgo="
@@ -237,7 +237,7 @@ class Engine:
 
     async def _generate(self, connection: Connection, answer: Answer) -> None:
         weird = self.switches.sse_weird if answer.is_stream else None
-        if weird is not None and weird.startswith("error-5"):
+        if weird is not None and weird in ERRORS:
             connection.send_json(int(weird[-3:]), error("the engine failed as told", "server_error"))
         elif weird == "non-sse-200" or not answer.is_stream:
             async for _ in self._paced(connection, answer):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 HEADER_BYTES_MAX = 64 * 1024
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Error", 503: "Unavailable"}
+REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many", 500: "Error", 503: "Unavailable"}
 
 
 class Gone(Exception):

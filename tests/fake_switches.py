@@ -6,7 +6,8 @@ import argparse
 import functools
 
 HUGE_LINE_BYTES = 2 * 1024 * 1024
-SSE_WEIRD = ("no-done", "no-end", "broken-event", "error-event", "huge-line", "non-sse-200", "error-500", "error-503")
+ERRORS = ("error-429", "error-500", "error-503")
+SSE_WEIRD = ("no-done", "no-end", "broken-event", "error-event", "huge-line", "non-sse-200", *ERRORS)
 
 
 def parse_switches(words: list[str] | None = None) -> argparse.Namespace:

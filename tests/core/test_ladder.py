@@ -203,7 +203,7 @@ def test_after_a_load_that_failed_no_candidate_is_left_beside_the_last() -> None
     world.arrive("x", "a", "r", choice=REMOTE, takes_s=None)
     world.run(30.0)
     assert world.fate("x") is Fate.GRANTED and served_by(world, "x") == "r"
-    assert world.scheduler.candidates_left(RequestId("x")) == ()
+    assert world.scheduler.candidates_left(RequestId("x"), world.now) == ()
 
 
 def test_after_a_load_that_failed_the_last_local_candidate_is_asked_once() -> None:
@@ -227,11 +227,11 @@ def test_a_choice_of_one_is_asked_again_once_like_any_model() -> None:
 
 def test_candidates_that_are_left_are_those_that_were_not_tried() -> None:
     world = world_with({"a": "ready", "b": "ready"})
-    assert world.scheduler.candidates_left(RequestId("x")) == ()
+    assert world.scheduler.candidates_left(RequestId("x"), world.now) == ()
     world.arrive("x", "a", "r", "b", choice=REMOTE)
     left = []
     while world.fate("x") is Fate.GRANTED:
-        left.append(world.scheduler.candidates_left(RequestId("x")))
+        left.append(world.scheduler.candidates_left(RequestId("x"), world.now))
         world.finish("x", lost=True)
     assert left == [("r", "b"), ("r",), ()]
 
@@ -240,17 +240,72 @@ def test_a_busy_model_sends_a_request_to_other_local_ones_and_never_to_the_last_
     world = world_with({"a": "ready", "b": "ready"})
     world.arrive("x", "a", "r", "b", choice=REMOTE)
     world.finish("x", lost=True, busy=True)
-    assert served_by(world, "x") == "b" and world.scheduler.candidates_left(RequestId("x")) == ()
+    assert served_by(world, "x") == "b" and world.scheduler.candidates_left(RequestId("x"), world.now) == ()
     world.finish("x", lost=True)
     assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
 
 
-@pytest.mark.parametrize(("b", "code"), [("failing", RejectCode.LOAD_FAILED), ("too_large", RejectCode.TOO_LARGE)])
-def test_after_a_busy_model_one_that_cannot_serve_does_not_lead_to_the_last_resort(b: str, code: RejectCode) -> None:
-    world = world_with({"a": "ready", "b": b})
-    world.arrive("x", "a", "r", "b", choice=REMOTE)
-    world.finish("x", lost=True, busy=True)
-    assert world.fate("x") is Fate.REJECTED and world.code("x") is code
+# Those that a request is never turned to, in any position.
+HOPELESS = ("failing", "too_large", "excluded", "removed")
+
+
+def world_with_hopeless(state: str, **others: str) -> World:
+    """As `world_with`, with a model `b` that cannot serve."""
+    world = world_with({"b": "cold" if state in ("excluded", "removed") else state, **others})
+    if state == "removed":
+        world.config(removed=("b",))
+    if state == "excluded":
+        world.config(model("b", 2_000, exclusive="one"), model("p", 2_000, pinned=True, exclusive="one"))
+        world.arrive("on p", "p", takes_s=0.0)
+        world.run(6.0)
+    return world
+
+
+@pytest.mark.parametrize("state", HOPELESS)
+@pytest.mark.parametrize("ladder", [("a", "b"), ("b", "a"), ("b", "a", "r"), ("r", "a", "b")])
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_candidate_that_cannot_serve_is_not_turned_to(state: str, ladder: tuple[str, ...], is_busy: bool) -> None:
+    """After the last one that can, the request is lost: its caller gets the last error, not that of one not asked."""
+    world = world_with_hopeless(state, a="ready")
+    world.arrive("x", *ladder, choice=REMOTE)
+    assert served_by(world, "x") == "a"
+    left = ("r",) if "r" in ladder else ()
+    assert world.scheduler.candidates_left(RequestId("x"), world.now) == left
+    world.finish("x", lost=True, busy=is_busy)
+    if left and not is_busy:
+        assert served_by(world, "x") == "r"
+        world.finish("x", lost=True)
+    assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
+
+
+@pytest.mark.parametrize("state", HOPELESS)
+@pytest.mark.parametrize("ladder", [("a", "b"), ("b", "a")])
+def test_after_a_load_that_failed_the_caller_gets_that_error(state: str, ladder: tuple[str, ...]) -> None:
+    world = world_with_hopeless(state, a="cold")
+    world.engines["a"], fails = Engine(load_s=0.1), world.outcome_of
+    world.outcome_of = lambda move: Outcome.FAILED if move.model == "a" else fails(move)
+    world.arrive("x", *ladder, choice=FIRST_S)
+    world.run(1.0)
+    rejection = world.calls_by_id["x"].rejection
+    assert rejection is not None and (rejection.code, rejection.model) == (RejectCode.LOAD_FAILED, "a")
+
+
+@pytest.mark.parametrize("a", ["cold", "full"])
+def test_a_candidate_that_can_serve_since_the_first_was_removed_is_turned_to(a: str) -> None:
+    world = world_with({"a": a, "b": "too_large"})
+    world.arrive("x", "a", "b", choice=FIRST_S, takes_s=1.0)
+    assert world.fate("x") is Fate.WAITING
+    world.config(model("b", 2_000), removed=("a",))
+    world.run(60.0)
+    assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "b"
+
+
+def test_a_candidate_that_can_serve_is_turned_to_before_one_that_stands_higher_and_cannot() -> None:
+    world = world_with({"b": "too_large", "a": "ready", "c": "cold"})
+    world.arrive("x", "b", "a", "c", choice=FIRST_S, takes_s=None)
+    world.finish("x", lost=True)
+    world.run(30.0)
+    assert world.fate("x") is Fate.GRANTED and served_by(world, "x") == "c"
 
 
 @pytest.mark.parametrize("others", [(), ("r",)])

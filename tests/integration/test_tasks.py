@@ -58,6 +58,8 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "unborn": fake("unborn", *record, "--exit-before-bind"),
         "dies": fake("dies", *record, "--crash-at", "request"),
         "dies-too": fake("dies-too", *record, "--crash-at", "request"),
+        "busy": fake("busy", *record, "--sse-weird", "error-429"),
+        "huge": fake("huge", *record, memory_mib=10**9),
         "few": fake("few", *record, limits={"requests_per_minute": 1}),
         "dumb": fake("dumb", *record, abilities=["embeddings"]),
     }
@@ -75,7 +77,12 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate]:
         "hopeless": {"candidates": ["crashes", "breaks"]},
         "last-dies": {"candidates": ["breaks", "dies"], "prefer_first_s": 600},
         "only-one-starts": {"candidates": ["unborn", "dies-too"]},
+        "huge-first": {"candidates": ["huge", "busy"]},
+        "huge-last": {"candidates": ["busy", "huge"]},
+        "huge-and-broken": {"candidates": ["huge", "breaks"]},
+        "unborn-first": {"candidates": ["unborn", "busy"]},
         "limited": {"candidates": ["few", "small"]},
+        "limited-and-huge": {"candidates": ["few", "huge"]},
         "only-few": {"candidates": ["few"]},
         "picky": {"candidates": ["dumb", "large", "small"], "require": {"strict_json": True}},
         "vectors": {"candidates": ["small"]},
@@ -139,6 +146,19 @@ async def test_the_last_candidate_is_not_asked_again_after_it_is_lost(gate: Gate
     assert [line["name"] for line in asked] == tried
 
 
+@pytest.mark.parametrize(
+    ("task", "status"),
+    [("huge-first", 429), ("huge-last", 429), ("huge-and-broken", 500), ("unborn-first", 429)],
+)
+async def test_the_last_error_is_that_of_a_model_that_was_asked(gate: Gate, task: str, status: int) -> None:
+    """The others cannot serve: one is too large for the devices, the load of the other fails."""
+    for name, known in (("breaks", 200), ("busy", 200), ("unborn", 503)):
+        assert (await gate.chat(name)).status == known
+    failed = await gate.chat(task, stream=True)
+    assert (failed.status, failed.error["message"]) == (status, "the engine failed as told")
+    assert len(gate.journal.lines("request", id=failed.headers["x-request-id"])) == 1
+
+
 async def test_a_request_that_returns_to_its_first_candidate_asks_that_one(tmp_path: Path) -> None:
     """The second one is warm, is asked first, and fails."""
     journal = Journal(tmp_path)
@@ -160,8 +180,9 @@ async def test_a_model_at_its_own_limit_is_passed_over(gate: Gate) -> None:
     assert (await gate.chat("few")).status == 200
     answer = await gate.chat("limited")
     assert answer.status == 200 and answer.headers["x-model"] == "small"
-    refused = await gate.chat("only-few")
-    assert refused.status == 429 and refused.error["message"] == "Model few exceeded 1 req/min"
+    for task in ("only-few", "limited-and-huge"):
+        refused = await gate.chat(task)
+        assert refused.status == 429 and refused.error["message"] == "Model few exceeded 1 req/min"
 
 
 async def test_a_key_gets_the_models_that_it_may_use_and_sees_no_others(gate: Gate) -> None:

@@ -6,7 +6,7 @@ Owns how waiters join, leave, are granted and are refused. `slots.py` writes the
 from __future__ import annotations
 
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.decide.ladder import decide
+from greenroom.core.decide.ladder import able, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
@@ -79,6 +79,12 @@ class Actions:
             self._state.waitlist.strike(waiter, model)
         self._keep_waiting(waiter, other or model)
 
+    def next_for(self, waiter: Waiter, but: ModelId, now: float) -> ModelId | None:
+        """The candidate that this waiter turns to when `but` has failed; None if no other one can serve it."""
+        if len(waiter.candidates) == 1:
+            return None
+        return waiter.next_of(able(self._state, waiter, now, self._places), but)
+
     def strike_last_resort(self, waiter: Waiter) -> None:
         """Remove its candidates of last resort."""
         for name in waiter.choice.last_resort if waiter.choice is not None else ():
@@ -133,11 +139,11 @@ class Actions:
             plan.beside,
         )
 
-    def reject_waiters(self, model: ModelId, refusal: Refuse) -> None:
-        """Reject the waiters of this model. A waiter with another known candidate moves to that queue instead."""
+    def reject_waiters(self, model: ModelId, refusal: Refuse, now: float) -> None:
+        """Reject the waiters of this model. One that another candidate can serve moves to that queue instead."""
         state = self._state
         for waiter in state.waitlist.of(model):
-            other = waiter.next_of(state.models, but=model)
+            other = self.next_for(waiter, model, now)
             state.waitlist.strike(waiter, model)
             if other is not None:
                 self._keep_waiting(waiter, other)

@@ -31,12 +31,13 @@ class Configuration:
             self._take_over(event.limits)
         if event.devices is not None:
             state.ledger.set_devices(event.devices)
-        for model in event.removed:
-            self._remove(model, event.now)
         for spec in event.models:
             self._put(spec, event.now)
         for model, need in (event.needs or {}).items():
             self._set_need(model, need)
+        # Their waiters turn to other candidates, as these are from now on.
+        for model in event.removed:
+            self._remove(model, event.now)
         for model, learned in (event.learned or {}).items():
             if record := state.models.get(model):
                 record.learned_s.update(learned.moves_s)
@@ -61,11 +62,13 @@ class Configuration:
             state.price_queue(model)
 
     def _remove(self, model: ModelId, now: float) -> None:
-        record = self._state.drop_model(model)
+        record = self._state.models.get(model)
         if record is None:
             return
         self._slots.forget_timer(Timer(TimerKind.RETRY, model))
-        self._act.reject_waiters(model, Refuse(RejectCode.REMOVED))
+        # While it is known: its slots are looked at to decide where its waiters can go.
+        self._act.reject_waiters(model, Refuse(RejectCode.REMOVED), now)
+        self._state.drop_model(model)
         for slot in list(self._state.slots_of(model)):
             self._slots.leave(slot, Tier.COLD, record.spec.grace_s, because("removed", model=model), now)
 
@@ -114,7 +117,7 @@ class Configuration:
         if coming is None or coming.spec.version_of != spec.id:
             state.counters.ignored += 1
             return
-        self._act.reject_waiters(event.coming, Refuse(RejectCode.REMOVED))
+        self._act.reject_waiters(event.coming, Refuse(RejectCode.REMOVED), now)
         state.drop_model(event.coming)
         record, old = ModelRecord(spec, coming.need), state.models.get(spec.id)
         if old is not None:

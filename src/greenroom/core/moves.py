@@ -70,7 +70,7 @@ class Moves:
         grace_s = record.spec.grace_s if event.grace_s is None else event.grace_s
         # A model that an operator unloads is not preloaded again when its back-off ends.
         record.preload_again = False
-        self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED))
+        self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED), event.now)
         why = because("asked", model=event.model)
         for slot in list(self._state.slots_of(event.model)):
             self._slots.leave(slot, to, grace_s, why, event.now)
@@ -146,7 +146,7 @@ class Moves:
             self._raise_need(record)
         else:
             self._count_failure(record, now)
-            self._act.reject_waiters(slot.model, self._load_failed(record, outcome, now))
+            self._act.reject_waiters(slot.model, self._load_failed(record, outcome, now), now)
 
     def _load_failed(self, record: ModelRecord, outcome: Outcome, now: float) -> Refuse:
         state, retry_after_s = self._state, record.retry_at - now

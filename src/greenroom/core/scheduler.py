@@ -17,7 +17,7 @@ from greenroom.core.configuration import Configuration
 from greenroom.core.decide.arrival import called_off, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.estimate import eta_s
-from greenroom.core.decide.ladder import Option, choose, decide, model_of, weigh
+from greenroom.core.decide.ladder import Option, able, choose, decide, model_of, weigh
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
@@ -116,12 +116,12 @@ class Scheduler:
         options = weigh(self.state, waiter, arrival.now, Places())
         return options, choose(options, waiter)
 
-    def candidates_left(self, request: RequestId) -> tuple[ModelId, ...]:
+    def candidates_left(self, request: RequestId, now: float) -> tuple[ModelId, ...]:
         """The models that a request can still turn to if the one that it was granted fails. Changes nothing."""
         if (grant := self._granted(request)) is None:
             return ()
         model = self.state.slots[grant.slot].model
-        return tuple(name for name in grant.waiter.candidates if name != model and name in self.state.models)
+        return tuple(name for name in able(self.state, grant.waiter, now, self._places) if name != model)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Scheduler:
             self.state.counters.ignored += 1
             return Dirty.NOTHING
         if event.lost_before_first_byte:
-            self._take_back(grant, event.was_busy)
+            self._take_back(grant, event.was_busy, event.now)
         elif not grant.is_cut:
             self._learn_from(grant, event.now)
         return self._end_grant(event.request, grant, event.now)
@@ -196,19 +196,22 @@ class Scheduler:
             record.tried_at = now
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
-    def _take_back(self, grant: Grant, was_busy: bool) -> None:
+    def _take_back(self, grant: Grant, was_busy: bool, now: float) -> None:
         """Put a request that was lost before its first byte back in its place, once; else refuse it.
 
-        One with other candidates turns to the next of them instead, and gets each once. A busy model is not asked
-        again, and leads to no candidate of last resort.
+        One with other candidates turns to the next that can serve it instead, and gets each once. A busy model is not
+        asked again, and leads to no candidate of last resort.
         """
         state, waiter, model = self.state, grant.waiter, self.state.slots[grant.slot].model
+        has_choice = len(waiter.candidates) > 1
         if was_busy:
             self._act.strike_last_resort(waiter)
-        other = waiter.next_of(state.models, but=model)
+        other = self._act.next_for(waiter, model, now)
         if state.shutting_down:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
-        elif grant.is_cut or (other is None and (was_busy or waiter.had_failure or model not in state.models)):
+        elif grant.is_cut or (
+            other is None and (has_choice or was_busy or waiter.had_failure or model not in state.models)
+        ):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
             self._act.put_back(waiter, model, other)

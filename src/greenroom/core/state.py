@@ -199,9 +199,9 @@ class State:
         """Add this model, or replace its earlier revision."""
         self.models[record.spec.id] = self.claimants[record.spec.id] = record
 
-    def drop_model(self, model: ModelId) -> ModelRecord | None:
+    def drop_model(self, model: ModelId) -> None:
         self.claimants.pop(model, None)
-        return self.models.pop(model, None)
+        self.models.pop(model, None)
 
     def add_lease(self, lease: LeaseId, record: LeaseRecord) -> None:
         self.leases[lease] = self.claimants[record.spec.id] = record

@@ -76,6 +76,13 @@ def choose(options: list[Option], waiter: Waiter) -> int:
     return best
 
 
+def able(state: State, waiter: Waiter, now: float, places: Places) -> list[ModelId]:
+    """Its candidates that can serve it, now or after a wait. The others would be refused."""
+    residents = Residents(state, now, places)
+    plans = {name: decide_for(state, waiter, name, now, places, residents) for name in waiter.candidates}
+    return [name for name, plan in plans.items() if not isinstance(plan, Refuse)]
+
+
 def model_of(state: State, plan: Plan) -> ModelId | None:
     """The model that this plan is for; None if it refuses."""
     if isinstance(plan, Refuse):

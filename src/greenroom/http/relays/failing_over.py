@@ -1,4 +1,4 @@
-"""Holds an engine's answer back if it is a failure, for requests that another model can still serve.
+"""Holds an engine's answer back if it is a failure and another model can still serve the request.
 
 Owns which answers are failures. Nothing of such an answer reaches the client: the relay ends as if the engine were
 lost before its first byte. All other answers go to the relay as they come.
@@ -6,7 +6,7 @@ lost before its first byte. All other answers go to the relay as they come.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 from typing import Final
 
 from greenroom.errors import EngineLost, RemoteFailed
@@ -23,13 +23,17 @@ BUSY_IF_BROKEN: Final = frozenset((429,))
 class FailingOver:
     """A Sink before a relay. Use for one answer."""
 
-    __slots__ = ("_name", "_relay", "_told")
+    __slots__ = ("_has_other", "_name", "_relay")
 
-    def __init__(self, relay: Relay, name: str, told: Container[int]) -> None:
-        """`name` is the model, for the error. Statuses in `told` go to the client although they are failures."""
+    def __init__(self, relay: Relay, name: str, has_other: Callable[[int], bool]) -> None:
+        """`name` is the model, for the error.
+
+        `has_other` says whether another model can serve it after a failure with this status, 0 if it had none. It is
+        asked only when a failure comes.
+        """
         self._relay = relay
         self._name = name
-        self._told = told
+        self._has_other = has_other
 
     @property
     def upstream(self) -> Connection | None:
@@ -70,12 +74,12 @@ class FailingOver:
 
     def lost(self, error: EngineLost, before_first_byte: bool) -> None:
         # Connections to a provider have tried again already, and say that nothing more is to be tried there.
-        is_unanswered = before_first_byte or (isinstance(error, RemoteFailed) and not self._relay.status)
-        self._relay.lost(error, is_unanswered)
+        may_turn = isinstance(error, RemoteFailed) and not self._relay.status and self._has_other(0)
+        self._relay.lost(error, before_first_byte or may_turn)
 
     def _is_failure(self, status: int) -> bool:
         """True if another model might do better: the engine broke, or has no room. Other errors are the caller's."""
-        return (status >= 500 or status in BUSY) and status not in self._told
+        return (status >= 500 or status in BUSY) and self._has_other(status)
 
     def _fail(self, status: int) -> None:
         self._relay.status = status

@@ -74,8 +74,8 @@ class RequestServices:
     sweep: RequestSweep
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
-    candidates_left: Callable[[RequestId], tuple[ModelId, ...]]
-    """The models that a request for a task can still turn to, beside the one that it was granted."""
+    candidates_left: Callable[[RequestId, float], tuple[ModelId, ...]]
+    """The models that can serve a request for a task at this time, beside the one that it was granted."""
     version_of: Callable[[str], Version | None]
     """The version that a model serves now."""
     spawn: Callable[[Running], asyncio.Task[None]]
@@ -285,18 +285,22 @@ class Running:
         return True
 
     def _sink(self, relay: Relay) -> Sink:
-        """The relay; behind one that holds failures back if another model of its task is left."""
-        slot = self.ticket.slot
-        if self.ask.rungs is None or slot is None or not self._has_other(slot) or not self._may_run_again():
+        """The relay; for a task behind one that holds failures back if another of its models can serve."""
+        rungs = self.ask.rungs
+        if rungs is None or len(rungs.asks) == 1 or not self._may_run_again():
             return relay
-        return FailingOver(relay, self._name, () if self._has_other(slot, is_busy=True) else self._busy_at(slot))
+        return FailingOver(relay, self._name, self._has_other_after)
+
+    def _has_other_after(self, status: int) -> bool:
+        slot = self.ticket.slot
+        return slot is not None and self._has_other(slot, is_busy=status in self._busy_at(slot))
 
     def _busy_at(self, slot: LiveSlot) -> frozenset[int]:
         """The statuses by which its engine says that it has no room now."""
         return BUSY_IF_BROKEN if slot.is_unavailable(self._shared.clock()) else BUSY
 
     def _has_other(self, slot: LiveSlot, *, is_busy: bool = False) -> bool:
-        """True if a model of its task is left beside this one.
+        """True if another model of its task can serve it.
 
         Models of last resort do not count if this one is local and only busy.
         """
@@ -304,7 +308,7 @@ class Running:
         if rungs is None:
             return False
         avoided = rungs.choice.last_resort if is_busy and slot.remote is None else ()
-        return any(model not in avoided for model in self._shared.candidates_left(self.ticket.id))
+        return any(model not in avoided for model in self._shared.candidates_left(self.ticket.id, self._shared.clock()))
 
     def _turn_away(self, why: GreenroomError | None, *, was_busy: bool = False) -> None:
         """This model does not serve it: it waits for the next one of its task, or again."""
