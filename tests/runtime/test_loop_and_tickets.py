@@ -197,14 +197,26 @@ def test_cut_reaches_whoever_listens_later() -> None:
 
 def test_an_engine_that_has_answered_nothing_but_503_for_a_minute_is_not_only_busy() -> None:
     slot = some_slot()
-    slot.answered(503, 100.0, is_at_work=False)
-    slot.answered(503, 150.0, is_at_work=False)
-    assert not slot.is_unavailable(159.0) and slot.is_unavailable(160.0)
+    for second in (100.0, 150.0):
+        slot.answered(503, second, is_at_work=False)
+    assert not slot.is_unavailable(160.0) and slot.is_unavailable(161.0)
     slot.answered(400, 161.0, is_at_work=False)
-    assert not slot.is_unavailable(1_000.0)
+    assert not slot.is_unavailable(162.0)
     slot.answered(503, 1_000.0, is_at_work=False)
     slot.answered(503, 1_059.0, is_at_work=True)
-    assert not slot.is_unavailable(2_000.0)
+    assert not slot.is_unavailable(1_061.0)
+
+
+def test_an_engine_that_was_not_asked_for_a_minute_may_be_only_busy_again() -> None:
+    """Two answers far apart say nothing about the time between them, in which it may have slept and woken."""
+    slot = some_slot()
+    slot.answered(503, 100.0, is_at_work=False)
+    assert not slot.is_unavailable(200.0)
+    for second in (200.0, 250.0):
+        slot.answered(503, second, is_at_work=False)
+    assert slot.is_unavailable(261.0) and not slot.is_unavailable(311.0)
+    slot.answered(503, 311.0, is_at_work=False)
+    assert not slot.is_unavailable(312.0)
 
 
 def test_an_engine_works_on_a_request_that_it_has_had_for_a_while() -> None:

@@ -42,6 +42,7 @@ class LiveSlot:
         "ready_since",
         "remote",
         "socket",
+        "unavailable_at",
         "unavailable_since",
     )
 
@@ -74,19 +75,26 @@ class LiveSlot:
         self.prompts = PromptSlots(count) if count else None
         # What its engine last told of its cache; None if it tells nothing.
         self.figures: CacheFigures | None = None
-        # Since when its engine has answered nothing but 503; None if it has answered otherwise.
+        # Since when its engine has answered nothing but 503, and when it last did; None if it has answered otherwise.
         self.unavailable_since: float | None = None
+        self.unavailable_at = 0.0
 
     def answered(self, status: int, now: float, *, is_at_work: bool) -> None:
         """Note the status of an answer. `is_at_work`: the engine works on other answers."""
         if status != 503 or is_at_work:
             self.unavailable_since = None
-        elif self.unavailable_since is None:
+            return
+        if self.unavailable_since is None or now - self.unavailable_at > UNAVAILABLE_MAX_S:
             self.unavailable_since = now
+        self.unavailable_at = now
 
     def is_unavailable(self, now: float) -> bool:
-        """True if its engine has answered nothing but 503 for so long that it is not only busy."""
-        return self.unavailable_since is not None and now - self.unavailable_since >= UNAVAILABLE_MAX_S
+        """True if its engine has answered nothing but 503 for so long that it is not only busy.
+
+        It must have been asked all the while: after a longer pause nothing is known of it.
+        """
+        was_asked = now - self.unavailable_at <= UNAVAILABLE_MAX_S
+        return self.unavailable_since is not None and was_asked and now - self.unavailable_since > UNAVAILABLE_MAX_S
 
     @property
     def process(self) -> Child:
