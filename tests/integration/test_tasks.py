@@ -233,6 +233,18 @@ async def test_every_dialect_may_name_a_task(gate: Gate) -> None:
     assert openai.status == 200 and openai.headers["x-model"] == "large" == openai.json()["model"]
 
 
+async def test_llama_cpps_routes_tell_of_the_first_model_of_a_task_and_load_no_task(gate: Gate) -> None:
+    for key, model in ((KEYS[0]["key"], "large"), ("narrow-key-0123456789ab", "small")):
+        props = await gate.ask("GET", "/props?model=coding", key=key)
+        assert props.status == 200 and props.json()["model_alias"] == model
+        assert (await gate.ask("GET", "/slots?model=coding", key=key)).status == 200
+    assert (await gate.ask("GET", "/props?model=coding", key="stranger-key-012345678")).status == 404
+    for order in ("load", "unload"):
+        refused = await gate.ask("POST", f"/models/{order}", {"model": "coding"})
+        assert (refused.status, refused.error["param"]) == (400, "model")
+        assert refused.error["message"] == f"coding is a task: say which of its models to {order} (large, small)."
+
+
 async def test_a_form_may_name_a_task(gate: Gate) -> None:
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwarm\r\n'
     form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--b--\r\n'
