@@ -84,6 +84,20 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: greenroom" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["nan", "inf", "-1", "1e400", "soon"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(["unload", "m"], "--grace-s"), (["chat", "m"], "--temperature")],
+)
+def test_a_number_that_is_none_is_wrong_usage(
+    command: list[str], option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, f"{option}={said}"])
+    assert ended.value.code == 2
+    assert f"{option}: {said} is no number" in capsys.readouterr().err
+
+
 def test_wrong_usage_found_later_exits_with_2_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--url", "ftp://x"]) == 2
     assert capsys.readouterr().err == "greenroom: 'ftp://x' is not an address; write it like http://127.0.0.1:8210\n"

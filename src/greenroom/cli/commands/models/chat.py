@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, GatewayRefused, NotAStream, WrongUsage
+from greenroom.cli.numbers import from_0
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client, ServerEvent
@@ -32,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="the question; - is standard input")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens of an answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is the most predictable")
+    parser.add_argument("--temperature", type=from_0, metavar="T", help="0 is the most predictable")
     address.add_options(parser, json_help="print the whole answer as JSON; needs a prompt")
 
 

@@ -14,6 +14,7 @@ from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
+from greenroom.cli.numbers import seconds_above_0
 
 if TYPE_CHECKING:
     from greenroom.trainer import Report, Sign, Trainer
@@ -25,7 +26,6 @@ SERVICE_NAME: Final = "INFERENCE_SERVICE_URL"
 REPO_NAME: Final = "MODEL_REPO_ID"
 FILE_NAME: Final = "SYNC_STATE_FILE"
 EVERY_S: Final = 30.0
-SECONDS_MAX: Final = 365 * 86_400.0
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,18 +79,12 @@ def _add_update_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sign-key", metavar="FILE", help="key that signs the updates, where replicas want tokens")
     parser.add_argument("--signer", default="alice", metavar="NAME", help="the signer's name (default: alice)")
     parser.add_argument(
-        "--away-s", type=_seconds, default=60.0, metavar="S", help="a replica silent for so long is lost (default: 60)"
+        "--away-s",
+        type=seconds_above_0,
+        default=60.0,
+        metavar="S",
+        help="a replica silent for so long is lost (default: 60)",
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= SECONDS_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return value
 
 
 # --- what is done ---------------------------------------------------------------------------------------------------
@@ -145,7 +139,7 @@ def _add_keep(commands: Any) -> None:
     _add_update_options(parser)
     parser.add_argument(
         "--every-s",
-        type=_seconds,
+        type=seconds_above_0,
         default=EVERY_S,
         metavar="S",
         help=f"how often they are compared (default: {EVERY_S:g})",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus
+from greenroom.cli.numbers import seconds_above_0
 
 # The scheduler's reasons to wait and to refuse, as sentences.
 WAITING: Final = {
@@ -48,23 +48,14 @@ VERDICTS: Final = {
 Explained = Mapping[str, Any]
 
 
-def _seconds(said: str) -> float:
-    """Raises ArgumentTypeError, which argparse reports as wrong usage."""
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"{said} is no number of seconds above 0")
-    return seconds
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id, an alias, or a task")
     parser.add_argument("--priority", help="high, normal, low or a number (default: that of the model or task)")
     parser.add_argument("--tenant", help="the tenant it would be for")
     parser.add_argument("--stream", action="store_true", help="as a stream, whose caller can wait longer")
-    parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS", help="how long the whole answer may take")
+    parser.add_argument(
+        "--budget-s", type=seconds_above_0, metavar="SECONDS", help="how long the whole answer may take"
+    )
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 

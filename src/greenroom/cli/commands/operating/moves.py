@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus
+from greenroom.cli.numbers import seconds
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -58,7 +59,7 @@ def _add_bring_options(parser: argparse.ArgumentParser) -> None:
 def _add_leave_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
     parser.add_argument(
-        "--grace-s", type=float, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
+        "--grace-s", type=seconds, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
     )
     address.add_token_option(parser)
     address.add_options(parser, json_help="print the gateway's answer as JSON")
