@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from greenroom.http.batch import HELD_BYTES_MAX, WRITERS_MAX, WriteBatch, Writer
+from greenroom.http.batch import HELD_BYTES_MAX, LONE_TURNS, WRITERS_MAX, WriteBatch, Writer
 
 
 class Far(asyncio.Transport):
@@ -79,6 +79,26 @@ async def test_a_turn_with_one_write_ends_the_waiting_of_the_next() -> None:
     await turn()
     writer.write(b"b")
     assert far.got == [b"a", b"b"]
+
+
+async def test_after_many_lone_writes_some_are_made_at_once_and_then_it_looks_again() -> None:
+    batch, lone = WriteBatch(), Far()
+    # Before the first turn there was nothing to do, either.
+    for _ in range(LONE_TURNS - 1):
+        Writer(batch, lone).write(b"-")
+        await turn()
+    fars = [Far() for _ in range(LONE_TURNS + 2)]
+    for far in fars:
+        Writer(batch, far).write(b"a")
+    # The first that it looks at again goes out at once, as a lone one does; the second shows that it is not alone.
+    assert [len(far.got) for far in fars] == [1] * (LONE_TURNS + 1) + [0]
+    await turn()
+    assert fars[-1].got == [b"a"]
+    later = Far()
+    Writer(batch, later).write(b"b")
+    assert later.got == []
+    await turn()
+    assert later.got == [b"b"]
 
 
 async def test_flush_keeps_the_order_and_writes_nothing_twice() -> None:

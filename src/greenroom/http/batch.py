@@ -14,6 +14,9 @@ log = logging.getLogger("greenroom.http")
 
 # What has waited for so many others goes out at once: in a long turn the first answer must not wait for the last.
 WRITERS_MAX: Final = 16
+# After so many turns in a row with one write each, there is little to do: so many writes are made at once, before it is
+# looked again whether others come in the same turn. To look costs a callback.
+LONE_TURNS: Final = 8
 # More than this of one connection goes out at once, so that a slow reader is noticed.
 HELD_BYTES_MAX: Final = 64 * 1024
 
@@ -21,24 +24,30 @@ HELD_BYTES_MAX: Final = 64 * 1024
 class WriteBatch:
     """The writes of many connections. Belongs to one event loop."""
 
-    __slots__ = ("_count", "_loop", "_was_lone", "_writers")
+    __slots__ = ("_at_once", "_count", "_lone_turns", "_loop", "_writers")
 
     def __init__(self) -> None:
         # Asked for once: Python looks each time whether the process was forked, by a system call.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: list[Writer] = []
-        # How many wrote in this turn, and whether no more than one did in the turn before.
+        # How many wrote in this turn, and how many turns before it had one write each.
         self._count = 0
-        self._was_lone = True
+        self._lone_turns = 1
+        # How many writes are left to be made at once.
+        self._at_once = 0
 
     def add(self, writer: Writer) -> None:
+        if self._at_once > 0:
+            self._at_once -= 1
+            writer.flush()
+            return
         self._count += 1
         if self._count == 1:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
             self._loop.call_soon(self._end_turn)
-            if self._was_lone:
-                # There is little to do: it need not wait for others that will not come.
+            if self._lone_turns > 0:
+                # It need not wait for others that will not come.
                 writer.flush()
                 return
         self._writers.append(writer)
@@ -46,7 +55,9 @@ class WriteBatch:
             self._flush()
 
     def _end_turn(self) -> None:
-        self._was_lone = self._count == 1
+        self._lone_turns = self._lone_turns + 1 if self._count == 1 else 0
+        if self._lone_turns >= LONE_TURNS:
+            self._at_once = LONE_TURNS
         self._count = 0
         self._flush()
 
