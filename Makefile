@@ -38,8 +38,6 @@ ENGINE_TESTS := tests/contract/engines tests/integration/transformers
 # These share a browser and a gateway, and so a process for each file. A browser keeps a core busy.
 UI_TESTS := tests/ui
 UI_JOBS ?= 2
-# A running gateway waits half of the time: for engines to start, to load and to answer.
-GATEWAY_JOBS ?= 6
 # Tests of the core compute and wait for nothing: no more of them than cores.
 CORE_JOBS ?= 2
 CORE_PYTEST := $(BIN)/python -m pytest tests/core --numprocesses $(CORE_JOBS) --dist worksteal
@@ -128,8 +126,7 @@ test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 8 t
 	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
 	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
-	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --ignore=tests/integration/transformers \
-	  --numprocesses $(GATEWAY_JOBS) --dist worksteal
+	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --ignore=tests/integration/transformers $(SPREAD)
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 25 minutes

@@ -14,6 +14,7 @@ from greenroom.core.events import Choice, Learned
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, RequestId, Tier
 
 from .test_candidates import served_by
+from .test_others import store
 from .world import Engine, Fate, World, gpu, host, model
 
 LOAD_S = {"a": 20.0, "b": 10.0, "c": 10.0}
@@ -386,3 +387,26 @@ def test_a_request_that_waits_for_the_last_resort_leaves_it_when_another_can_ser
     world.outcome_of = lambda move: Outcome.DONE
     world.run()
     assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "a"
+
+
+@pytest.mark.parametrize("goes", ["unload", "remove"])
+def test_a_candidate_that_fits_once_the_first_has_left_is_turned_to(goes: str) -> None:
+    world = World([model("a", 20_000, pinned=True, grace_s=0.0), model("b", 20_000)], devices=(gpu(0, 24_000),))
+    world.arrive("on a", "a")
+    world.run(10.0)
+    world.arrive("x", "a", "b", choice=FIRST_S, takes_s=1.0)
+    assert world.fate("x") is Fate.WAITING
+    if goes == "unload":
+        world.ask("o", MoveKind.UNLOAD, "a", grace_s=0.0)
+    else:
+        world.config(removed=("a",))
+    world.run(60.0)
+    assert world.fate("x") is Fate.SERVED and served_by(world, "x") == "b"
+
+
+def test_a_candidate_that_waits_for_its_store_is_turned_to() -> None:
+    world = world_with({"a": "ready", "b": "cold"})
+    world.arrive("x", "a", "b", choice=FIRST_S, takes_s=None)
+    store(world, is_down=True)
+    world.finish("x", lost=True)
+    assert world.fate("x") is Fate.WAITING and world.scheduler.state.waitlist["x"].model == "b"

@@ -152,6 +152,16 @@ async def test_a_revision_whose_content_another_one_has_too_can_be_deleted(tmp_p
         assert not old.exists() and (new / "lora.gguf").read_bytes() == lora
 
 
+async def test_a_blob_that_a_configured_model_links_to_is_deleted_only_by_force(tmp_path: Path) -> None:
+    root, mine = tmp_path / "models", tmp_path / "mine.gguf"
+    folder = add_snapshot(root, "org/name", "c1", {"a.gguf": tiny_gguf("a")})
+    mine.symlink_to((folder / "a.gguf").resolve())
+    async with gateway(tmp_path, {"alpha": tiny(mine)}, model_roots=[str(root)]) as app:
+        await app.library.looked()
+        status, told = await ask(app, "DELETE", "/v1/models/inventory/org%2Fname")
+        assert status == 409 and "alpha" in told["error"]["message"] and mine.exists()
+
+
 async def test_only_the_exact_id_deletes(app: App, tmp_path: Path) -> None:
     for name in ("org/name@main", "a", "../models/b.gguf", "%2e%2e/b.gguf", str(tmp_path / "models" / "b.gguf")[1:]):
         status, told = await ask(app, "DELETE", f"/v1/models/inventory/{name}")

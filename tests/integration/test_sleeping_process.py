@@ -109,7 +109,11 @@ async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path) -> None:
         assert (await view(app, "bravo"))["tier"] == "cold"
 
 
-@pytest.mark.parametrize(("fault", "keys"), [("--fail-at", {}), ("--hang-at", {"load_timeout_s": 1})])
+@pytest.mark.parametrize(
+    ("fault", "keys"),
+    # Long enough for a busy machine to load it in.
+    [("--fail-at", {}), pytest.param("--hang-at", {"load_timeout_s": 8}, marks=pytest.mark.slow)],
+)
 async def test_one_that_does_not_wake_is_ended_and_started_anew(
     tmp_path: Path, fault: str, keys: dict[str, Any]
 ) -> None:

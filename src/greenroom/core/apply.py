@@ -6,8 +6,9 @@ Owns how waiters join, leave, are granted and are refused. `slots.py` writes the
 from __future__ import annotations
 
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.decide.ladder import able, decide
+from greenroom.core.decide.ladder import decide, is_able
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, learn
@@ -79,11 +80,17 @@ class Actions:
             self._state.waitlist.strike(waiter, model)
         self._keep_waiting(waiter, other or model)
 
-    def next_for(self, waiter: Waiter, but: ModelId, now: float) -> ModelId | None:
-        """The candidate that this waiter turns to when `but` has failed; None if no other one can serve it."""
+    def next_for(self, waiter: Waiter, but: ModelId, now: float, residents: Residents | None = None) -> ModelId | None:
+        """The candidate that this waiter turns to when `but` has failed; None if no other one can serve it.
+
+        `residents` may be passed if no slot has changed since they were made.
+        """
         if len(waiter.candidates) == 1:
             return None
-        return waiter.next_of(able(self._state, waiter, now, self._places), but)
+        state, places = self._state, self._places
+        residents = residents or Residents(state, now, places)
+        others = (name for name in (*waiter.preferred, *waiter.candidates) if name != but)
+        return next((name for name in others if is_able(state, waiter, name, now, places, residents)), None)
 
     def strike_last_resort(self, waiter: Waiter) -> None:
         """Remove its candidates of last resort."""
@@ -140,10 +147,18 @@ class Actions:
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse, now: float) -> None:
-        """Reject the waiters of this model. One that another candidate can serve moves to that queue instead."""
-        state = self._state
+        """Reject the waiters of this model. One that another candidate can serve moves to that queue instead.
+
+        If the model is to leave, any other one will do: it may fit once this one is gone.
+        """
+        state, leaves = self._state, refusal.code in (RejectCode.REMOVED, RejectCode.UNLOADED)
+        residents: Residents | None = None
         for waiter in state.waitlist.of(model):
-            other = self.next_for(waiter, model, now)
+            if leaves:
+                other = waiter.next_of(state.models, model)
+            else:
+                residents = residents or Residents(state, now, self._places)
+                other = self.next_for(waiter, model, now, residents)
             state.waitlist.strike(waiter, model)
             if other is not None:
                 self._keep_waiting(waiter, other)

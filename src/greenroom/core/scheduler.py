@@ -17,8 +17,9 @@ from greenroom.core.configuration import Configuration
 from greenroom.core.decide.arrival import called_off, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.estimate import eta_s
-from greenroom.core.decide.ladder import Option, able, choose, decide, model_of, weigh
+from greenroom.core.decide.ladder import Option, choose, decide, is_able, model_of, weigh
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
 from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, learn, lease_name
@@ -120,8 +121,13 @@ class Scheduler:
         """The models that a request can still turn to if the one that it was granted fails. Changes nothing."""
         if (grant := self._granted(request)) is None:
             return ()
-        model = self.state.slots[grant.slot].model
-        return tuple(name for name in able(self.state, grant.waiter, now, self._places) if name != model)
+        waiter, but, residents = (
+            grant.waiter,
+            self.state.slots[grant.slot].model,
+            Residents(self.state, now, self._places),
+        )
+        others = (name for name in waiter.candidates if name != but)
+        return tuple(name for name in others if is_able(self.state, waiter, name, now, self._places, residents))
 
     # --- requests -------------------------------------------------------------------------------------------------
 

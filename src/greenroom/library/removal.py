@@ -31,7 +31,7 @@ def remove_files(record: LibraryRecord, others: Collection[LibraryRecord]) -> in
 
     Raises FileNotFoundError if it was gone already, and OSError if something of it cannot be deleted.
     """
-    gone, repository = removed_paths(record, others), _repository(record)
+    gone, repository = _gone(record, others), _repository(record)
     if repository is not None:
         return repository.remove(gone)
     freed, _ = _remove_all(record.root, gone)
@@ -40,7 +40,13 @@ def remove_files(record: LibraryRecord, others: Collection[LibraryRecord]) -> in
 
 
 def removed_paths(record: LibraryRecord, others: Collection[LibraryRecord]) -> list[str]:
-    """What `remove_files` would delete, the file that makes it a model first; without blobs."""
+    """Everything that `remove_files` would delete."""
+    gone, repository = _gone(record, others), _repository(record)
+    return gone if repository is None else [*gone, *repository.blobs_of(gone)]
+
+
+def _gone(record: LibraryRecord, others: Collection[LibraryRecord]) -> list[str]:
+    """What goes with this model, the file that makes it a model first; without blobs."""
     kept = {path for other in others for path in paths_of(other)}
     gone = [path for path in paths_of(record) if path not in kept]
     repository = _repository(record)
@@ -76,6 +82,14 @@ class _Repository:
     def paths(self) -> list[str]:
         """Every file of the snapshot."""
         return [os.path.join(path, name) for path, names, _ in _walk(self._root, self.snapshot) for name in names]
+
+    def blobs_of(self, gone: Collection[str]) -> list[str]:
+        """The blobs that no file of any snapshot needs but these."""
+        theirs, others = set[str](), set[str]()
+        for path, names, folder in _walk(self._root, self._place(_SNAPSHOTS)):
+            for name in names:
+                (theirs if os.path.join(path, name) in gone else others).update(_blob(name, folder))
+        return [os.path.join(self._place(_BLOBS), name) for name in theirs - others]
 
     def remove(self, gone: list[str]) -> int:
         freed, blobs = _remove_all(self._root, gone)

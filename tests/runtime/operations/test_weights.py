@@ -54,6 +54,17 @@ def test_an_adapter_that_would_go_with_its_snapshot_is_needed_by_the_model_that_
     assert not _is_needed(ours, [beside], [str(folder / "lora.gguf")]), "the snapshot stays for the other"
 
 
+def test_a_blob_that_a_link_elsewhere_leads_to_is_needed_if_it_would_go(tmp_path: Path) -> None:
+    folder = add_snapshot(tmp_path, "org/name", "c1", {"a.gguf": b"a"})
+    path = str(folder / "a.gguf")
+    ours = LibraryRecord("name", path, str(tmp_path), ModelKind.GGUF, Source(), (ModelFile("a.gguf", 1),))
+    (tmp_path / "mine.gguf").symlink_to((folder / "a.gguf").resolve())
+    assert _is_needed(ours, [], [str(tmp_path / "mine.gguf")])
+    again = add_snapshot(tmp_path, "org/name", "c2", {"a.gguf": b"a"})
+    other = LibraryRecord("b", str(again / "a.gguf"), str(tmp_path), ModelKind.GGUF, Source(), ())
+    assert not _is_needed(ours, [other], [str(tmp_path / "mine.gguf")]), "the other revision keeps the blob"
+
+
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     assert not _is_needed(record(revision(tmp_path, "old"), "a.gguf"), [], [str(tmp_path / "loop")])

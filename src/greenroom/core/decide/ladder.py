@@ -15,6 +15,7 @@ from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.decide.estimate import TRY_AGAIN_S, eta_s
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
+from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice
 from greenroom.core.model import ModelId
 from greenroom.core.queue.waitlist import Waiter
@@ -76,11 +77,12 @@ def choose(options: list[Option], waiter: Waiter) -> int:
     return best
 
 
-def able(state: State, waiter: Waiter, now: float, places: Places) -> list[ModelId]:
-    """Its candidates that can serve it, now or after a wait. The others would be refused."""
-    residents = Residents(state, now, places)
-    plans = {name: decide_for(state, waiter, name, now, places, residents) for name in waiter.candidates}
-    return [name for name, plan in plans.items() if not isinstance(plan, Refuse)]
+def is_able(
+    state: State, waiter: Waiter, model: ModelId, now: float, places: Places, residents: Residents | None = None
+) -> bool:
+    """False if this candidate can serve the waiter neither now nor after a wait. A store that is away comes back."""
+    plan = decide_for(state, waiter, model, now, places, residents)
+    return not isinstance(plan, Refuse) or plan.code is RejectCode.STORE_DOWN
 
 
 def model_of(state: State, plan: Plan) -> ModelId | None:

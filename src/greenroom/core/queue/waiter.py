@@ -100,9 +100,9 @@ class Waiter:
             return self.candidates
         return tuple(name for name in self.candidates if name not in self.choice.last_resort) or self.candidates
 
-    def next_of(self, able: Container[ModelId], but: ModelId) -> ModelId | None:
-        """The candidate to turn to when `but` has failed: the first that is able, those of last resort at the end."""
-        others = (name for name in (*self.preferred, *self.candidates) if name != but and name in able)
+    def next_of(self, known: Container[ModelId], but: ModelId) -> ModelId | None:
+        """The candidate to turn to when `but` is gone: the first that is known, those of last resort at the end."""
+        others = (name for name in (*self.preferred, *self.candidates) if name != but and name in known)
         return next(others, None)
 
 

@@ -42,6 +42,7 @@ FIRST_PAUSE_S: Final = 5.0
 FIRST_PAUSE_MAX_S: Final = 300.0
 # So long an update waits until weights are locked or deleted. A disk that hangs may never end that.
 USING_MAX_S: Final = 60.0
+KEEP_MAX_S: Final = 10.0
 INTERRUPTED: Final = OperationError("restarted", "The gateway ended during the last update, which is not done.")
 
 
@@ -392,7 +393,10 @@ class Updates:
         if after is not None:
             await asyncio.wait((after,))
         weights, config, is_busy = self._services.weights, self._services.config(), bool(self._running)
-        await weights.keep([model.path for model in config.models.values() if model.path is not None])
+        with contextlib.suppress(TimeoutError):
+            # The disk of some other model may hang.
+            async with asyncio.timeout(KEEP_MAX_S):
+                await weights.keep([model.path for model in config.models.values() if model.path is not None])
         await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
         for name in () if is_busy else config.models:
             if self.of(name).leaving:

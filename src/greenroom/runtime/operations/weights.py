@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -156,7 +156,7 @@ class VersionWeights:
 
     async def keep(self, paths: Sequence[str]) -> None:
         """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
-        await run_detached(lambda: disown(chain.from_iterable(map(link_steps, paths))), "keep configured weights")
+        await run_detached(lambda: disown(_meant_by(paths)), "keep configured weights")
 
     async def use(self, versions: Collection[Version]) -> None:
         """Let no other gateway delete what these need."""
@@ -260,6 +260,15 @@ def _is_needed(record: LibraryRecord, others: Collection[LibraryRecord], used: I
     """
     gone = {link_steps(path)[0] for path in removed_paths(record, others)}
     return any(step in gone for path in used for step in link_steps(path))
+
+
+def _meant_by(paths: Iterable[str]) -> Iterator[str]:
+    """These paths, the files of those that are folders, and where links among them lead. Blocks."""
+    for path in paths:
+        yield from link_steps(path)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(path):
+                yield from link_steps(os.path.join(path, name))
 
 
 def _unused(paths: Iterable[str], in_use: Iterable[str]) -> list[str]:

@@ -132,9 +132,10 @@ class Inference:
             return await self._reader.read_form(exchange, route, caller, self.settings)
         try:
             return self._read(exchange, route, caller)
-        except Unresolved as unknown:
-            wanted = unknown
-        await self._resolver.named(wanted.name, wanted.options, wanted.asker)
+        except Unresolved as wanted:
+            # Not the exception itself, which would hold this frame, and this frame it.
+            name, options, asker = wanted.name, wanted.options, wanted.asker
+        await self._resolver.named(name, options, asker)
         return self._read(exchange, route, caller)
 
     def begin_job(self, exchange: Exchange, ask: Ask, request_id: str, wait_max_s: float) -> None:
