@@ -88,14 +88,15 @@ def cloud_too_early(original: Callable[..., int]) -> Any:
     return choose
 
 
-@planted(Waiter, "next_of")
+@planted(Actions, "next_for")
 def cloud_after_the_first_loss(original: Callable[..., Any]) -> Any:
     """A request whose model was lost falls to the last of its candidates."""
 
-    def next_of(self: Waiter, known: Any, but: model.ModelId) -> model.ModelId | None:
-        return next((name for name in reversed(self.candidates) if name != but and name in known), None)
+    def next_for(self: Actions, waiter: Waiter, but: model.ModelId, *more: Any) -> model.ModelId | None:
+        known = self._state.models
+        return next((name for name in reversed(waiter.candidates) if name != but and name in known), None)
 
-    return next_of
+    return next_for
 
 
 @planted(Actions, "strike_last_resort")
