@@ -244,6 +244,7 @@ async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hu
         ]
         ordered, failed = await asyncio.gather(*(http(app, "POST", path, body) for path, body in both))
         assert (ordered.status, failed.error["code"]) == (202, "warm_up_failed")
+        await until(lambda: set(_states(app)) == {"done"}, "the operator has it")
         assert files(tmp_path, "bravo")
 
 
