@@ -439,6 +439,8 @@ async def test_long_scan_lets_others_have_their_turn() -> None:
 contents = st.binary(max_size=200) | st.sampled_from(
     [b"\r\n", b"\r\n--", b"--", b"\r\n--" + B[:-1], b"\r\r\n\n", b"-" * 50]
 )
+# Fields that the gateway reads have rules of their own.
+READ = ("model", "stream", "keep_alive", "n")
 names = st.text(st.characters(codec="utf-8", exclude_characters='"\\'), min_size=1, max_size=20).filter(str.isprintable)
 
 
@@ -448,10 +450,8 @@ names = st.text(st.characters(codec="utf-8", exclude_characters='"\\'), min_size
     st.integers(1, 40),
 )
 def test_any_form_gives_every_content_back(sent: list[tuple[str, bytes, str | None]], size: int) -> None:
-    asked = [
-        (name, content, filename) for name, content, filename in sent if name not in ("model", "stream", "keep_alive")
-    ]
-    asked = [one for one in asked if not one[0].startswith("x_") and b"\r\n--" + B not in b"\r\n" + one[1]]
+    asked = [one for one in sent if one[0] not in READ and not one[0].startswith("x_")]
+    asked = [one for one in asked if b"\r\n--" + B not in b"\r\n" + one[1]]
     body = form(*(part(name, content, filename=filename) for name, content, filename in asked), MODEL)
     found = read(body, size=size)
     again = read(found.rewrite().read())
