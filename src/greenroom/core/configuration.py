@@ -66,7 +66,6 @@ class Configuration:
         if record is None:
             return
         self._slots.forget_timer(Timer(TimerKind.RETRY, model))
-        # While it is known: its slots are looked at to decide where its waiters can go.
         self._act.reject_waiters(model, Refuse(RejectCode.REMOVED), now)
         self._state.drop_model(model)
         for slot in list(self._state.slots_of(model)):

@@ -121,13 +121,10 @@ class Scheduler:
         """The models that a request can still turn to if the one that it was granted fails. Changes nothing."""
         if (grant := self._granted(request)) is None:
             return ()
-        waiter, but, residents = (
-            grant.waiter,
-            self.state.slots[grant.slot].model,
-            Residents(self.state, now, self._places),
-        )
-        others = (name for name in waiter.candidates if name != but)
-        return tuple(name for name in others if is_able(self.state, waiter, name, now, self._places, residents))
+        state, waiter, places = self.state, grant.waiter, self._places
+        residents = Residents(state, now, places)
+        others = (name for name in waiter.candidates if name != state.slots[grant.slot].model)
+        return tuple(name for name in others if is_able(state, waiter, name, now, places, residents))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
