@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from greenroom.cli.commands.access.key import VERBS
 from greenroom.cli.main import main
 from greenroom.config.schema import Config
+from greenroom.config.sections.keys import Verb
 from greenroom.tenancy.key_file import read_keys
 from greenroom.tenancy.keys import Caller, Keys
 
@@ -148,3 +150,7 @@ def test_the_file_is_the_configurations(capsys: Capture, tmp_path: Path) -> None
     assert main(["key", "revoke", "other", *config]) == 1
     assert "has no key other" in capsys.readouterr().err
     assert [one["state"] for one in listed(capsys, str(folder / "keys.json"))] == ["revoked"]
+
+
+def test_a_key_can_be_given_every_verb_of_the_configuration() -> None:
+    assert tuple(Verb) == VERBS

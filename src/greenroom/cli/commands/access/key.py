@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from greenroom.tenancy.key_file import FileKey
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
-VERBS: Final = ("read", "load", "flush", "download", "delete", "reload")
+VERBS: Final = ("read", "load", "flush", "download", "delete", "reload", "remote")
 LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "concurrent_max")
 _SPAN: Final = re.compile(r"([0-9]{1,5})([hdw])")
 _SPANS: Final = {"h": "hours", "d": "days", "w": "weeks"}
