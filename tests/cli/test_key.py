@@ -126,11 +126,22 @@ def test_what_was_asked_for_is_what_it_may(capsys: Capture) -> None:
         (["--route", "nowhere"], "routes"),
         (["--concurrent-max", "0"], "limits.concurrent_max"),
         (["--tenant", ""], "tenant"),
+        (["--tenant", " lab "], "tenant: may not begin or end with a space"),
+        (["--tenant", "l\tab"], "tenant: may not contain control or invisible characters"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(capsys: Capture, words: list[str], said: str) -> None:
     assert main(["key", "new", "team", "--file", "keys.json", *words]) == 2
     assert said in capsys.readouterr().err
+    assert os.listdir() == []
+
+
+def test_name_with_a_space_around_it_is_refused(capsys: Capture) -> None:
+    for words in ([], ["--file", "keys.json"]):
+        assert main(["key", "new", " sp ", *words]) == 2
+        shown = capsys.readouterr()
+        assert "name: may not begin or end with a space" in shown.err
+        assert shown.out == ""
     assert os.listdir() == []
 
 

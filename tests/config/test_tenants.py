@@ -7,7 +7,7 @@ import pytest
 from greenroom.config.schema import Config, RateLimits, TenantLimits
 from greenroom.errors import ConfigError
 
-from .conftest import Loads
+from .conftest import Complaints, Loads
 
 
 def per_minute(config: Config) -> dict[str, int | None]:
@@ -79,6 +79,36 @@ def test_a_wrong_variable_is_refused_by_its_name(loads: Loads, value: str) -> No
 def test_variable_whose_tenant_cannot_be_is_named(loads: Loads) -> None:
     with pytest.raises(ConfigError, match=r"^the environment variable TENANT_RATE_LIMIT_a\tb \(tenants"):
         loads("log: {}", {"TENANT_RATE_LIMIT_a\tb": "5req/min"})
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('tenants:\n  " lab": {requests_per_minute: 5}', 'my.yaml:2: tenants." lab"'),
+        ('scheduler:\n  tenant_weights:\n    "lab ": 2', 'my.yaml:3: scheduler.tenant_weights."lab "'),
+        ('server:\n  api_keys:\n    - {name: " k", key: a}', "my.yaml:3: server.api_keys[0].name"),
+        ('server:\n  api_keys:\n    - {name: k, tenant: "lab ", key: a}', "my.yaml:3: server.api_keys[0].tenant"),
+        ('profiles:\n  p:\n    tenants: ["lab "]', "my.yaml:3: profiles.p.tenants[0]"),
+        ('profiles:\n  p:\n    keys: [" k"]', "my.yaml:3: profiles.p.keys[0]"),
+        (f'governance:\n  signers:\n    " me": "{"1" * 64}"', 'my.yaml:3: governance.signers." me"'),
+    ],
+)
+def test_name_with_a_space_around_it_is_no_second_name(complaints: Complaints, text: str, where: str) -> None:
+    assert complaints(text) == [f"{where}: may not begin or end with a space"]
+
+
+@pytest.mark.parametrize("name", ["\\tlab", "lab\\u00a0", "l\\u200bab", "lab\\x7f"])
+def test_name_has_no_invisible_characters(complaints: Complaints, name: str) -> None:
+    (tenant,) = complaints(f'tenants: {{"{name}": {{requests_per_minute: 5}}}}')
+    (pattern,) = complaints(f'profiles: {{p: {{tenants: ["{name}"]}}}}')
+    assert tenant.endswith(told := "may not contain control or invisible characters")
+    assert pattern.endswith(told)
+
+
+def test_variable_whose_tenant_has_a_space_around_it_is_named(complaints: Complaints) -> None:
+    (told,) = complaints("log: {}", {"TENANT_RATE_LIMIT_lab ": "5req/min"})
+    assert told.startswith("the environment variable TENANT_RATE_LIMIT_lab  (tenants")
+    assert told.endswith("may not begin or end with a space")
 
 
 def test_a_variable_without_a_tenant_is_refused(loads: Loads) -> None:

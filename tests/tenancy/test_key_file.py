@@ -68,6 +68,9 @@ def test_a_document_that_is_cut_short_anywhere_is_refused() -> None:
         (document({"name": "a", "sha256": HASH}, {"name": "a", "sha256": OTHER}), "a names another key already"),
         (document({"name": "a", "sha256": HASH}, {"name": "b", "sha256": HASH}), "is the same key as a"),
         (document({"name": "a", "sha256": HASH, "models": ["x"], "admin": True}), "concerns every model"),
+        (document({"name": " a", "sha256": HASH}), "keys[0].name: may not begin or end with a space"),
+        (document({"name": "a", "tenant": "a ", "sha256": HASH}), "keys[0].tenant: may not begin or end with a space"),
+        (document({"name": "a\t", "sha256": HASH}), "keys[0].name: may not contain control or invisible characters"),
         (document(version=2), "version"),
         (
             b'{"version": 1, "keys": [{"name": "a", "sha256": "%s", "admin": false, "admin": true}]}' % HASH.encode(),

@@ -46,6 +46,13 @@ def _printable(name: str) -> str:
     return name
 
 
+def _unpadded(name: str) -> str:
+    """Refuse spaces around a name: `" lab"` would be a second `lab`, without its limits. No other space is printable."""
+    if name != name.strip():
+        raise PydanticCustomError("name", "may not begin or end with a space")
+    return name
+
+
 def _route_pattern(pattern: str) -> str:
     """Refuse patterns that no path can match."""
     first, *parts = pattern.split("/")
@@ -90,7 +97,9 @@ TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
 MibPerSecond = Annotated[float, Field(gt=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+# Of tenants, keys, signers and whatever else is looked up by its name.
+Name = Annotated[Label, AfterValidator(_unpadded)]
 
 ID_CHARS_MAX = 256
 

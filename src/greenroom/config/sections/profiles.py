@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
-from greenroom.config.kinds import NO_CONTROLS, SECONDS_MAX, ModelId, NotBool, SecondsAboveZero, Section
+from greenroom.config.kinds import NO_CONTROLS, SECONDS_MAX, ModelId, Name, NotBool, SecondsAboveZero, Section
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.keys import PATTERNS_MAX, ModelPattern
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
@@ -19,9 +19,9 @@ from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
 TEMPLATE_SWITCHES: Final = "chat_template_kwargs"
 THINKING: Final = "enable_thinking"
 
-# Of a key's name, a tenant or a client's id.
-NamePattern = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NO_CONTROLS)]
-NamePatterns = Annotated[tuple[NamePattern, ...], Field(max_length=PATTERNS_MAX)]
+# Callers may put spaces around the id of a client.
+ClientPattern = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NO_CONTROLS)]
+NamePatterns = Annotated[tuple[Name, ...], Field(max_length=PATTERNS_MAX)]
 ErrorCount = Annotated[int, Field(ge=1, le=1_000), NotBool]
 KeepAliveSeconds = Annotated[float, Field(ge=-1, le=SECONDS_MAX), NotBool]
 
@@ -66,7 +66,7 @@ class Profile(ClientProfile):
     """Names of API keys, `*` for any characters; "*" is for callers without a key too."""
     tenants: NamePatterns = ()
     """Names of tenants, `*` for any characters."""
-    clients: dict[NamePattern, ClientProfile] = {}
+    clients: dict[ClientPattern, ClientProfile] = {}
     """What clients get, by patterns of the id that they give (X-Client-ID, x_client_id); the first that fits counts.
     They can only narrow the profile: models that both allow, the worse priority, the shorter stay, and only such
     fields and switches as the profile does not set."""

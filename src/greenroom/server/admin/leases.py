@@ -19,7 +19,7 @@ from fastapi import FastAPI, Query
 from pydantic import Field
 from starlette.requests import Request
 
-from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Name, NotBool
+from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label, NotBool
 from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
@@ -58,7 +58,7 @@ class LeaseOrder(GovernedOrder):
     """On each GPU."""
     gpus: Annotated[int, Field(ge=1, le=GPUS_MAX), NotBool] = 1
     """The number of different GPUs, all or nothing."""
-    name: Name = "lease"
+    name: Label = "lease"
     """A name for people."""
     devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX)] = ()
     """Only on these (gpu0, or a UUID or its beginning); on any when not given."""
