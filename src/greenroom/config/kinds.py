@@ -47,7 +47,7 @@ def _printable(name: str) -> str:
 
 
 def _unpadded(name: str) -> str:
-    """Refuse spaces around a name: `" lab"` would be a second `lab`, without its limits. No other space is printable."""
+    """Refuse spaces around a name: `" lab"` would be a second `lab`, without its limits. No other space prints."""
     if name != name.strip():
         raise PydanticCustomError("name", "may not begin or end with a space")
     return name
