@@ -71,6 +71,7 @@ def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.Capture
             "1: models.m.concurrencyLimit: must be at most ",
         ),
         ("healthCheckTimeout: 1e300", "1: healthCheckTimeout: must be at most "),
+        ("unloadTimeout: 1e300", "1: unloadTimeout: must be at most "),
     ],
 )
 def test_a_mistake_is_told_in_the_file_and_by_the_keys_of_llama_swap(
@@ -80,6 +81,90 @@ def test_a_mistake_is_told_in_the_file_and_by_the_keys_of_llama_swap(
     swap.write_text(f"{line}\n{models}")
     assert main(["import", "llama-swap", str(swap)]) == 1
     assert f"{swap}:{told}" in capsys.readouterr().err
+
+
+RULES = """
+models: {m: {cmd: "x ${PORT}"}}
+routing:
+  router:
+    use: %s
+    settings:
+      %s
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "rules", "told"),
+    [
+        ("group", 'groups: {g: {members: [m]}, "g\\t": {members: [m]}}', '.groups."g\\t": may not contain control'),
+        ("matrix", 'matrix: {sets: {x: "m & zz"}}', ".matrix.sets.x: "),
+        ("matrix", 'matrix: {vars: {a: "b//c"}, sets: {x: m}}', ".matrix.vars.a: "),
+    ],
+)
+def test_a_mistake_in_the_settings_of_its_router_is_told_there(
+    swap: Path, used: str, rules: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swap.write_text(RULES % (used, rules))
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    assert f"{swap}:7: routing.router.settings{told}" in capsys.readouterr().err
+
+
+def test_a_rule_of_the_older_key_is_told_there(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newer = 'groups: {g: {members: [m]}}\ngroups: {"h ": {members: [m]}}'
+    swap.write_text(RULES % ("group", newer))
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    assert f'{swap}:8: groups."h ": may not begin or end with a space' in capsys.readouterr().err
+
+
+def test_a_wrong_variable_is_named_and_no_line_of_the_file(
+    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORT", "abc")
+    monkeypatch.setenv("TENANT_RATE_LIMIT_lab", "fast")
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    said = capsys.readouterr().err
+    assert "the environment variable PORT (server.port): a whole number is wanted" in said
+    assert "the environment variable TENANT_RATE_LIMIT_lab (tenants.lab.requests_per_minute): " in said
+    assert f"{swap}:" not in said
+
+
+OF_VARIABLES = """
+macros: {path: "${env.CHECK}"}
+apiKeys: ["${env.FIRST}", "${env.SECOND}"]
+models:
+  m: {cmd: "x ${PORT}", checkEndpoint: "${path}"}
+"""
+
+
+def test_the_variable_in_a_wrong_value_is_named_where_it_is_used(
+    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap.write_text(OF_VARIABLES)
+    monkeypatch.setenv("FIRST", "a secret")
+    monkeypatch.setenv("CHECK", "health")
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    said = capsys.readouterr().err
+    assert f"{swap}:3: apiKeys[0]: must be visible ASCII characters without spaces, at least one (the" in said
+    assert "environment variable FIRST)" in said and "a secret" not in said
+    assert f"{swap}:5: models.m.checkEndpoint: must begin with / " in said and "environment variable CHECK)" in said
+
+
+def test_values_of_variables_that_are_not_set_are_not_judged(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swap.write_text(OF_VARIABLES)
+    assert main(["import", "llama-swap", str(swap)]) == 0
+    assert capsys.readouterr().err.endswith("set before `greenroom serve`: FIRST, SECOND, CHECK\n")
+
+
+def test_a_mistake_in_a_macro_is_told_by_its_name_once(
+    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap.write_text(OF_VARIABLES)
+    monkeypatch.setenv("CHECK", "a\nb")
+    assert main(["import", "llama-swap", str(swap)]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "macros" in line)
+    assert line.endswith(
+        f"{swap}:2: macros.path: the environment variable CHECK holds a line break or bytes that are no text"
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["--write", "new.yaml"]])

@@ -28,6 +28,8 @@ Lines = Mapping[Where, int]
 # More than this is one mistake repeated, and would scroll the first one away.
 PROBLEMS_MAX = 20
 SHOWN_MAX = 40
+# Of what an environment variable says.
+_NO_LINE = 0
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_/:@+-]+")
 
 
@@ -40,29 +42,34 @@ class Problem:
 
 
 class FileRefused(ConfigError):
-    """A file with problems. The message has a line for each."""
+    """A file with problems. The message has a line for each.
 
-    def __init__(self, message: str, problems: tuple[Problem, ...]) -> None:
+    `of_variables` are the sentences about environment variables; `problems` are all others.
+    """
+
+    def __init__(self, message: str, problems: tuple[Problem, ...], of_variables: tuple[str, ...]) -> None:
         super().__init__(message)
         self.problems = problems
+        self.of_variables = of_variables
 
 
 def refusal(
     file: str, problems: Iterable[Problem], lines: Lines, variable: Callable[[Problem], str | None] = lambda _: None
 ) -> FileRefused:
     """One error for all problems of a file, ordered by line; first those of an environment variable, by its name."""
-    problems = tuple(problems)
-    numbered = {_told(problem, file, lines, variable(problem)): None for problem in problems}
+    named = [(problem, variable(problem)) for problem in problems]
+    numbered = {_told(problem, file, lines, name): None for problem, name in named}
     ordered = sorted(numbered, key=lambda entry: entry[0])
     told = [sentence for _, sentence in ordered[:PROBLEMS_MAX]]
     if len(ordered) > PROBLEMS_MAX:
         told.append(f"{file}: and {len(ordered) - PROBLEMS_MAX} more")
-    return FileRefused("\n".join(told), problems)
+    of_file = tuple(problem for problem, name in named if name is None)
+    return FileRefused("\n".join(told), of_file, tuple(sentence for line, sentence in ordered if line == _NO_LINE))
 
 
 def _told(problem: Problem, file: str, lines: Lines, variable: str | None) -> tuple[int, str]:
     if variable is not None:
-        return 0, f"the environment variable {variable} ({dotted(problem.where)}): {problem.message}"
+        return _NO_LINE, f"the environment variable {variable} ({dotted(problem.where)}): {problem.message}"
     line = problem.line or line_of(problem.where, lines)
     return line, f"{file}:{line}: {_sentence(problem)}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.config.kinds import id_problem
-from greenroom.config.reader import Lines, Problem, Value, dotted, read, refusal
+from greenroom.config.reader import Lines, Problem, Value, Where, dotted, read, refusal
 from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
 from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
@@ -64,40 +64,56 @@ def import_file(path: Path) -> Imported:
     return imported
 
 
-# Keys of ours, and the keys of llama-swap that they are made of. `*` stands for any one key, which is the same in both.
-_MADE_OF: Final = {
-    "ports": "startPort",
-    "stay_warm": "globalTTL",
-    "server.api_keys": "apiKeys",
-    "scheduler.company.groups": "groups",
-    "scheduler.company.matrix": "matrix",
-    "remotes": "peers",
-    "tasks": "selectors",
-    "models.*.cmd_stop": "models.*.cmdStop",
-    "models.*.check_endpoint": "models.*.checkEndpoint",
-    "models.*.use_model_name": "models.*.useModelName",
-    "models.*.concurrency": "models.*.concurrencyLimit",
-    "models.*.set_params": "models.*.filters.setParams",
-    "models.*.strip_params": "models.*.filters.stripParams",
-    "models.*.ttl_s": "models.*.ttl",
-    "models.*.stop_timeout_s": "models.*.unloadTimeout",
-    "models.*.load_timeout_s": "healthCheckTimeout",
+_RULES: Final = "routing.router.settings"
+# Keys of ours, and the keys of llama-swap that they are made of, the one that wins first. `*` stands for any one key,
+# which is the same in both.
+_MADE_OF: Final[dict[str, tuple[str, ...]]] = {
+    "ports": ("startPort",),
+    "stay_warm": ("globalTTL",),
+    "server.api_keys": ("apiKeys",),
+    "scheduler.company.groups": (f"{_RULES}.groups", "groups"),
+    "scheduler.company.matrix": ("matrix", f"{_RULES}.matrix"),
+    "remotes": ("peers",),
+    "tasks": ("selectors",),
+    "models.*.cmd_stop": ("models.*.cmdStop",),
+    "models.*.check_endpoint": ("models.*.checkEndpoint",),
+    "models.*.use_model_name": ("models.*.useModelName",),
+    "models.*.concurrency": ("models.*.concurrencyLimit",),
+    "models.*.set_params": ("models.*.filters.setParams",),
+    "models.*.strip_params": ("models.*.filters.stripParams",),
+    "models.*.ttl_s": ("models.*.ttl",),
+    "models.*.stop_timeout_s": ("models.*.unloadTimeout", "unloadTimeout"),
+    "models.*.load_timeout_s": ("healthCheckTimeout",),
 }
 
 
 def _in_source(problem: Problem, lines: Lines) -> Problem:
     """The same problem in its place of llama-swap's file; it names our key if that file has no key for it."""
-    where = problem.where
+    # Of several places, the one of which most is in the file.
+    where = min((_cut(place, lines) for place in _places(problem.where)), key=lambda found: found[1])[0]
+    is_named = where == problem.where or len(where) > 2 or (bool(where) and where[0] != "models")
+    return Problem(where, problem.message if is_named else f"{dotted(problem.where)}: {problem.message}")
+
+
+def _places(where: Where) -> list[Where]:
+    """Where llama-swap's file may say what a key of ours was made of; at the same place if that is not known."""
     for ours, theirs in _MADE_OF.items():
         steps = ours.split(".")
         if len(where) >= len(steps) and all(step in ("*", said) for step, said in zip(steps, where, strict=False)):
-            named = iter(said for step, said in zip(steps, where, strict=False) if step == "*")
-            where = (*(next(named) if step == "*" else step for step in theirs.split(".")), *where[len(steps) :])
-            break
-    while where and where not in lines:
-        where = where[:-1]
-    is_named = len(where) > 2 or (len(where) == 1 and where[0] != "models")
-    return Problem(where, problem.message if is_named else f"{dotted(problem.where)}: {problem.message}")
+            named = [said for step, said in zip(steps, where, strict=False) if step == "*"]
+            return [(*_filled(place.split("."), named), *where[len(steps) :]) for place in theirs]
+    return [where]
+
+
+def _filled(steps: Sequence[str], named: Sequence[str | int]) -> Where:
+    names = iter(named)
+    return tuple(next(names) if step == "*" else step for step in steps)
+
+
+def _cut(where: Where, lines: Lines) -> tuple[Where, int]:
+    """The part of a place that is in the file, and how many steps are not."""
+    size = next(size for size in range(len(where), -1, -1) if not size or where[:size] in lines)
+    return where[:size], len(where) - size
 
 
 class _Import:

@@ -5,7 +5,8 @@ Owns how both are written: as YAML that our own reader reads back unchanged, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,39 @@ class Imported:
     notes: tuple[Note, ...]
     mapped: int
     refused: Callable[[Sequence[Problem]], ConfigError]
+
+    def variables_at(self, where: Where) -> list[str]:
+        """The environment variables in the text at this place of the configuration, macros in it included."""
+        value: Value = self.tree
+        for step in where:
+            if isinstance(value, dict) and step in value:
+                value = value[str(step)]
+            elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+                value = value[step]
+            else:
+                return []
+        macros = self.tree.get("macros")
+        return _variables(value, macros if isinstance(macros, dict) else {})
+
+
+_TOKEN = re.compile(r"\$\{([^{}\n]*)\}")
+_ENV = "env."
+
+
+def _variables(value: Value, macros: Mapping[str, Value]) -> list[str]:
+    """The variables that a text names itself or by macros."""
+    found: list[str] = []
+    seen: set[str] = set()
+    left = [value]
+    while left:
+        text = left.pop()
+        for name in _TOKEN.findall(text) if isinstance(text, str) else ():
+            if name.startswith(_ENV):
+                found.append(name.removeprefix(_ENV))
+            elif name in macros and name not in seen:
+                seen.add(name)
+                left.append(macros[name])
+    return list(dict.fromkeys(found))
 
 
 @dataclass(slots=True)

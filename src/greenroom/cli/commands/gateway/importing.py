@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus
 
 if TYPE_CHECKING:
+    from greenroom.config.reader import Problem
     from greenroom.importing.result import Imported
 
     # What an import makes, and the comments above it.
@@ -96,11 +98,26 @@ def _checked(text: str, imported: Imported) -> list[str]:
         path = Path(folder) / loader.DEFAULT_NAME
         path.write_text(text, encoding="utf-8")
         try:
-            loader.load(path, {**os.environ, **dict.fromkeys(unset, "unset")})
+            # Keys that are not set yet must not look like one key.
+            loader.load(path, {**os.environ, **{name: f"unset-{name}" for name in unset}})
         except FileRefused as error:
-            told = imported.refused(error.problems).message
-            raise CommandFailed("it cannot be imported as it is; nothing is written", told) from None
+            told = [*error.of_variables, *_mistakes(error.problems, imported, unset)]
+            if told:
+                raise CommandFailed("it cannot be imported as it is; nothing is written", "\n".join(told)) from None
     return unset
+
+
+def _mistakes(problems: Sequence[Problem], imported: Imported, unset: Collection[str]) -> list[str]:
+    """What is wrong with the source, a line each. Says nothing of values that depend on variables to be set yet."""
+    found: list[Problem] = []
+    for problem in problems:
+        variables = imported.variables_at(problem.where)
+        if any(name in unset for name in variables):
+            continue
+        if variables and not any(name in problem.message for name in variables):
+            problem = replace(problem, message=f"{problem.message} (the environment variable {', '.join(variables)})")
+        found.append(problem)
+    return imported.refused(found).message.splitlines() if found else []
 
 
 def _write(name: str, text: str) -> None:
