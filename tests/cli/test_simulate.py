@@ -217,7 +217,9 @@ def test_a_report_that_cannot_be_written_is_told(config: str, capsys: pytest.Cap
 def test_where_the_report_goes_is_checked_before_anything_is_read(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for out, told in ((tmp_path, "it is a folder"), (tmp_path / "no" / "r.html", f"there is no folder {tmp_path}/no")):
+    missing = f"there is no folder {tmp_path}/no"
+    wrong = ((tmp_path, "it is a folder"), (tmp_path / "no" / "r.html", missing), (f"{tmp_path}/no/", missing))
+    for out, told in wrong:
         assert main(["simulate", "-c", config, "--trace", "/nowhere.csv", "--out", str(out)]) == 1
         assert f"--out {out} cannot be written: {told}" in capsys.readouterr().err
 
@@ -245,7 +247,7 @@ def test_a_guessed_unit_of_times_is_a_warning_until_it_is_confirmed(
     assert main(["simulate", "-c", config, "--trace", str(trace)]) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
     assert warning.startswith(f"warning: {trace}: timestamp is taken to be in ")
-    assert f"--time-unit {unit} confirms it, --time-unit {other} means" in warning
+    assert f"--time-unit {unit} confirms it, {other}, us or ns says otherwise" in warning
     assert main(["simulate", "-c", config, "--trace", str(trace), "--time-unit", unit]) == 0
     assert "warning" not in capsys.readouterr().err
 

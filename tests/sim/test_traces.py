@@ -74,6 +74,32 @@ def test_other_names_and_priorities_of_the_configuration_count(tmp_path: Path) -
     assert [(row.model, row.priority) for row in read_trace(file, known)] == [("a", 2), ("b", 1)]
 
 
+def test_rows_that_name_no_model_are_left_out_and_counted_like_those_of_others(tmp_path: Path) -> None:
+    file = written(tmp_path, HEADER, "0,,900,1", "5,a,10,1", "6,,1,1")
+    trace = trace_of(file, Known(["a"], skips_others=True))
+    assert [row.model for row in trace.rows] == ["a"]
+    assert trace.remarks[0] == "2 for models that are not in the configuration left out ('' 2)"
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_columns_may_be_separated_by_other_characters(delimiter: str, tmp_path: Path) -> None:
+    lines = ("t,model,prompt_len,output_len,note", '0.5,a,10,20,"x"', "2.5,b,30,40,")
+    file = written(tmp_path, *(line.replace(",", delimiter) for line in lines))
+    assert read_trace(file) == [SimArrival(0.0, "a", 10, 20), SimArrival(2.0, "b", 30, 40)]
+
+
+def test_a_column_that_is_there_twice_is_refused_if_it_counts(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r":1: the header names model twice"):
+        read_trace(written(tmp_path, f"{HEADER},model", "0,a,1,1,b"))
+    assert len(read_trace(written(tmp_path, f"{HEADER},note,note", "0,a,1,1,x,y"))) == 1
+
+
+def test_whole_lengths_are_read_however_they_are_written(tmp_path: Path) -> None:
+    """Tables with gaps are often written with all their numbers as fractions."""
+    file = written(tmp_path, HEADER, "0,a,472.0,18.0", "1,a,,0.0")
+    assert [(row.prompt_len, row.output_len) for row in read_trace(file)] == [(472, 18), (472, 0)]
+
+
 def test_a_log_without_models_is_spread_over_those_given(tmp_path: Path) -> None:
     rows = [f"2023-11-16 18:{minute:02}:{second:02}.6805900,374,44" for minute in range(50) for second in range(60)]
     file = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", *rows)
@@ -227,6 +253,31 @@ def test_lines_of_json_are_read(tmp_path: Path) -> None:
     )
     own = '{"t": 1.5, "model": "b", "prompt_len": 1, "output_len": 2, "tenant": "x", "priority": "low"}'
     assert read_trace(written(tmp_path, own)) == [SimArrival(0.0, "b", 1, 2, "x", 2)]
+
+
+def test_json_may_leave_out_what_is_not_known(tmp_path: Path) -> None:
+    rows = [f'{{"timestamp": {at}.5, "model": "a", "input_length": 1, "output_length": 1}}' for at in range(3)]
+    tenant = '{"timestamp": 9.5, "model": "b", "input_length": 1, "output_length": 1, "tenant": "x"}'
+    assert [(row.model, row.tenant) for row in read_trace(written(tmp_path, *rows, tenant))][-2:] == [
+        ("a", ""),
+        ("b", "x"),
+    ]
+
+
+@pytest.mark.parametrize("before", [1, 500])
+def test_models_that_only_some_lines_of_json_name_are_never_overlooked(before: int, tmp_path: Path) -> None:
+    bare = [f'{{"timestamp": {at}.5, "input_length": 1, "output_length": 1}}' for at in range(before)]
+    named = '{"timestamp": 900.5, "input_length": 1, "output_length": 1, "hash": 3, "model": "b"}'
+    with pytest.raises(TraceError, match=r":1: model is empty" if before == 1 else r":501: .*'model'.* no line before"):
+        read_trace(written(tmp_path, *bare, named), Known(["a", "b"]))
+    other = '{"timestamp": 900.5, "input_length": 1, "output_length": 1, "hash": 3}'
+    assert len(read_trace(written(tmp_path, *bare, other), Known(["a"]))) == before + 1
+
+
+def test_where_all_come_at_once_no_unit_is_guessed(tmp_path: Path) -> None:
+    rows = ['{"timestamp": 7, "input_length": 1, "output_length": 1}'] * 3
+    trace = trace_of(written(tmp_path, *rows), Known(["a"]))
+    assert trace.doubt == "" and "all at the same time" in trace.columns
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ class Times:
         """Empty unless the unit of whole numbers was guessed."""
         if not (why.startswith(GUESSED) and self._are_whole):
             return ""
-        other = "s" if unit == "ms" else "ms"
-        meant = f"--time-unit {unit} confirms it, --time-unit {other} means {UNIT_NAMES[other]}"
+        *others, last = (other for other in UNITS_S if other != unit)
+        meant = f"--time-unit {unit} confirms it, {', '.join(others)} or {last} says otherwise"
         return f"{self._title} is taken to be in {UNIT_NAMES[unit]} ({why}); {meant}"
 
     def unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
@@ -111,6 +111,8 @@ class Times:
         for unit, size_s in UNITS_S.items():
             if DATES_S[0] <= rows.first * size_s <= DATES_S[1]:
                 return unit, "since 1970"
+        if not rows.span:
+            return "s", "all at the same time"
         gap = rows.span / max(1, len(rows) - 1)
         if not self._are_whole:
             return "s", f"{GUESSED}they have fractions"
@@ -140,7 +142,9 @@ class Lengths:
         if not text:
             self._unknown += 1
             return UNKNOWN_LEN
-        if not (is_whole(text) and (tokens := int(text)) <= TOKENS_MAX):
+        # Tables with gaps are often written with all their numbers as fractions.
+        whole = text.removesuffix(".0")
+        if not (is_whole(whole) and (tokens := int(whole)) <= TOKENS_MAX):
             raise WrongCell(f"{self._title} is {shown(text)}, not a number of tokens")
         self._known += 1
         self._sum += tokens

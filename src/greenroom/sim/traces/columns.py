@@ -9,9 +9,9 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from greenroom.errors import ConfigError
@@ -38,6 +38,11 @@ WANTED = (
     "t, model, prompt_len, output_len (and tenant, priority), or those of a public log, such as "
     "TIMESTAMP, ContextTokens, GeneratedTokens"
 )
+
+# What may separate columns; the one that the header has most of counts.
+DELIMITERS = ",;\t|"
+# Lines of JSON that are looked at for their keys before the first is read: not every one has all.
+JSON_KEY_LINES = 100
 
 # The first line of a recording of events, and what marks an arrival in it.
 EVENTS_HEAD = '{"greenroom_events":1}'
@@ -106,10 +111,8 @@ def table_of(name: str, file: Iterator[str]) -> TraceTable:
     if first.lstrip().startswith("["):
         raise TraceError(f"{name}:{line}: this is one JSON document: give one object a line")
     if first.lstrip().startswith("{"):
-        keys = list(_object(name, line, first))
-        titles, unused = _titles(keys, f"{name}:{line}")
-        return TraceTable(titles, unused, _json_lines(name, chain([first], file), line, titles), "JSON")
-    table = csv.reader(chain([first], file), strict=True)
+        return _json_table(name, [first, *islice(file, JSON_KEY_LINES - 1)], file, line)
+    table = csv.reader(chain([first], file), strict=True, delimiter=max(DELIMITERS, key=first.count))
     header = [title.strip() for title in _next_cells(table, name, line)]
     titles, unused = _titles(header, f"{name}:{line}")
     return TraceTable(titles, unused, _csv_rows(name, table, line - 1, header, titles))
@@ -126,6 +129,8 @@ def _titles(found: Sequence[str], where: str) -> tuple[dict[str, str], tuple[str
     }
     if missing := [meaning for meaning in REQUIRED if meaning not in titles]:
         raise TraceError(f"{where}: the header must name {WANTED}; there is no {' and no '.join(missing)}")
+    if doubled := [title for title in titles.values() if found.count(title) > 1]:
+        raise TraceError(f"{where}: the header names {doubled[0]} twice: leave one of these columns out")
     return titles, tuple(title for title in found if title not in titles.values())
 
 
@@ -159,12 +164,34 @@ def _csv_rows(
         raise TraceError(f"{name}:{skipped + table.line_num}: this is not CSV: {error}") from error
 
 
-def _json_lines(name: str, file: Iterator[str], first: int, titles: Mapping[str, str]) -> Iterator[TraceCells]:
+def _json_table(name: str, begins: Sequence[str], file: Iterator[str], first: int) -> TraceTable:
+    """`begins` are the lines before those of `file`; the first of them has this number."""
+    keys: dict[str, None] = {}
+    for line, text in enumerate(begins, first):
+        if text.strip():
+            keys |= dict.fromkeys(_object(name, line, text))
+    titles, unused = _titles(list(keys), f"{name}:{first}")
+    return TraceTable(titles, unused, _json_lines(name, chain(begins, file), first, titles, {*keys}), "JSON")
+
+
+def _json_lines(
+    name: str, file: Iterator[str], first: int, titles: Mapping[str, str], seen: set[str]
+) -> Iterator[TraceCells]:
     keys = [titles.get(meaning, "") for meaning in TITLES]
     for line, text in enumerate(file, first):
         if text.strip():
             said = _object(name, line, text)
+            if not said.keys() <= seen:
+                _refuse_late(f"{name}:{line}", said.keys() - seen, titles)
+                seen |= said.keys()
             yield TraceCells(line, *[_text(said.get(key)) for key in keys])
+
+
+def _refuse_late(where: str, keys: Iterable[str], titles: Mapping[str, str]) -> None:
+    """Raises TraceError if one of these keys has a meaning that the lines before were read without."""
+    for key in keys:
+        if any(meaning not in titles and plain(key) in map(plain, names) for meaning, names in TITLES.items()):
+            raise TraceError(f"{where}: it has {key!r}, which no line before has: give it in the first, as null")
 
 
 def _object(name: str, line: int, text: str) -> dict[str, Any]:

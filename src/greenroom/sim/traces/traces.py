@@ -180,9 +180,9 @@ class _NamedModels:
         return found
 
     def _look_up(self, name: str) -> tuple[str, int] | None:
-        if not name:
-            raise WrongCell("model is empty")
         known, usual = self._known, PRIORITY_NAMES["normal"]
+        if not name and not (known is not None and known.skips_others):
+            raise WrongCell("model is empty")
         if known is None:
             return name, usual
         model = known.aliases.get(name, name)

@@ -264,7 +264,8 @@ def _refuse_to_overwrite(out: str, inputs: Mapping[str, str | Path | None]) -> N
 def _require_writable(out: str) -> None:
     """Raises CommandFailed if the report could not be written there, before a simulation that may take long."""
     path = Path(os.path.expanduser(out))
-    folder = path.resolve().parent
+    # A slash at the end means a folder, and a path does not keep it.
+    folder = path.resolve() if out.endswith("/") else path.resolve().parent
     if path.is_dir():
         raise CommandFailed(f"--out {out} cannot be written: it is a folder; name a file in it")
     if not folder.is_dir():
