@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.library.roots import Roots, is_below
+from greenroom.library.roots import Roots, is_below, pinned
 
 
 @pytest.fixture
@@ -55,6 +55,35 @@ def test_links_count_by_where_they_lead(root: Path) -> None:
     # Not `root/a.gguf`: the folder above `out` is that of the secrets.
     (root.parent / "a.gguf").write_bytes(b"another")
     assert roots.locate("out/../a.gguf") is None
+
+
+def split(folder: Path, name: str = "m") -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    first, second = (folder / f"{name}-0000{part}-of-00002.gguf" for part in (1, 2))
+    return first, second
+
+
+def test_part_of_a_split_model_is_pinned_where_all_parts_are(root: Path) -> None:
+    (first, second), linked = split(root / "store", "chat"), split(root / "latest")
+    for path, link in zip((first, second), linked, strict=True):
+        path.write_bytes(b"x")
+        link.symlink_to(path)
+    assert pinned(str(linked[0])) == str(first)
+    # Its neighbour leads elsewhere now.
+    (root / "other").mkdir()
+    second.rename(root / "other" / second.name)
+    linked[1].unlink()
+    linked[1].symlink_to(root / "other" / second.name)
+    assert pinned(str(linked[0])) == str(linked[0])
+
+
+def test_part_is_not_pinned_beside_a_part_of_other_weights(root: Path) -> None:
+    (first, second), linked = split(root / "store"), split(root / "latest")
+    for path in (first, second, root / "store" / "newer.gguf"):
+        path.write_bytes(b"x")
+    linked[0].symlink_to(first)
+    linked[1].symlink_to(root / "store" / "newer.gguf")
+    assert pinned(str(linked[0])) == str(linked[0])
 
 
 def test_only_plain_files_and_folders_are_found(root: Path) -> None:

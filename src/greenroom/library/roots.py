@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 # The longest path that Linux takes.
 PATH_CHARS_MAX: Final = 4_096
 LINKS_MAX: Final = 40
 # The number of a part of a split model, and the kind of a file.
-_ENDING: Final = re.compile(r"(-\d{5}-of-\d{5})?(\.[^./]+)?$")
+_ENDING: Final = re.compile(r"(-\d{5}-of-(\d{5}))?(\.[^./]+)?$")
 
 
 class Roots:
@@ -86,14 +86,29 @@ def link_steps(path: str) -> list[str]:
 def pinned(path: str) -> str:
     """What this path means now, wherever its links lead later. Blocks.
 
-    Files are told by their names, so a link to a file of another name stays: links of the hub's cache lead to blobs.
+    Files are told by their names, so a link to a file of another name stays: links of the hub's cache lead to blobs. So
+    does a link to a part of a split model that has not the same neighbours there.
     """
     if os.path.isdir(path):
         return os.path.realpath(path)
     steps = link_steps(path)
-    return next(step for step in reversed(steps) if _ending(step) == _ending(steps[0]))
+    return next(step for step in reversed(steps) if _ending(step) == _ending(steps[0]) and _same_parts(step, steps[0]))
 
 
 def _ending(path: str) -> str:
     match = _ENDING.search(path)
     return "" if match is None else match[0]
+
+
+def _same_parts(one: str, other: str) -> bool:
+    """True if all parts of these two are the same files, or if they are not split. Blocks."""
+    pairs = zip(_parts(one), _parts(other), strict=False)
+    return one == other or all(os.path.realpath(mine) == os.path.realpath(theirs) for mine, theirs in pairs)
+
+
+def _parts(path: str) -> Iterator[str]:
+    """The paths of all parts of a split model, from that of one."""
+    if (match := _ENDING.search(path)) is not None and match[2] is not None:
+        kind = match[3] or ""
+        for part in range(1, int(match[2]) + 1):
+            yield f"{path[: match.start()]}-{part:05}-of-{match[2]}{kind}"
