@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 
-from greenroom.library.fetched_marks import FetchedMarks, close_all
+from greenroom.library.fetched_marks import FOLDER, FetchedMarks, close_all
 from greenroom.library.roots import Roots
 from tests.harness import gateway, tiny
 from tests.integration import test_versions
@@ -15,7 +19,7 @@ from tests.integration.raw import http
 from tests.integration.test_version_fetch import files, has_first_version, hub, is_fetching, models, options
 from tests.integration.test_versions import update
 from tests.standin_hub import StandinHub
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 __all__ = ["hub"]
 
@@ -55,6 +59,44 @@ async def test_of_two_updates_at_once_the_second_is_told_the_task_of_the_first(t
             is_over = app.updates.running("m") is None
             told.append((await http(app, "GET", f"/update-model/{task}")).json())
         assert {one["model_repo_id"] for one in told} == {order["model_repo_id"]}
+
+
+async def test_weights_that_another_gateway_serves_are_deleted_only_by_force(hub: StandinHub, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    roots = options(tmp_path)
+    async with gateway(tmp_path, models(), **roots) as app, gateway(other, {}, **roots) as second:
+        await has_first_version(app)
+        await second.library.refresh()
+        (record,) = second.library.records
+        name = f"/v1/models/inventory/{quote(record.id, safe='')}"
+        refused = await http(second, "DELETE", name)
+        assert (refused.status, refused.error["code"]) == (409, "model_in_use")
+        assert "another gateway" in refused.error["message"] and files(tmp_path, "alpha")
+        assert (await http(second, "DELETE", f"{name}?force=true")).status == 200
+        assert not files(tmp_path, "alpha")
+
+
+async def test_the_end_of_a_gateway_waits_for_all_that_uses_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, asked, answers = os.unlink, threading.Event(), threading.Event()
+
+    def hang(path: Any, **options: Any) -> None:
+        if f"/{FOLDER}/" in str(path):
+            asked.set()
+            assert answers.wait(PATIENCE_S)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", hang)
+    try:
+        async with gateway(tmp_path, test_versions.models(tmp_path), **options(tmp_path)) as app:
+            await until(asked.is_set, "the start looks for marks of what is configured")
+            await app.reload()
+            await app.reload()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "use weights"]
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

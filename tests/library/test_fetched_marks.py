@@ -42,6 +42,16 @@ def test_the_last_gateway_that_uses_them_deletes_them(tmp_path: Path) -> None:
     assert not first.use(str(path)), "the mark is gone with them"
 
 
+def test_weights_of_another_gateway_are_known_to_be_used(tmp_path: Path) -> None:
+    (first, path), second = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    assert second.is_used_elsewhere(str(path))
+    assert not first.is_used_elsewhere(str(path)), "it is the only one"
+    first.use_only(())
+    assert not second.is_used_elsewhere(str(path))
+    assert second.use(str(path)), "the question left no lock"
+    assert not second.is_used_elsewhere(str(tmp_path / "mine.gguf")), "no update fetched it"
+
+
 def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_one_deletes(tmp_path: Path) -> None:
     (one, path), other = fetched(tmp_path, "a.gguf"), marks(tmp_path)
     fetching = [*one.begin_fetch(), *other.begin_fetch()]
@@ -54,6 +64,26 @@ def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_on
         other.begin_fetch()
     one.let_go(str(path), locks)
     close_all(other.begin_fetch())
+
+
+@pytest.mark.parametrize(("fetches", "deletes"), [(".", "hub"), ("hub", "."), (".", "hub/org"), ("hub/org", ".")])
+def test_nothing_is_deleted_while_a_gateway_fetches_into_a_root_above_or_below(
+    tmp_path: Path, fetches: str, deletes: str
+) -> None:
+    one, path = fetched(tmp_path / "hub" / "org", "a.gguf")
+    one.use_only(())
+    close_all(marks(tmp_path / fetches).begin_fetch())
+    deleting = marks(tmp_path / deletes)
+    locks = marks(tmp_path / fetches).begin_fetch()
+    deleting.mark(str(path))
+    with pytest.raises(BlockingIOError):
+        deleting.take(str(path))
+    close_all(locks)
+    taken = deleting.take(str(path))
+    assert taken is not None
+    with pytest.raises(BlockingIOError):
+        marks(tmp_path / fetches).begin_fetch()
+    close_all(taken)
 
 
 @pytest.mark.parametrize("others", [["hub"], ["."], ["hub", "."]])

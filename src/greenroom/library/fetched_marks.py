@@ -92,6 +92,21 @@ class FetchedMarks:
         for path in [path for path in self._held if path not in paths]:
             os.close(self._held.pop(path))
 
+    def is_used_elsewhere(self, path: str) -> bool:
+        """True if another gateway uses these weights, which an update fetched. Of those in use here, False."""
+        if path in self._held or (fd := self._open(path)) is None:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            # A volume without locks.
+            return False
+        finally:
+            os.close(fd)
+        return False
+
     def take(self, path: str) -> list[int] | None:
         """The exclusive locks of fetched weights that are to be deleted; None if they may not be.
 
@@ -119,16 +134,26 @@ class FetchedMarks:
         return None
 
     def _expect_no_fetch(self, path: str, locks: list[int]) -> None:
-        """Adds the lock. Raises _Fetched, or OSError if there can be none."""
-        file = self._file(path)
-        fd = None if file is None else _opened(os.path.join(os.path.dirname(file), FETCHING), os.O_CREAT)
-        if fd is None:
+        """Adds the locks: of the folder with its mark, and of all above it, which may be roots of other gateways.
+
+        Raises _Fetched, or OSError if there can be none.
+        """
+        own = self._file(path)
+        if own is None:
             raise OSError("nothing can be locked")
-        locks.append(fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _Fetched("a gateway is fetching") from None
+        files = {os.path.join(os.path.dirname(own), FETCHING): os.O_CREAT}
+        folder = path
+        while (folder := os.path.dirname(above := folder)) != above:
+            if os.path.lexists(file := os.path.join(folder, FOLDER, FETCHING)):
+                files.setdefault(file, 0)
+        for file, flags in files.items():
+            if (fd := _opened(file, flags)) is None:
+                raise OSError("nothing can be locked")
+            locks.append(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _Fetched("a gateway is fetching") from None
 
     def let_go(self, path: str, locks: list[int]) -> None:
         """The end of `take`. If the weights are gone, so is their mark."""

@@ -156,6 +156,10 @@ class Updates:
     def running(self, model: str) -> UpdateFacts | None:
         return None if (found := self._running.get(model)) is None else found.facts
 
+    async def are_used_elsewhere(self, path: str) -> bool:
+        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
+        return await self._services.weights.are_used_elsewhere(path)
+
     def desired(self, model: str) -> UpdateFacts | None:
         """What the last update that was asked for wants; None if it is what serves."""
         return self._desired.get(model)
@@ -391,7 +395,9 @@ class Updates:
         """At the start and after a reload: let no other gateway delete what is known or configured, and delete what an
         earlier run came not to; but nothing while an update runs, which may have fetched what is not known yet."""
         if after is not None:
-            await asyncio.wait((after,))
+            with contextlib.suppress(Exception):
+                # Not by `asyncio.wait`: the end of the gateway cancels this task, and thereby the one before it.
+                await after
         weights, config, is_busy = self._services.weights, self._services.config(), bool(self._running)
         with contextlib.suppress(TimeoutError):
             # The disk of some other model may hang.

@@ -158,6 +158,10 @@ class VersionWeights:
         """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
         await run_detached(lambda: disown(_meant_by(paths)), "keep configured weights")
 
+    async def are_used_elsewhere(self, path: str) -> bool:
+        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
+        return await run_detached(lambda: self._marks.is_used_elsewhere(path), "look for users of weights")
+
     async def use(self, versions: Collection[Version]) -> None:
         """Let no other gateway delete what these need."""
 

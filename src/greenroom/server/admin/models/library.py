@@ -1,15 +1,15 @@
 """`/v1/models/inventory`, `/loaded` and `/stats`: what is on disk, what is in memory, and how often that helped.
 
-Every key may look; paths on disk are shown to admins only. Deleting a model is for admins: what is loaded, asleep or
-configured is refused unless it is forced, and is unloaded first then.
+Every key may look; paths on disk are shown to admins only. Deleting a model is for admins: what is loaded, asleep,
+configured or a version of another gateway is refused unless it is forced, and is unloaded here first then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -39,6 +39,7 @@ COMPARE_MAX_S: Final = 20.0
 CHOICES_MAX: Final = 20
 
 _log = get_logger("library")
+Answer = TypeVar("Answer")
 
 Force = Annotated[
     bool, Query(description="Delete it although it is loaded, asleep or configured; it is unloaded first.")
@@ -209,7 +210,8 @@ class LibraryRoutes:
     # --- deleting ---------------------------------------------------------------------------------------------------
 
     async def remove(self, request: Request, model_id: ModelPath, force: Force = False) -> Removed:
-        """Delete a model from disk. 409 if it is loaded, asleep or configured, unless `force=true`."""
+        """Delete a model from disk. 409 if it is loaded, asleep, configured or a version of another gateway, unless
+        `force=true`."""
         gateway = self._gateway
         if gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
@@ -222,6 +224,12 @@ class LibraryRoutes:
             )
         if users and not force:
             raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
+        if not force and await self._is_used_elsewhere(record):
+            raise ModelInUse(
+                f"{record.id} is a version that another gateway serves or can go back to. Ask with force=true to "
+                "delete it all the same.",
+                param="model",
+            )
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
             await gateway.loads.unload(model, None, **owner_of(request))
@@ -271,13 +279,22 @@ class LibraryRoutes:
         gateway = self._gateway
         entries = [entry for entry in gateway.catalog if entry.id in gateway.config.models or self._slots(entry)]
         others = [one for one in gateway.library.records if one is not record]
-        try:
-            async with asyncio.timeout(COMPARE_MAX_S):
-                return await run_detached(lambda: _sharing(record, others, entries), "compare files")
-        except TimeoutError:
-            raise RemovalFailed(
-                f"{record.id}: its disk, or that of a configured model, does not answer; nothing was deleted."
-            ) from None
+        return await _answered(record, run_detached(lambda: _sharing(record, others, entries), "compare files"))
+
+    async def _is_used_elsewhere(self, record: LibraryRecord) -> bool:
+        """Raises RemovalFailed."""
+        return await _answered(record, self._gateway.updates.are_used_elsewhere(record.path))
+
+
+async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:
+    """What a look at the disk told. Raises RemovalFailed if it takes too long."""
+    try:
+        async with asyncio.timeout(COMPARE_MAX_S):
+            return await asked
+    except TimeoutError:
+        raise RemovalFailed(
+            f"{record.id}: its disk, or that of a configured model, does not answer; nothing was deleted."
+        ) from None
 
 
 def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Sequence[Entry]) -> list[Entry]:
