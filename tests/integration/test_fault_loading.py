@@ -21,7 +21,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.engines.builtin.llamacpp import WORKER
 from greenroom.errors import LoadFailed
-from greenroom.process import ports
+from greenroom.process import proc
 from tests.harness import FAKE_ENGINE, fake, gateway, left_behind, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.raw import Answer, chat, http
@@ -270,7 +270,7 @@ def free_range(length: int) -> tuple[int, int]:
     """So many free ports in a row, outside of those the system gives out by itself."""
     for _ in range(1000):
         first = random.randrange(11_000, 20_000)
-        if all(ports.can_bind(port) for port in range(first, first + length)):
+        if all(proc.can_bind(port) for port in range(first, first + length)):
             return first, first + length - 1
     raise AssertionError("no free ports")
 
@@ -281,7 +281,7 @@ def stranger(port: int) -> Iterator[None]:
     command = [sys.executable, "-I", "-S", str(FAKE_ENGINE), "--port", str(port), "--name", "stranger"]
     with subprocess.Popen(command) as process:
         try:
-            until_now(lambda: not ports.can_bind(port), "the stranger has come")
+            until_now(lambda: not proc.can_bind(port), "the stranger has come")
             yield
         finally:
             process.kill()
@@ -301,8 +301,8 @@ async def test_engine_whose_port_a_stranger_took_gets_another_one(
     first, last = free_range(3)
     with who(first):
         # As if it had come in the moment between our look and the engine's bind.
-        really = ports.can_bind
-        monkeypatch.setattr(ports, "can_bind", lambda port: port == first or really(port))
+        really = proc.can_bind
+        monkeypatch.setattr(proc, "can_bind", lambda port: port == first or really(port))
         journal = Journal(tmp_path)
         model = fake("alpha", *journal.switches)
         async with gateway(tmp_path, {"alpha": model}, ports={"first": first, "last": last}) as app:
@@ -319,7 +319,7 @@ async def test_strangers_on_every_port_fail_the_load_and_say_what_to_do(
 ) -> None:
     first, last = free_range(1)
     with stranger(first):
-        monkeypatch.setattr(ports, "can_bind", lambda port: True)
+        monkeypatch.setattr(proc, "can_bind", lambda port: True)
         models = {"alpha": fake("alpha", load_timeout_s=NEVER_S)}
         async with gateway(tmp_path, models, ports={"first": first, "last": last}, **LONG_BACKOFF) as app:
             assert_failed(await chat(app, "alpha"), f"port {first}")

@@ -1,4 +1,4 @@
-"""ports.py"""
+"""proc.py: ports"""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from greenroom import errors
-from greenroom.process import ports, proc
-from greenroom.process.ports import PortRange, is_ours, listener_pids
+from greenroom.process import proc
+from greenroom.process.proc import PortRange, is_ours, listener_pids
 
 from .conftest import Start
 from .trees import engine_argv, pids_of
@@ -32,7 +32,7 @@ def free_run(length: int) -> int:
     # From a random place, as another run of these tests may be looking at the same moment.
     for _ in range(1000):
         first = random.randrange(11000, 20000)
-        if all(ports.can_bind(first + offset) for offset in range(length)):
+        if all(proc.can_bind(first + offset) for offset in range(length)):
             return first
     raise AssertionError("no free ports")
 

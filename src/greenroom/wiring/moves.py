@@ -18,7 +18,7 @@ from greenroom.engines.registry import spread_by
 from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
-from greenroom.process.ports import PortRange
+from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.journal import JournalWriter

@@ -15,7 +15,7 @@ from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog
-from greenroom.process.ports import PortRange, is_ours, listener_pids
+from greenroom.process.proc import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
