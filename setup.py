@@ -29,7 +29,6 @@ HOT = (
     "runtime/loop.py",
     "runtime/resolver.py",
     "runtime/slots.py",
-    "runtime/tickets.py",
     "server/front.py",
     "server/inference/answer_headers.py",
     "server/inference/ask.py",

@@ -55,7 +55,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "runtime/loop.py",
         "runtime/resolver.py",
         "runtime/slots.py",
-        "runtime/tickets.py",
         "server/front.py",
         "server/inference/answer_headers.py",
         "server/inference/ask.py",

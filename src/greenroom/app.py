@@ -28,6 +28,7 @@ from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.moves import OperatorMoves
@@ -35,7 +36,6 @@ from greenroom.runtime.operations.state_follower import StateFollower
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
-from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.snapshot import BUILD

@@ -17,9 +17,8 @@ from greenroom.errors import QueueFull
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.loop import SchedulerLoop, Ticket, Tickets
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.tickets import Ticket, Tickets
 from tests.waiting import PATIENCE_S
 
 

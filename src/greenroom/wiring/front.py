@@ -23,6 +23,7 @@ from greenroom.library.fetcher import Done, FetchPlan, fetched_files, fetched_pa
 from greenroom.library.orders import OrderRules
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.model_files import Prefetch
 from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
@@ -31,7 +32,6 @@ from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.operations.weights import NO_KEY
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
-from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.versions import meant

@@ -19,13 +19,13 @@ from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.operations.version_changes import UpdateServices
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import VersionWeights
-from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.tenancy.governance.audit import AuditLog

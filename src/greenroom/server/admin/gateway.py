@@ -22,6 +22,7 @@ from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.library.library import Library
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.observer import Residency
@@ -34,7 +35,6 @@ from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlots
-from greenroom.runtime.tickets import Tickets
 from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity

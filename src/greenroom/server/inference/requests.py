@@ -18,9 +18,8 @@ from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimite
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.loop import SchedulerLoop, Tickets
 from greenroom.runtime.resolver import Resolver, Unresolved
-from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.answer_headers import version_headers
 from greenroom.server.inference.ask import Ask, Settings

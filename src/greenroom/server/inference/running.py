@@ -39,10 +39,10 @@ from greenroom.http.relays.translated import Translated
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
+from greenroom.runtime.loop import Ticket, Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
 from greenroom.server.inference.answer_headers import NOT_CACHED, WAIT, AnswerFacts, model_header, version_headers
 from greenroom.server.inference.ask import Ask, Settings, arrival
