@@ -14,10 +14,20 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide.arrival import called_off, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.estimate import eta_s
-from greenroom.core.decide.ladder import Option, choose, decide, is_able, model_of, weigh
+from greenroom.core.decide.ladder import (
+    Option,
+    called_off,
+    choose,
+    decide,
+    is_able,
+    model_of,
+    plan_for,
+    too_late,
+    waiter_for,
+    weigh,
+)
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
