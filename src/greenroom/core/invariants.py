@@ -31,7 +31,9 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     for slot in state.slots.values():
         _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
-    assert not green_room.excess(state, 0.0), f"{green_room.excess(state, 0.0)} should have left the green room"
+    if (limit_mib := state.limits.green_room_mib) is not None:
+        excess = green_room.excess(state, limit_mib, 0.0)
+        assert not excess, f"{excess} should have left the green room"
     if now is not None:
         _no_wake_up_was_lost(state, now)
 

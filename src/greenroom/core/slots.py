@@ -353,7 +353,9 @@ class SlotWriter:
 
     def trim(self, now: float) -> None:
         """Evict sleepers that exceed the green room."""
-        for slot in green_room.excess(self._state, now):
+        if (limit_mib := self._state.limits.green_room_mib) is None:
+            return
+        for slot in green_room.excess(self._state, limit_mib, now):
             self.leave(slot, Tier.COLD, None, because("green_room", model=slot.model), now)
 
     def _cut_after(self, slot: Slot, grace_s: float | None, reason: Reason, now: float) -> None:

@@ -74,11 +74,8 @@ def shortfall(state: State, spec: ModelSpec) -> Shortfall | None:
     return Shortfall(spec.need_asleep.host_mib, size_mib, max(0, size_mib - left[hosts[0].id]))
 
 
-def excess(state: State, now: float) -> list[Slot]:
+def excess(state: State, limit_mib: int, now: float) -> list[Slot]:
     """Sleepers that must leave so that the rest fits into the green room, the least valuable first."""
-    limit_mib = state.limits.green_room_mib
-    if limit_mib is None:
-        return []
     there = _sleepers(state)
     over_mib = _total_mib(state, there) - limit_mib
     if over_mib <= 0:
