@@ -169,7 +169,14 @@ def _file(words: Sequence[str]) -> str | None:
 
 
 def _folder(words: Sequence[str]) -> Path | None:
-    return next((Path(value) for value in _values(words) if os.sep in value and is_folder(Path(value))), None)
+    return next(
+        (
+            Path(value)
+            for value in _values(words)
+            if os.sep in value and os.path.isdir(value) and is_folder(Path(value))
+        ),
+        None,
+    )
 
 
 def _values(words: Sequence[str]) -> list[str]:

@@ -178,7 +178,8 @@ class MemoryOwners:
 
     def __call__(self) -> dict[str, Owner]:
         """Every slot and lease that holds memory now, also those of other gateways."""
-        slots, ledger, lease_pids = self._state.slots, self._state.ledger, self.lease_pids()
+        slots, ledger = self._state.slots, self._state.ledger
+        lease_pids = self.lease_pids() if any(slot.lease is not None for slot in slots.values()) else {}
         ours: dict[str, Owner] = {
             slot_id: self._owner(slots[slot_id], holding, lease_pids)
             for slot_id, holding in ledger.holdings.items()

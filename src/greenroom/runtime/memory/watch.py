@@ -168,7 +168,9 @@ class MemoryWatch:
                 self._fail(error.message)
                 return self.last.reading
             self._recover()
-            self._take(self._settled(look, self._hosted.stirred_since(stirs)))
+            if self._hosted.there or self._hosted.stirs:
+                look = self._settled(look, self._hosted.stirred_since(stirs))
+            self._take(look)
         return self.last.reading
 
     async def _looked(self) -> MemoryLook:

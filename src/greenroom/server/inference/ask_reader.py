@@ -29,7 +29,7 @@ from greenroom.server.inference.answers import AS_BASE64, AS_URL, RESPONSE_FORMA
 from greenroom.server.inference.ask import Ask, Settings, kept_alive_s, set_by_profile
 from greenroom.server.inference.body import model_options, multipart, peek
 from greenroom.server.inference.body.media import check_body, check_media, is_upload
-from greenroom.server.inference.prefix_cache import CacheSalts, cache_scope
+from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
 from greenroom.server.inference.request_headers import (
     CLIENT_HEADER,
     TENANT_HEADER,
@@ -375,7 +375,8 @@ class AskReader:
         said = said_in(head)
         tenant = caller.tenant or self._tenants.name(said.get(TENANT_HEADER))
         isolation = entry.config.isolate_tenants
-        scope = cache_scope(NO_TENANT if isolation == "off" else tenant, said)
+        kept_for = NO_TENANT if isolation == "off" else tenant
+        scope = cache_scope(kept_for, said) if kept_for or said else ONLY_SCOPE
         if scope.tenant == OTHER and caller.tenant is None:
             # Several tenants have this name.
             scope.is_used = False

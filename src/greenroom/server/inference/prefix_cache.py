@@ -74,14 +74,15 @@ def expect_sole(prompts: PromptSlots, owner: Owner, model: str) -> None:
         )
 
 
-_ONLY_SCOPE: Final = CacheScope("", "")
+# Of a request that has no tenant and names neither tag nor mode.
+ONLY_SCOPE: Final = CacheScope("", "")
 
 
 def cache_scope(tenant: TenantId, said: dict[bytes, bytes]) -> CacheScope:
     """The scope that these headers name. Raises BadRequest, whatever the engine."""
     tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
     if not tenant and not tag and mode is None:
-        return _ONLY_SCOPE
+        return ONLY_SCOPE
     if tag:
         check_tag(tag, "X-Cache-Tag")
     if mode is not None and mode.lower() not in _MODES:
