@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from greenroom.runtime.moves.load_errors import COUNTERS, oom_kills
+from greenroom.process.proc import COUNTERS, oom_kills
 
 
 def test_counters_of_machine_and_container_are_added(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,3 +266,23 @@ def can_bind(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+# --- memory that ran out --------------------------------------------------------------------------------------------
+
+# The machine's counter, and that of our own cgroup, which is the only one that counts kills inside a container.
+COUNTERS = (PROC / "vmstat", Path("/sys/fs/cgroup/memory.events"))
+_KILLS = "oom_kill"
+
+
+def oom_kills(counters: Sequence[Path] = COUNTERS) -> int:
+    """How many processes the kernel has ended for memory, by all counters. One that cannot be read counts as 0."""
+    return sum(_kills_in(path) for path in counters)
+
+
+def _kills_in(path: Path) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.split()[:1] == [_KILLS]), 0)
+    except (OSError, ValueError, IndexError):
+        return 0

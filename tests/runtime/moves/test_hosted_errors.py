@@ -13,7 +13,7 @@ from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import NoGrant
-from greenroom.runtime.moves.load_errors import Evidence, HostedErrors
+from greenroom.runtime.moves.load_errors import HostedErrors
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -28,14 +28,6 @@ class FakeMemory:
 
     async def missing(self, claim: Claim) -> Claim:
         return self._missing
-
-
-class FakeEvidence:
-    def __init__(self, complaint: str | None) -> None:
-        self._complaint = complaint
-
-    def of_no_memory(self, child: object, lines: object) -> str | None:
-        return self._complaint
 
 
 def shortage(move: Move, entry: Entry, complaint: str, details: str) -> LoadOutOfMemory:
@@ -72,8 +64,8 @@ async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -
 def test_a_worker_that_ended_is_told_with_its_exit_and_last_lines(
     complaint: str | None, error: type[LoadFailed]
 ) -> None:
-    lines = {MOVE.slot: ["first", "last"]}
+    lines = {MOVE.slot: ["first", complaint or "last"]}
     worker: Any = SimpleNamespace(lines_of=lambda slot, _: lines[slot], child=SimpleNamespace(exit=Exit(70, None)))
-    told = hosted_errors().worker_ended(MOVE, ENTRY, cast(Worker, worker), cast(Evidence, FakeEvidence(complaint)))
-    assert type(told) is error and told.details == "first\nlast"
+    told = hosted_errors().worker_ended(MOVE, ENTRY, cast(Worker, worker), kills_before=0)
+    assert type(told) is error and told.details == "\n".join(lines[MOVE.slot])
     assert complaint is not None or "exit code 70" in told.message

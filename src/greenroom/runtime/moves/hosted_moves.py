@@ -16,11 +16,12 @@ from typing import Final, TypeVar
 from greenroom.core.model import Claim, DeviceId, Move, SlotId, Tier
 from greenroom.engines.base import CacheFigures, HostedEngine
 from greenroom.errors import EngineFault, LoadFailed
+from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission
-from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
+from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import LiveSlot, LiveSlots
@@ -57,7 +58,7 @@ class HostedMoves:
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
-        self._table = table
+        self.table = table
         self._slots = slots
         self._opener = opener
         self._errors = opener.errors
@@ -68,10 +69,6 @@ class HostedMoves:
         self._lost = lost
         self._observer = observer
         self._clock = clock
-
-    def has(self, slot: SlotId) -> bool:
-        """Whether this slot lives, or sleeps, in a worker."""
-        return slot in self._table.there
 
     # --- the moves --------------------------------------------------------------------------------------------------
 
@@ -94,7 +91,7 @@ class HostedMoves:
 
         Raises LoadFailed, NoGrant or StoreDown.
         """
-        slot = self._table.there[move.slot]
+        slot = self.table.there[move.slot]
         await self._cleanup.finished(move.claim)
         async with self._admission.granted(move):
             with _moving(slot):
@@ -102,7 +99,7 @@ class HostedMoves:
 
     async def sleep(self, move: Move) -> SeenMove:
         """Give its GPU memory back. Raises LoadFailed if the worker cannot; the slot must be unloaded then."""
-        slot = self._table.there[move.slot]
+        slot = self.table.there[move.slot]
         # The slot is untouched until it is certain that its memory will be used.
         await self._grants.make_way(move)
         with _moving(slot):
@@ -114,7 +111,7 @@ class HostedMoves:
 
     async def unload(self, move: Move) -> None:
         """Close the slot and free its arena."""
-        slot = self._table.there[move.slot]
+        slot = self.table.there[move.slot]
         await self._grants.make_way(move)
         with _moving(slot):
             self._slots.live.pop(slot.id, None)
@@ -124,9 +121,9 @@ class HostedMoves:
 
     def reconcile(self, slot: SlotId) -> None:
         """Called after each move: forget a slot which the scheduler dropped because its worker ended just then."""
-        if slot in self._table.there and not self._memory.knows(slot):
+        if slot in self.table.there and not self._memory.knows(slot):
             self._slots.live.pop(slot, None)
-            stray = self._table.there[slot]
+            stray = self.table.there[slot]
             stray.is_moving = True
             self._cleanup.start(self._forget(stray), stray.on_gpus, f"forget {slot}")
 
@@ -135,7 +132,7 @@ class HostedMoves:
 
         Raises EngineFault if the worker cannot.
         """
-        there = self._table.there.get(slot)
+        there = self.table.there.get(slot)
         if there is None or there.worker is None or not there.is_ready:
             return 0, 0
         try:
@@ -151,7 +148,7 @@ class HostedMoves:
 
     async def figures(self, slot: SlotId) -> CacheFigures | None:
         """What its worker tells of its KV cache; None if it has none or does not answer. Bounded by the caller."""
-        there = self._table.there.get(slot)
+        there = self.table.there.get(slot)
         if there is None or there.worker is None or not there.is_ready:
             return None
         try:
@@ -171,7 +168,7 @@ class HostedMoves:
     async def _new(self, move: Move, entry: Entry, engine: HostedEngine) -> AsyncIterator[HostedSlot]:
         """A new slot, which is forgotten again if the block raises."""
         key = engine.host_key(move.slot, entry.config, self._memory.gpus_for(entry, move.slot))
-        slot = self._table.there[move.slot] = HostedSlot(move.slot, entry, engine, key)
+        slot = self.table.there[move.slot] = HostedSlot(move.slot, entry, engine, key)
         with _moving(slot):
             try:
                 yield slot
@@ -192,7 +189,7 @@ class HostedMoves:
 
     async def _twice(self, move: Move, slot: HostedSlot, step: Callable[[], Awaitable[_Result]]) -> _Result:
         """Run this step; once more in another worker if the first one ended, perhaps because of another slot."""
-        evidence = Evidence()
+        kills_before = oom_kills()
         for is_last in (False, True):
             try:
                 return await step()
@@ -201,7 +198,7 @@ class HostedMoves:
                 assert worker is not None, "only a worker that was asked can be lost"
                 await self._lost_meanwhile(worker, slot)
                 if is_last or not (slot.had_neighbours or slot.arena.is_filled):
-                    raise self._errors.worker_ended(move, slot.entry, worker, evidence) from None
+                    raise self._errors.worker_ended(move, slot.entry, worker, kills_before) from None
             await self._cleanup.finished(move.claim)
         raise AssertionError("the second try ends it")
 
@@ -231,7 +228,7 @@ class HostedMoves:
         return answer
 
     async def _wake_in(self, move: Move, slot: HostedSlot, worker: Worker) -> Answer:
-        with self._table.stirring(*slot.gpus):
+        with self.table.stirring(*slot.gpus):
             try:
                 async with asyncio.timeout(worker.timeouts.wake_s):
                     answer = await worker.ask("wake", slot=slot.id)
@@ -263,7 +260,7 @@ class HostedMoves:
             # The worker ended a moment ago, and so did its use of the GPU.
             return
         try:
-            with self._table.stirring(*slot.gpus):
+            with self.table.stirring(*slot.gpus):
                 await self._sleep_in(slot, worker)
                 slot.is_ready = False
         except WorkerLost:
@@ -273,17 +270,17 @@ class HostedMoves:
             raise LoadFailed(f"{slot.entry.id} could not be put to sleep: {error or 'it did not answer'}") from error
 
     async def _forget(self, slot: HostedSlot) -> None:
-        with self._table.stirring(*(slot.gpus if slot.is_ready else ())):
+        with self.table.stirring(*(slot.gpus if slot.is_ready else ())):
             await self._opener.shut(slot)
             slot.is_ready = False
         slot.arena.close()
-        self._table.there.pop(slot.id, None)
+        self.table.there.pop(slot.id, None)
 
     # --- a worker that ended ----------------------------------------------------------------------------------------
 
     def on_worker_lost(self, worker: Worker, exit: Exit) -> None:
         """Its ready slots are asleep now, which is posted in one event. A slot that is moving is left to its move."""
-        there = [slot for slot in self._table.there.values() if slot.worker is worker]
+        there = [slot for slot in self.table.there.values() if slot.worker is worker]
         were_ready = [slot for slot in there if slot.is_ready]
         for slot in were_ready:
             self._slots.live.pop(slot.id, None)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Final
 
 from greenroom.core.events import Event, SlotsLost
 from greenroom.core.model import ModelId, Move, SlotId, Tier
 from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, UnusableModel
 from greenroom.process.logs import START_LINES_MAX
+from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
@@ -85,43 +85,22 @@ class LostSlots:
 _KILLED_CODE: Final = 128 + signal.SIGKILL
 
 
-class Evidence:
-    """Whether one load ran out of memory. Made before the engine starts, asked after it has failed."""
+def evidence_of_no_memory(
+    child: Child, lines: Sequence[str], kills_before: int, kills: Callable[[], int] = oom_kills
+) -> str | None:
+    """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none.
 
-    def __init__(self, kills: Callable[[], int] | None = None) -> None:
-        """`kills` counts the processes that the kernel has ended for memory."""
-        self._kills = kills or oom_kills
-        self._kills_before = self._kills()
-
-    def of_no_memory(self, child: Child, lines: Sequence[str]) -> str | None:
-        """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none."""
-        if complaint := memory_complaint(lines):
-            return complaint
-        if child.exit is not None and _was_killed(child.exit) and self._kills() > self._kills_before:
-            return "the kernel ended it because the host's memory was full"
-        return None
+    `kills` counts the processes that the kernel has ended for memory; `kills_before` is its count before the start.
+    """
+    if complaint := memory_complaint(lines):
+        return complaint
+    if child.exit is not None and _was_killed(child.exit) and kills() > kills_before:
+        return "the kernel ended it because the host's memory was full"
+    return None
 
 
 def _was_killed(exit: Exit) -> bool:
     return exit.signal == signal.SIGKILL or exit.code == _KILLED_CODE
-
-
-# The machine's counter, and that of our own cgroup, which is the only one that counts kills inside a container.
-COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
-_WORD = "oom_kill"
-
-
-def oom_kills(counters: Sequence[Path] = COUNTERS) -> int:
-    """The sum of all counters. One that cannot be read counts as 0."""
-    return sum(_count(path) for path in counters)
-
-
-def _count(path: Path) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.split()[:1] == [_WORD]), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 # One pattern a line, grouped by the program that prints it. Case is ignored.
@@ -190,10 +169,11 @@ class HostedErrors:
             return NoGrant(f"another process has the memory of {entry.id} now, missing_mib: {said}")
         return self.load_error(move, entry, error)
 
-    def worker_ended(self, move: Move, entry: Entry, worker: Worker, evidence: Evidence) -> LoadFailed:
+    def worker_ended(self, move: Move, entry: Entry, worker: Worker, kills_before: int) -> LoadFailed:
         """The error of a load during which the worker ended."""
         details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
-        if complaint := evidence.of_no_memory(worker.child, worker.lines_of(move.slot, START_LINES_MAX)):
+        lines = worker.lines_of(move.slot, START_LINES_MAX)
+        if complaint := evidence_of_no_memory(worker.child, lines, kills_before):
             return self._shortage(move, entry, complaint, details)
         said = f"{entry.id} could not be loaded: its worker ended ({worker.child.exit})."
         return LoadFailed(said, public=said, details=details or None)

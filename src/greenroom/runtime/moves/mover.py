@@ -98,7 +98,8 @@ class Mover:
         took_s = self._clock() - began if result.took_s is None else result.took_s
         self._observer.moved(move, outcome, round(took_s, 3))
         self._tell(move, MoveDone(self._clock(), move.id, outcome, result.seen, took_s=result.took_s))
-        self._hosted.reconcile(move.slot)
+        if move.slot in self._hosted.table.there:
+            self._hosted.reconcile(move.slot)
 
     def _outcome_of(self, move: Move, error: BaseException) -> Outcome:
         """What this error means to the scheduler. The error of a failed move is kept for callers that are rejected."""
@@ -131,7 +132,7 @@ class Mover:
     async def _carry_out(self, move: Move) -> SeenMove:
         if move.kind in (MoveKind.LOAD, MoveKind.PREPARE):
             result = await self._bring(move, self._current(move))
-        elif self._hosted.has(move.slot):
+        elif move.slot in self._hosted.table.there:
             result = await self._move_hosted(move)
         else:
             result = SeenMove(await self._move_other(move))

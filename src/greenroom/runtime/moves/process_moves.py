@@ -15,7 +15,7 @@ from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog
-from greenroom.process.proc import PortRange, is_ours, listener_pids
+from greenroom.process.proc import PortRange, is_ours, listener_pids, oom_kills
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
@@ -23,7 +23,7 @@ from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission
 from greenroom.runtime.moves.engine_call import EngineCall, until_ready
-from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
+from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory
 from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
@@ -55,7 +55,8 @@ class ProcessMoves:
     ) -> None:
         self._catalog = catalog
         self._slots = slots
-        self._state_dir = state_dir
+        self._run_dir = state_dir.run_dir
+        self._identity = state_dir.identity("")
         self._ports = ports
         self._memory = memory
         self._admission = admission
@@ -108,8 +109,8 @@ class ProcessMoves:
     async def _ready_child(
         self, move: Move, entry: Entry, launch: Launch, place: LaunchPlace, attempt: int
     ) -> tuple[Child, Claim | None]:
-        evidence, log = Evidence(), StartLog(self._slots.log(move.model))
-        identity = self._state_dir.identity(f"{move.slot}.{attempt}")
+        kills_before, log = oom_kills(), StartLog(self._slots.log(move.model))
+        identity = f"{self._identity}{move.slot}.{attempt}"
         try:
             child = await spawn(launch.command, identity=identity, log=log)
         except LoadFailed as error:
@@ -127,7 +128,7 @@ class ProcessMoves:
             await child.stop(entry.config.stop_timeout_s)
             await self._memory.back(move.slot, held)
             lines = log.tail(START_LINES_MAX)
-            if isinstance(error, LoadFailed) and (complaint := evidence.of_no_memory(child, lines)):
+            if isinstance(error, LoadFailed) and (complaint := evidence_of_no_memory(child, lines, kills_before)):
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
 
@@ -135,7 +136,7 @@ class ProcessMoves:
         gpus = self._memory.gpus_for(entry, move.claim)
         if engine.listens is Listens.SOCKET:
             # Slot ids are never used again, so no leftover socket can be in the way.
-            socket = str(self._state_dir.run_dir / f"{move.slot}.sock")
+            socket = str(self._run_dir / f"{move.slot}.sock")
             return LaunchPlace(move.claim, None, socket, gpus, *self._memory.sizes_of(gpus or ()))
         port = self._ports.pick(set(self._ports_in_use.values()))
         self._ports_in_use[move.slot] = port
