@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from greenroom.http.upstream import EngineAddress
-from greenroom.runtime.moves import engine_call
-from greenroom.runtime.moves.engine_call import EngineCall
+from greenroom.runtime.moves import process_moves
+from greenroom.runtime.moves.process_moves import EngineCall
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def test_an_answer_without_a_length_ends_with_the_connection(tmp_path: Pat
     [(b"", "without an answer"), (b"hello\r\n\r\n", "like an HTTP server"), (b"x" * 200, "more than 100")],
 )
 async def test_garbage_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes, why: str) -> None:
-    monkeypatch.setattr(engine_call, "ANSWER_MAX_BYTES", 100)
+    monkeypatch.setattr(process_moves, "ANSWER_MAX_BYTES", 100)
     async with engine(tmp_path, raw) as (address, _):
         with pytest.raises(ValueError, match=why):
             await EngineCall(address)("GET", "/")

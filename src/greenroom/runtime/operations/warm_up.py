@@ -19,7 +19,7 @@ from greenroom.core.model import RequestId
 from greenroom.errors import GreenroomError, WarmUpFailed
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.moves.engine_call import EngineCall
+from greenroom.runtime.moves.process_moves import EngineCall
 
 # Of an engine's own words in the error.
 SAID_CHARS_MAX: Final = 500

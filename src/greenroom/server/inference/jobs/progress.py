@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from greenroom.runtime.moves.engine_call import EngineCall
+from greenroom.runtime.moves.process_moves import EngineCall
 from greenroom.runtime.slots import LiveSlot
 
 ASK_EVERY_S: Final = 1.0
