@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
-from greenroom.core.model import TenantId
+from greenroom.core.model import ModelId, TenantId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all
 from greenroom.sim.results.plots import (
     HEIGHT,
@@ -153,6 +153,24 @@ def test_there_is_a_wait_plot_for_each_class_with_a_line_for_each_case(results: 
         assert len(lines(svg)) == len(results)
         # A share only grows, and ends with everybody.
         assert all(before[1] >= after[1] for line in lines(svg) for before, after in itertools.pairwise(line))
+
+
+def test_requests_that_are_lost_keep_a_line_from_reaching_the_top() -> None:
+    """Of a class that is served and one that is refused throughout."""
+    base = setting(sim_model("m0"), sim_model("large", 9_000))
+    world = World(base)
+    for number in range(40):
+        world.arrive(ModelId("m0"), 1, 1, TenantId("x"), priority=1 if number % 4 else 0)
+        world.arrive(ModelId("large"), 1, 1, TenantId("y"), priority=2 if number % 2 else 0)
+    world.run()
+    result = CaseResult(Case("fifo"), stats_of(world))
+    high, normal, low = wait_plots([result])
+    # 10 of 30 high ones are served, all of the normal ones, none of the low ones.
+    assert titles(high)[-1].startswith("fifo: 33 % within") and titles(normal)[-1].startswith("fifo: 100 % within")
+    assert titles(low) == [] and "class low" in texts(low)[0]
+    page = html([result], ["-"])
+    assert '<td class="name">low</td><td>0</td><td>20</td><td>-</td>' in page
+    assert '<td class="name">y</td><td>0</td><td>40</td>' in page
 
 
 def test_waits_are_drawn_over_time_by_what_tells_cases_apart(results: list[CaseResult]) -> None:

@@ -64,6 +64,18 @@ def test_a_run_comes_to_figures() -> None:
     assert (first.served, first.p95_s) == (2, pytest.approx(12.0)) and not any(one.served for one in (*empty, last))
 
 
+def test_what_is_lost_is_counted_by_class_and_tenant_and_waiting_in_vain_is_not_fair() -> None:
+    world = World(setting(sim_model("a"), sim_model("b")))
+    world.arrive(A, 1, 1_000, TenantId("x"))
+    world.arrive(B, 1, 100, TenantId("y"), priority=2, patience_s=3.0)
+    world.arrive(ModelId("stranger"), 1, 1, TenantId("z"))
+    world.run()
+    stats = stats_of(world)
+    assert stats.lost_by_class == {"normal": 1, "low": 1} and stats.lost_by_tenant == {"y": 1, "z": 1}
+    # x was served for 10 of 15 s, y for none of 3; z was refused at once.
+    assert stats.jain == pytest.approx(jain([10 / 15, 0.0]))
+
+
 def test_waits_are_summed_up_by_the_time_of_arrival() -> None:
     world = World(setting(sim_model("a", concurrency=1)))
     for at, output in ((0.0, 100), (59.0, 200), (60.0, 100)):

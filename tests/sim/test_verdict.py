@@ -137,6 +137,31 @@ def test_where_nothing_is_bought_cost_is_not_spoken_of() -> None:
     assert said.bottom_line[-1].startswith("The best single change: a concurrency of 16 instead of 4.")
 
 
+def test_many_steps_do_not_add_up_to_requests_that_are_lost() -> None:
+    """Each serves about as many as the one before, with shorter waits; the last loses a tenth."""
+    compared = [made(Case("fifo", gpus), 60.0 / gpus, lost=4 * (gpus - 1)) for gpus in range(1, 26)]
+    said = advice(compared)
+    assert all(one.stats.lost <= 5 for one in said.chosen)
+    others = [made(Case("fifo", concurrency=n), 60.0 / n, lost=4 * (n - 1)) for n in range(1, 26)]
+    assert all(one.stats.lost <= 5 for one in advice([others[0], *others]).chosen)
+
+
+def test_requests_that_are_lost_as_before_are_said_so() -> None:
+    (sentence,) = advice([made(Case("fifo", 1), 60.0, lost=500), made(Case("fifo", 2), 20.0, lost=500)]).changes
+    assert sentence.startswith("A second GPU would take the p95 wait from 60 s to 20 s, ")
+    assert sentence.endswith("; 500 of 1,000 requests are served as before: it helps a lot.")
+
+
+def test_where_the_best_is_not_enough_its_bottleneck_is_named() -> None:
+    full, there = Delays(900, lost_full=100), Delays(1_000)
+    one, two = made(Case("fifo", 1), 60.0, lost=500), made(Case("fifo", 2), 20.0, lost=100, delays=full)
+    (line,) = [line for line in advice([one, two]).bottom_line if line.startswith("The bottleneck then: ")]
+    assert line == "The bottleneck then: models are there but full (requests lost: full 100). What may help: " + (
+        "a higher concurrency."
+    )
+    assert not any("then" in line for line in advice([one, made(Case("fifo", 2), 0.5, delays=there)]).bottom_line)
+
+
 # --- the bottleneck ---------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +182,22 @@ def test_the_bottleneck_is_what_costs_most(delays: Delays, cause: Cause | None) 
     assert bottleneck(delays) is cause
     line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
     assert line.startswith(f"The bottleneck: {BOTTLENECKS[cause][0]}" if cause else "Hardly any request waits.")
+
+
+def test_a_bottleneck_found_by_lost_requests_names_those_and_not_the_waits_of_the_others() -> None:
+    delays = Delays(100, 70.0, 0.0, 90.0, lost_not_there=30, lost_full=20)
+    line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
+    assert "(requests lost: not there 30, full 20)" in line and "on average" not in line
+
+
+def test_models_that_fit_nowhere_are_named() -> None:
+    base = replace(SMALL, models=(sim_model("m0", 2_000), *SMALL.models[1:]))
+    (one,) = results(Case("fifo", 1), base=base)
+    assert one.stats.lost and one.stats.rejected == {"too_large": one.stats.delays["m0"].lost_too_large}
+    said = advice([one]).bottom_line
+    assert said[1].startswith("The bottleneck: models are larger than any GPU (requests lost: too large ")
+    assert said[1].endswith("What may help: larger GPUs.")
+    assert said[2] == f"m0 is larger than any GPU: {one.stats.lost} requests for it cannot be served."
 
 
 def test_times_are_said_as_people_say_them() -> None:
@@ -222,6 +263,14 @@ def test_a_change_that_only_makes_answers_faster_helps() -> None:
     assert "what sharing a GPU adds to an answer from 3.9 s to 0.1 s" in sentence and sentence.endswith(
         "it helps a lot."
     )
+
+
+def test_a_little_slower_is_not_worse_where_waits_are_much_longer() -> None:
+    before, after = (
+        made(Case("fifo", gpus), 139.0, delays=Delays(1_000, not_there_s=not_there_s, slow_s=slow_s))
+        for gpus, not_there_s, slow_s in ((1, 53_000.0, 1_100.0), (2, 52_000.0, 2_000.0))
+    )
+    assert effect(before.stats, after.stats) is Effect.NONE
 
 
 def test_two_cases_that_serve_nothing_are_not_said_to_let_none_wait() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from greenroom.core import events as ev
 from greenroom.core.decide.placement import asleep
-from greenroom.core.effects import OpOutcome, Reason, Rejection
+from greenroom.core.effects import OpOutcome, Reason, RejectCode, Rejection
 from greenroom.core.events import Timer
 from greenroom.core.model import (
     Claim,
@@ -294,7 +294,8 @@ class Player:
         if call.fate is Fate.SERVED:
             self.truth.meters.delays_of(call.model).add(call)
         elif was is Fate.WAITING:
-            self.truth.meters.delays_of(call.model).lose(self.truth.tier_of(call.model) is Tier.READY)
+            is_there, is_too_large = self.truth.tier_of(call.model) is Tier.READY, call.code is RejectCode.TOO_LARGE
+            self.truth.meters.delays_of(call.model).lose(is_there, is_too_large)
 
     def _stop_serving(self, call: SimCall) -> None:
         """Its fate is another by now."""

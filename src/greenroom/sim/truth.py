@@ -215,6 +215,8 @@ class Delays:
     slow_s: float = 0.0
     lost_not_there: int = 0
     lost_full: int = 0
+    # Of those not there: refused because the model is larger than any GPU.
+    lost_too_large: int = 0
 
     def add(self, call: SimCall) -> None:
         """A served request has ended."""
@@ -224,10 +226,11 @@ class Delays:
         self.full_s += call.wait_s - not_there_s
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
 
-    def lose(self, is_there: bool) -> None:
+    def lose(self, is_there: bool, is_too_large: bool) -> None:
         """A request that waited was refused, or its caller gave up."""
         self.lost_full += is_there
         self.lost_not_there += not is_there
+        self.lost_too_large += is_too_large
 
     @property
     def lost(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from greenroom.sim.cases import Case, CaseResult, short_labels
 from greenroom.sim.results.plots import Bar, Line, bars, linear, logarithmic, plot
-from greenroom.sim.results.stats import CLASS_NAMES, Stats, Waits
+from greenroom.sim.results.stats import CLASS_NAMES, NO_WAITS, Stats, Waits, with_lost
 from greenroom.sim.results.verdict import Advice, advice, bottleneck, seconds
 from greenroom.sim.truth import Delays
 
@@ -214,8 +214,11 @@ def _table_of(head: str, rows: Sequence[str]) -> str:
 
 def _details(result: CaseResult) -> str:
     stats = result.stats
-    groups: Sequence[tuple[str, Mapping[str, Waits]]] = (("class", stats.by_class), ("tenant", stats.by_tenant))
-    tables = "\n".join((_models(stats), *(_group(name, waits) for name, waits in groups)))
+    by_class, by_tenant = (
+        with_lost(stats.by_class, stats.lost_by_class),
+        with_lost(stats.by_tenant, stats.lost_by_tenant),
+    )
+    tables = "\n".join((_models(stats), _group("class", by_class), _group("tenant", by_tenant)))
     return f"<details><summary>{escape(result.case.label)}</summary>\n{tables}\n</details>"
 
 
@@ -242,17 +245,15 @@ def _models(stats: Stats) -> str:
     return _table(titles, rows)
 
 
-def _group(name: str, groups: Mapping[str, Waits]) -> str:
-    largest = sorted(groups.items(), key=lambda pair: (-pair[1].count, pair[0]))[:GROUPS_MAX]
-    rows = [
-        (
-            key or "-",
-            f"{waits.count:,}",
-            *(f"{value:,.1f}" for value in (waits.p50_s, waits.p95_s, waits.mean_s, waits.max_s)),
-        )
-        for key, waits in largest
-    ]
-    return _table((name, "served", "p50 wait, s", "p95 wait, s", "mean wait, s", "longest, s"), rows)
+def _group(name: str, groups: Mapping[str, tuple[Waits, int]]) -> str:
+    """Waits of requests that were served, and how many were not."""
+    largest = sorted(groups.items(), key=lambda pair: (-pair[1][0].count - pair[1][1], pair[0]))[:GROUPS_MAX]
+    rows = []
+    for key, (waits, lost) in largest:
+        values = (waits.p50_s, waits.p95_s, waits.mean_s, waits.max_s)
+        cells = (f"{value:,.1f}" if waits.count else "-" for value in values)
+        rows.append((key or "-", f"{waits.count:,}", f"{lost:,}", *cells))
+    return _table((name, "served", "lost", "p50 wait, s", "p95 wait, s", "mean wait, s", "longest, s"), rows)
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
@@ -290,18 +291,22 @@ def over_time_plot(results: Sequence[CaseResult]) -> str:
 
 
 def wait_plots(results: Sequence[CaseResult]) -> list[str]:
-    """For each class the share of requests that waited at most so long, one line a case."""
-    names = {name for result in results for name in result.stats.by_class}
+    """For each class the share of all its requests that were served within so long, one line a case."""
+    names = {name for result in results for name in (*result.stats.by_class, *result.stats.lost_by_class)}
     # Classes by their rank, then other priorities.
     ranked = [name for name in CLASS_NAMES.values() if name in names]
     return [_wait_plot(name, results) for name in (*ranked, *sorted(names.difference(ranked)))]
 
 
 def _wait_plot(name: str, results: Sequence[CaseResult]) -> str:
-    labels = _labels(results)
-    found = [(labels[result.case], result.stats.by_class[name]) for result in results if name in result.stats.by_class]
-    x = logarithmic("wait, s", [waits.max_s for _, waits in found], AT_ONCE_S)
-    lines = [Line(label, [(wait, 100 * share) for wait, share in waits.curve]) for label, waits in found]
+    """Requests that are lost count: a line ends at the share that was served."""
+    lines, longest, labels = [], [], _labels(results)
+    for result in results:
+        waits, lost = with_lost(result.stats.by_class, result.stats.lost_by_class).get(name, (NO_WAITS, 0))
+        served_share = 100 * waits.count / max(1, waits.count + lost)
+        lines.append(Line(labels[result.case], [(wait, served_share * share) for wait, share in waits.curve]))
+        longest.append(waits.max_s)
+    x = logarithmic("wait, s", longest, AT_ONCE_S)
     title = f"Share of requests of class {name} served within"
     return plot(title, x, linear("%", [100.0]), lines, lambda wait, share: f"{share:.0f} % within {seconds(wait)}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
 
-from greenroom.core.model import DeviceKind, MoveKind
+from greenroom.core.model import DeviceKind, MoveKind, TenantId
 from greenroom.sim.records import EndedCall, Fate
 from greenroom.sim.truth import Delays, Tiers
 from greenroom.sim.world import World
@@ -104,9 +104,12 @@ class Stats:
     by_class: Mapping[str, Waits]
     by_tenant: Mapping[str, Waits]
     by_model: Mapping[str, Waits]
+    # Requests that were not served; only classes and tenants that have some.
+    lost_by_class: Mapping[str, int]
+    lost_by_tenant: Mapping[str, int]
     # Why requests took longer than they had to, by model.
     delays: Mapping[str, Delays]
-    # Over tenants: seconds of service per second from arrival to the end of the answer.
+    # Over tenants: seconds of service per second from arrival to the end, also of requests that waited in vain.
     jain: float
     loads: int
     wakes: int
@@ -150,6 +153,11 @@ class Stats:
         return sum(use.busy for use in self.devices.values()) / len(self.devices) if self.devices else 0.0
 
 
+def with_lost(served: Mapping[str, Waits], lost: Mapping[str, int]) -> dict[str, tuple[Waits, int]]:
+    """For each group its waits, and how many requests were lost; also groups of which none was served."""
+    return {key: (served.get(key, NO_WAITS), lost.get(key, 0)) for key in dict.fromkeys((*served, *lost))}
+
+
 def stats_of(world: World) -> Stats:
     """The figures of a world that has run."""
     tally = _Tally()
@@ -168,6 +176,8 @@ def stats_of(world: World) -> Stats:
         by_class={class_name(priority): waits for priority, waits in _split(tally.by_class)},
         by_tenant=dict(_split(tally.by_tenant)),
         by_model=dict(_split(tally.by_model)),
+        lost_by_class={class_name(priority): tally.lost_by_class[priority] for priority in sorted(tally.lost_by_class)},
+        lost_by_tenant=dict(sorted(tally.lost_by_tenant.items())),
         delays=dict(sorted(world.truth.meters.delays.items())),
         jain=jain([shares.swiftness for _, shares in sorted(tally.shares.items())]),
         loads=moves[MoveKind.LOAD],
@@ -201,6 +211,8 @@ class _Tally:
         self.by_class: dict[int, array[float]] = {}
         self.by_tenant: dict[str, array[float]] = {}
         self.by_model: dict[str, array[float]] = {}
+        self.lost_by_class: Counter[int] = Counter()
+        self.lost_by_tenant: Counter[str] = Counter()
         self.shares: dict[str, _Share] = {}
 
     def add(self, call: EndedCall) -> None:
@@ -210,6 +222,8 @@ class _Tally:
             self.rejected[call.code.value] += 1
         if call.fate is Fate.SERVED:
             self._add_served(call)
+        else:
+            self._add_lost(call)
 
     def _add_served(self, call: EndedCall) -> None:
         wait_s = call.wait_s
@@ -220,11 +234,22 @@ class _Tally:
         _group(self.by_class, call.priority).append(wait_s)
         _group(self.by_tenant, str(call.tenant)).append(wait_s)
         _group(self.by_model, str(call.model)).append(wait_s)
-        share = self.shares.get(call.tenant)
-        if share is None:
-            share = self.shares[call.tenant] = _Share()
+        share = self._share(call.tenant)
         share.served_s += call.ended_at - call.granted_at
         share.spent_s += call.ended_at - call.arrived
+
+    def _add_lost(self, call: EndedCall) -> None:
+        self.lost_by_class[call.priority] += 1
+        self.lost_by_tenant[str(call.tenant)] += 1
+        # A request that is refused at once takes no time.
+        if call.ended_at > call.arrived:
+            self._share(call.tenant).spent_s += call.ended_at - call.arrived
+
+    def _share(self, tenant: TenantId) -> _Share:
+        share = self.shares.get(tenant)
+        if share is None:
+            share = self.shares[tenant] = _Share()
+        return share
 
     def over_time(self) -> tuple[Moment, ...]:
         """By the time of arrival, in stretches of equal length."""

@@ -26,6 +26,8 @@ LOST_SHARE = 0.005
 # With a p95 wait up to this, and all requests served, a machine is good enough: answers take longer than that.
 ENOUGH_S = 1.0
 
+# Models that are named in one sentence.
+NAMED_MAX = 5
 # Up to so many cases, all of them are worth a closer look.
 CHOSEN_MAX = 4
 
@@ -51,9 +53,9 @@ WORDS = {
 
 
 def effect(old: Stats, new: Stats) -> Effect:
-    """How much better the new case is. Waits decide only if about as many are served, speed only if they wait alike."""
-    slow = [stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new)]
-    return _on_served(old, new) or _on_seconds(old.waits.p95_s, new.waits.p95_s) or _on_seconds(*slow)
+    """How much better the new case is. Waits decide only if about as many are served, means only if p95s are alike."""
+    means = [delays.mean_s(delays.total_s) for delays in (old.all_delays, new.all_delays)]
+    return _on_served(old, new) or _on_seconds(old.waits.p95_s, new.waits.p95_s) or _on_seconds(*means)
 
 
 def _on_served(old: Stats, new: Stats) -> Effect:
@@ -84,7 +86,7 @@ class Change:
     new: CaseResult
 
     def sentence(self) -> str:
-        figures = ", ".join(_figures(self.old.stats, self.new.stats))
+        figures = _figures(self.old.stats, self.new.stats)
         return f"{_capital(self.what)} would take {figures}: {_verdict(self.old.stats, self.new.stats)}."
 
 
@@ -95,10 +97,15 @@ def _verdict(old: Stats, new: Stats) -> str:
     return WORDS[found]
 
 
-def _figures(old: Stats, new: Stats) -> Iterator[str]:
+def _figures(old: Stats, new: Stats) -> str:
+    before, after = _of_all(old), _of_all(new)
+    as_before = f"; {after} requests are served as before" if before == after and new.lost else ""
+    served_then = [] if before == after else [f"requests served from {before} to {after}"]
+    return ", ".join((*served_then, *_seconds_and_swaps(old, new))) + as_before
+
+
+def _seconds_and_swaps(old: Stats, new: Stats) -> Iterator[str]:
     before, after = old.waits, new.waits
-    if old.lost or new.lost or old.served != new.served:
-        yield f"requests served from {_of_all(old)} to {_of_all(new)}"
     yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
     yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
     slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
@@ -121,11 +128,12 @@ BOTTLENECKS = {
     Cause.FULL: ("models are there but full", "a higher concurrency"),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", "another GPU or a faster one"),
 }
+TOO_LARGE = ("models are larger than any GPU", "larger GPUs")
 
 
 def bottleneck(delays: Delays) -> Cause | None:
     """What costs requests most: by those not served where there are some, else by time. None: hardly anything does."""
-    if delays.lost > LOST_SHARE * (delays.served + delays.lost):
+    if _loses(delays):
         return Cause.NOT_THERE if delays.lost_not_there >= delays.lost_full else Cause.FULL
     if delays.mean_s(delays.total_s) < FELT_S:
         return None
@@ -133,14 +141,41 @@ def bottleneck(delays: Delays) -> Cause | None:
     return max(by_cause, key=lambda pair: pair[0])[1]
 
 
-def _why(delays: Delays) -> str:
+def _loses(delays: Delays) -> bool:
+    return delays.lost > LOST_SHARE * (delays.served + delays.lost)
+
+
+def _why(stats: Stats, begins: str = "The bottleneck") -> str:
+    delays = stats.all_delays
     cause = bottleneck(delays)
     if cause is None:
         return "Hardly any request waits."
     why, what_helps = BOTTLENECKS[cause]
+    if delays.lost_too_large > delays.lost / 2:
+        why, what_helps = TOO_LARGE
+    return f"{begins}: {why} ({_shares(delays)}). What may help: {what_helps}."
+
+
+def _shares(delays: Delays) -> str:
+    """What the bottleneck was found by: requests that are lost, or the seconds of those served."""
+    if _loses(delays):
+        not_there = delays.lost_not_there - delays.lost_too_large
+        lost = (("not there", not_there), ("full", delays.lost_full), ("too large", delays.lost_too_large))
+        return "requests lost: " + ", ".join(f"{name} {count:,}" for name, count in lost if count)
     parts = (("not there", delays.not_there_s), ("full", delays.full_s), ("slow", delays.slow_s))
-    means = ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
-    return f"The bottleneck: {why} (on average {means}). What may help: {what_helps}."
+    return "on average " + ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
+
+
+def _too_large(stats: Stats) -> list[str]:
+    """Which models can never be served, if there are some."""
+    lost = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
+    if not lost:
+        return []
+    first = sorted(lost, key=lambda model: (-lost[model], model))[:NAMED_MAX]
+    more = f" and {len(lost) - NAMED_MAX} more" if len(lost) > NAMED_MAX else ""
+    are, them = ("is", "it") if len(lost) == 1 else ("are", "them")
+    requests = counted(sum(lost.values()), "request")
+    return [f"{', '.join(first)}{more} {are} larger than any GPU: {requests} for {them} cannot be served."]
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------
@@ -162,7 +197,7 @@ class Advice:
 
 def advice(results: Sequence[CaseResult]) -> Advice:
     first = results[0]
-    said = [_as_it_is(first), _why(first.stats.all_delays)]
+    said = [_as_it_is(first), _why(first.stats), *_too_large(first.stats)]
     if len(results) == 1:
         return Advice(said, [], None, [first])
     known = {result.case: result for result in results}
@@ -231,8 +266,7 @@ def _best_buy(first: CaseResult, best: Change | None, single: Sequence[Change], 
     if best is None:
         lines = ["None of the changes tried helps noticeably by itself."]
     else:
-        figures = ", ".join(_figures(first.stats, best.new.stats))
-        lines = [f"The best single change: {best.what}. It would take {figures}."]
+        lines = [f"The best single change: {best.what}. It would take {_figures(first.stats, best.new.stats)}."]
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
         lines += [f"About as good: {', or '.join(others)}."] if others else []
     if whole is not (first if best is None else best.new):
@@ -241,6 +275,8 @@ def _best_buy(first: CaseResult, best: Change | None, single: Sequence[Change], 
             f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
             f"wait of {p95}."
         )
+    if whole is not first and not is_enough(whole.stats) and bottleneck(whole.stats.all_delays):
+        lines.append(_why(whole.stats, "The bottleneck then"))
     return lines
 
 
@@ -251,13 +287,18 @@ def _worthwhile(option: CaseField, first: CaseResult, known: Mapping[Case, CaseR
     found: Change | None = None
     for change in changes:
         reached = first if found is None else found.new
-        if not is_enough(reached.stats) and effect(reached.stats, change.new.stats) > 0:
+        if not is_enough(reached.stats) and _improves(reached, change.new, first):
             found = change
     return [] if found is None else [found]
 
 
 def is_enough(stats: Stats) -> bool:
     return stats.lost_share <= LOST_SHARE and stats.waits.p95_s <= ENOUGH_S
+
+
+def _improves(one: CaseResult, other: CaseResult, first: CaseResult) -> bool:
+    """True if the other is better than both: many steps must not add up to what a single one may not cost."""
+    return effect(one.stats, other.stats) > 0 and effect(first.stats, other.stats) > 0
 
 
 def _better(one: Change, other: Change) -> Change:
@@ -268,7 +309,7 @@ def _best_of_all(best: CaseResult, results: Sequence[CaseResult]) -> CaseResult:
     """This one, unless it is not good enough and another is noticeably better."""
     if is_enough(best.stats):
         return best
-    return reduce(lambda one, other: other if effect(one.stats, other.stats) > 0 else one, results, best)
+    return reduce(lambda one, other: other if _improves(one, other, results[0]) else one, results, best)
 
 
 def _as_it_is(result: CaseResult) -> str:

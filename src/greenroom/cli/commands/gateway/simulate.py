@@ -185,15 +185,16 @@ def _figures(result: CaseResult) -> dict[str, Any]:
         "waits": _waits(stats.waits),
         "delays": _delays(stats.all_delays),
         "delays_by_model": {model: _delays(delays) for model, delays in stats.delays.items()},
-        **{
-            name: {key: _waits(waits) for key, waits in groups.items()}
-            for name, groups in (
-                ("by_class", stats.by_class),
-                ("by_tenant", stats.by_tenant),
-                ("by_model", stats.by_model),
-            )
-        },
+        "by_class": _groups(stats.by_class, stats.lost_by_class),
+        "by_tenant": _groups(stats.by_tenant, stats.lost_by_tenant),
+        "by_model": {model: _waits(waits) for model, waits in stats.by_model.items()},
     }
+
+
+def _groups(served: Mapping[str, Waits], lost: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    from greenroom.sim.results.stats import with_lost
+
+    return {key: {**_waits(waits), "lost": count} for key, (waits, count) in with_lost(served, lost).items()}
 
 
 def _counts_of(stats: Stats) -> dict[str, Any]:
@@ -223,6 +224,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
         **{name: round(delays.mean_s(getattr(delays, name)), 3) for name in ("not_there_s", "full_s", "slow_s")},
         "lost_not_there": delays.lost_not_there,
         "lost_full": delays.lost_full,
+        "lost_too_large": delays.lost_too_large,
         "bottleneck": None if cause is None else cause.value,
     }
 
