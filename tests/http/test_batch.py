@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from greenroom.http.batch import HELD_BYTES_MAX, LONE_TURNS, WRITERS_MAX, WriteBatch, Writer
+from greenroom.http.exchange import HELD_BYTES_MAX, LONE_TURNS, WRITERS_MAX, WriteBatch, Writer
 
 
 class Far(asyncio.Transport):

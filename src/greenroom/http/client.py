@@ -20,9 +20,8 @@ from typing import Final, Protocol, cast
 
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
 from greenroom.http import headers as wire
-from greenroom.http.batch import WriteBatch, Writer
 from greenroom.http.body import BodyBudget
-from greenroom.http.exchange import Exchange, RawReceiver, Refusal
+from greenroom.http.exchange import Exchange, RawReceiver, Refusal, WriteBatch, Writer
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import ClientRequestReader, Head
 

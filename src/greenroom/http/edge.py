@@ -22,10 +22,9 @@ from typing import Final
 
 from greenroom.errors import GreenroomError, Overload
 from greenroom.http import headers as wire
-from greenroom.http.batch import WriteBatch
 from greenroom.http.body import BodyBudget
 from greenroom.http.client import ClientConnection
-from greenroom.http.exchange import Exchange, Refusal
+from greenroom.http.exchange import Exchange, Refusal, WriteBatch
 from greenroom.http.limits import EdgeLimits, EdgeState, EdgeStats
 from greenroom.http.request import Head
 

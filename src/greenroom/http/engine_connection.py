@@ -14,8 +14,8 @@ from typing import Final, Protocol, cast
 import httptools
 
 from greenroom.errors import EngineLost, GreenroomError
-from greenroom.http.batch import WriteBatch, Writer
 from greenroom.http.body import Payload
+from greenroom.http.exchange import WriteBatch, Writer
 from greenroom.http.headers import Headers
 from greenroom.http.request import stripped
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from greenroom.errors import EngineLost
-from greenroom.http.batch import WriteBatch
 from greenroom.http.body import Payload
 from greenroom.http.engine_connection import Connection, Sink
+from greenroom.http.exchange import WriteBatch
 
 # Engines listen on this machine or one nearby: a connection that takes longer will not come.
 CONNECT_TIMEOUT_S: Final = 5.0
