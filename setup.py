@@ -41,7 +41,6 @@ HOT = (
     "server/inference/requests.py",
     "server/inference/routes.py",
     "server/inference/running.py",
-    "server/inference/sweep.py",
     "telemetry/activity.py",
     "telemetry/metrics.py",
     "telemetry/table.py",

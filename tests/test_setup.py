@@ -67,7 +67,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/inference/requests.py",
         "server/inference/routes.py",
         "server/inference/running.py",
-        "server/inference/sweep.py",
         "telemetry/activity.py",
         "telemetry/metrics.py",
         "telemetry/table.py",

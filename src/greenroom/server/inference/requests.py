@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
@@ -29,12 +29,15 @@ from greenroom.server.inference.request_headers import client_named
 from greenroom.server.inference.request_log import RequestLog, tokens_used
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, Running
-from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge
 
 _log = get_logger("server")
+
+# Bounds of the sweep's period: fine enough for the shortest heartbeat, rare enough to cost nothing.
+SWEEP_MIN_S: Final = 0.05
+SWEEP_MAX_S: Final = 0.5
 
 
 class Inference:
@@ -64,7 +67,8 @@ class Inference:
         self.sweep = RequestSweep(self._sweep_s, clock)
         self._shared = RequestServices(
             tickets,
-            self.sweep,
+            self.sweep.add,
+            self.sweep.remove,
             clock,
             self.outlook,
             loop.scheduler.candidates_left,
@@ -279,3 +283,44 @@ class Inference:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
+
+
+class RequestSweep:
+    """Looks at every running request from time to time: for heartbeats, and for engines that hang.
+
+    One timer for all requests, and none while there is no request.
+    """
+
+    def __init__(self, period_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        self._period_s = period_s
+        self._clock = clock
+        self._running: set[Running] = set()
+        self._next: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Running) -> None:
+        self._running.add(request)
+        if self._next is None:
+            self._arm()
+
+    def remove(self, request: Running) -> None:
+        self._running.discard(request)
+
+    def _arm(self) -> None:
+        period_s = min(max(self._period_s(), SWEEP_MIN_S), SWEEP_MAX_S)
+        self._next = asyncio.get_running_loop().call_later(period_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._next = None
+        now = self._clock()
+        for request in list(self._running):
+            request.look(now)
+        if self._running:
+            self._arm()
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

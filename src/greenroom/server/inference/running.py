@@ -49,7 +49,6 @@ from greenroom.server.inference.ask import Ask, Settings, arrival
 from greenroom.server.inference.billing import settle
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.routes import UPSTREAM, is_open
-from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -71,7 +70,9 @@ class RequestServices:
     """What all requests use. `ended` is called exactly once for each."""
 
     tickets: Tickets
-    sweep: RequestSweep
+    watch: Callable[[Running], None]
+    """Have `look` called from time to time, until `unwatch`."""
+    unwatch: Callable[[Running], None]
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
     candidates_left: Callable[[RequestId, float], tuple[ModelId, ...]]
@@ -141,7 +142,7 @@ class Running:
         event = self._arrival(shared.clock())
         self._beat_at = event.now + self._settings.heartbeat_after_s
         self.ticket = shared.tickets.arrive(event)
-        shared.sweep.add(self)
+        shared.watch(self)
         slot = self.ticket.slot
         try:
             if slot is None or not self._send_now(slot):
@@ -493,7 +494,7 @@ class Running:
         finally:
             try:
                 self._unpin()
-                self._shared.sweep.remove(self)
+                self._shared.unwatch(self)
                 if self.relay is not None:
                     self._note_status(self.relay)
                 self._shared.tickets.close(self.ticket)
