@@ -29,8 +29,7 @@ from greenroom.server.inference.answers import AS_BASE64, AS_URL, RESPONSE_FORMA
 from greenroom.server.inference.ask import Ask, Settings, kept_alive_s, set_by_profile
 from greenroom.server.inference.body import model_options, multipart, peek
 from greenroom.server.inference.body.media import check_body, check_media, is_upload
-from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
-from greenroom.server.inference.request_headers import (
+from greenroom.server.inference.headers import (
     CLIENT_HEADER,
     TENANT_HEADER,
     budget_s_of,
@@ -43,6 +42,7 @@ from greenroom.server.inference.request_headers import (
     smaller,
     wants_facts,
 )
+from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
 from greenroom.server.inference.routes import (
     GENERATE,
     UPSTREAM_PREFIX,

@@ -10,8 +10,8 @@ from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.server import render
-from greenroom.server.inference.answer_headers import usage_of
 from greenroom.server.inference.ask import Ask
+from greenroom.server.inference.headers import usage_of
 from greenroom.server.inference.routes import UPSTREAM, answers_with_text
 from greenroom.server.inference.running import Running
 from greenroom.telemetry.activity import Activity, Record

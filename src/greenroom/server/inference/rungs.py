@@ -13,7 +13,7 @@ from greenroom.routing.tasks import CandidateFacts, FactsOf, Ladder
 from greenroom.runtime.catalogue import Catalog
 from greenroom.server.inference.ask import Ask, Rungs
 from greenroom.server.inference.body import peek
-from greenroom.server.inference.request_headers import smaller
+from greenroom.server.inference.headers import smaller
 from greenroom.tenancy.limits import Charge, Meter
 
 

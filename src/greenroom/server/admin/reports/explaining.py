@@ -21,7 +21,7 @@ from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival
-from greenroom.server.inference.request_headers import smaller
+from greenroom.server.inference.headers import smaller
 from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
