@@ -96,11 +96,11 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
 
 def _collect_orphans() -> None:
     """Reap orphans from now on, if this process adopts them."""
-    from greenroom.process import keeper_link, orphans
+    from greenroom.process import orphans, spawn
 
     loop = asyncio.get_running_loop()
     if orphans.adopts():
-        look = partial(orphans.collect, keeper_link.running)
+        look = partial(orphans.collect, spawn.keepers)
         signal.signal(signal.SIGCHLD, lambda number, frame: loop.call_soon_threadsafe(look))
         look()
 
