@@ -21,10 +21,10 @@ from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
-from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants

@@ -28,9 +28,9 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.leases.records import LeaseAsk
+from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
-from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.loop import SchedulerLoop
 from tests.waiting import until
 

@@ -22,24 +22,22 @@ from greenroom.leases import records as holders
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.runtime.leases.entry import (
     SEVERAL,
+    LeasableMemory,
     LeaseEntry,
     ask_again,
     core_id,
+    devices_meant,
     is_behind,
     lasts_s,
     may_ask,
     must_journal_renewal,
-)
-from greenroom.runtime.leases.holders import Holders
-from greenroom.runtime.leases.journal import JournalWriter
-from greenroom.runtime.leases.refusals import (
-    LeasableMemory,
-    devices_meant,
     never_free,
     not_free,
     not_written,
     refusal,
 )
+from greenroom.runtime.leases.holders import Holders
+from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

@@ -23,9 +23,9 @@ from greenroom.core.view import SchedulerView
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SharedStore
+from greenroom.runtime.leases.entry import DeviceNamed, devices_meant
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels
-from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant
 from greenroom.runtime.leases.shared_slots import SharedSlots
 from greenroom.runtime.memory.readings import Reading
 from greenroom.telemetry.logs import get_logger
