@@ -49,7 +49,6 @@ HOT = (
     "tenancy/limits.py",
     "tenancy/requestors.py",
     "tenancy/shared_window.py",
-    "tenancy/tenants.py",
 )
 # Only tests and simulations ask for the invariants; code of packages themselves runs only at the start.
 NOT_HOT = ("core/invariants.py", "*/__init__.py")

@@ -75,7 +75,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "tenancy/limits.py",
         "tenancy/requestors.py",
         "tenancy/shared_window.py",
-        "tenancy/tenants.py",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
-from greenroom.tenancy.tenants import LIVE_MAX
+from greenroom.tenancy.keys import LIVE_MAX
 from tests.harness import fake, gateway, served
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Raw, chat, http

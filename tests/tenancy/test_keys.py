@@ -12,8 +12,7 @@ from greenroom.config.sections.keys import ApiKey, Verb
 from greenroom.errors import InvalidKey, KeyExpired, KeyRevoked
 from greenroom.tenancy import keys as keys_module
 from greenroom.tenancy.key_file import FileKey
-from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, new_key, presented_key
-from greenroom.tenancy.tenants import cap
+from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, cap, new_key, presented_key
 
 
 def test_without_keys_anyone_may_come_and_name_his_tenant() -> None:

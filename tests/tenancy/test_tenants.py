@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.model import NO_TENANT
 from greenroom.errors import BadRequest
-from greenroom.tenancy.tenants import OTHER, Tenants, cap, parse_priority
+from greenroom.tenancy.keys import OTHER, Tenants, cap, parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,8 +16,7 @@ from greenroom.config.schema import PRIORITY_NAMES, ClientProfile, Profile
 from greenroom.config.sections.keys import ModelScope
 from greenroom.config.sections.profiles import TEMPLATE_SWITCHES
 from greenroom.errors import BadRequest
-from greenroom.tenancy.keys import Caller
-from greenroom.tenancy.tenants import cap
+from greenroom.tenancy.keys import Caller, cap
 
 # Combinations of key, tenant and client that are remembered.
 REMEMBERED_MAX: Final = 2_000

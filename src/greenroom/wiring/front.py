@@ -48,10 +48,10 @@ from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.usage import UsageCounts
 from greenroom.tenancy.key_ring import KeyRing, Look
+from greenroom.tenancy.keys import Tenants
 from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.profiles import Profiles
 from greenroom.tenancy.requestors import Requestors
-from greenroom.tenancy.tenants import Tenants
 from greenroom.wiring.common import CommonParts, MemoryParts
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from greenroom.errors import BadRequest
 from greenroom.server.inference.body.peek import FIELDS_MAX, ask_for_usage, join, peek, tokens_asked
-from greenroom.tenancy.tenants import parse_priority
+from greenroom.tenancy.keys import parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

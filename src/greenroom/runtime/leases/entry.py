@@ -1,7 +1,7 @@
 """One lease as the gateway keeps it: its record, its place in the queue, and how long it outlasts a restart.
 
-Owns what is known of a lease and how it is shown; what it can be given, by device and memory; and the errors that refuse
-it, with their numbers. Never decides: the scheduler grants, `local.py` ends.
+Owns what is known of a lease and how it is shown; what it can be given, by device and memory; and the errors that
+refuse it, with their numbers. Never decides: the scheduler grants, `local.py` ends.
 """
 
 from __future__ import annotations

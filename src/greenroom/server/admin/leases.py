@@ -25,8 +25,7 @@ from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import GovernedOrder, Order, Priority, View
-from greenroom.tenancy.keys import Caller
-from greenroom.tenancy.tenants import cap, parse_priority
+from greenroom.tenancy.keys import Caller, cap, parse_priority
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
 _PID_MAX = 2**22

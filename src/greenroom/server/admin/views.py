@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict
 
 from greenroom.config.described import Described
-from greenroom.tenancy.tenants import parse_priority
+from greenroom.tenancy.keys import parse_priority
 
 Tier = Literal["ready", "asleep", "cold"]
 

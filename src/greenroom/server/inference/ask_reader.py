@@ -53,10 +53,9 @@ from greenroom.server.inference.routes import (
 )
 from greenroom.server.inference.rungs import RungReader
 from greenroom.server.inference.translating import check_native, translate_ask
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import OTHER, Caller, Tenants, cap
 from greenroom.tenancy.limits import Charge, Limiter
 from greenroom.tenancy.profiles import Profiles, RequestProfile
-from greenroom.tenancy.tenants import OTHER, Tenants, cap
 
 _EMPTY: Final[frozenset[str]] = frozenset()
 _READING: Final = (b"GET", b"HEAD")

@@ -20,7 +20,7 @@ from greenroom.http.relays.relay import Relay
 from greenroom.http.request import Head
 from greenroom.library.versions import Version, told_as
 from greenroom.server.inference.body import peek
-from greenroom.tenancy.tenants import parse_priority
+from greenroom.tenancy.keys import parse_priority
 
 TENANT_HEADER: Final = b"x-tenant-id"
 CLIENT_HEADER: Final = b"x-client-id"

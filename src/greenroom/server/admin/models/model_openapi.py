@@ -49,7 +49,7 @@ from greenroom.http.sse import StreamShape
 from greenroom.server.inference.body.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX
 from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES, Route
-from greenroom.tenancy import tenants
+from greenroom.tenancy import keys
 
 Schema = dict[str, Any]
 
@@ -206,7 +206,7 @@ _OURS: Final[Schema] = {
     "x_priority": {
         "description": _PRIORITY,
         "anyOf": [
-            {"type": "integer", "minimum": tenants.PRIORITY_MIN, "maximum": tenants.PRIORITY_MAX},
+            {"type": "integer", "minimum": keys.PRIORITY_MIN, "maximum": keys.PRIORITY_MAX},
             {"type": "string", "enum": list(PRIORITY_NAMES)},
         ],
     },
@@ -240,7 +240,7 @@ def _header(name: str, about: str, **schema: Any) -> Schema:
 
 _HEADERS: Final = [
     _header("X-Priority", _PRIORITY, pattern=f"^({'|'.join(PRIORITY_NAMES)}|-?[0-9]{{1,2}})$"),
-    _header("X-Tenant-ID", "The tenant, where the key has none.", maxLength=tenants.NAME_CHARS_MAX, pattern=_PRINTABLE),
+    _header("X-Tenant-ID", "The tenant, where the key has none.", maxLength=keys.TENANT_CHARS_MAX, pattern=_PRINTABLE),
     _header("X-Client-ID", "The caller's program, for logs."),
     _header("X-Heartbeat", "What is sent while a stream waits.", enum=[kind.value for kind in Heartbeat]),
     _header(

@@ -19,7 +19,7 @@ from msgspec import Raw
 from greenroom.config.kinds import SECONDS_MAX
 from greenroom.errors import BadRequest
 from greenroom.server.inference.body.bounded_json import TooManyKeys, decode_counting
-from greenroom.tenancy.tenants import bad_priority
+from greenroom.tenancy.keys import bad_priority
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
 FIELDS_MAX: Final = 1_000
