@@ -64,7 +64,7 @@ def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
         # An item of a list is wrong; do not also report that the list is not a text, or too short without the item.
         if deeper and all(detail["type"] in _WANTED or detail["type"] == "too_short" for detail in details):
             continue
-        yield from _told(where, details)
+        yield from told(where, details)
 
 
 def _place(detail: ErrorDetails, lines: Lines) -> Where:
@@ -78,7 +78,8 @@ def _place(detail: ErrorDetails, lines: Lines) -> Where:
     return where
 
 
-def _told(where: Where, details: list[ErrorDetails]) -> Iterator[Problem]:
+def told(where: Where, details: list[ErrorDetails]) -> Iterator[Problem]:
+    """What is wrong at one place of the configuration. Shows no value that may be a secret."""
     wanted = dict.fromkeys(want for detail in details if (want := _wanted(detail)))
     if wanted:
         yield Problem(where, _not_wanted(" or ".join(wanted), where, details[0]["input"]))

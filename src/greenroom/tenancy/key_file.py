@@ -16,8 +16,9 @@ from typing import Any, Final, Literal, Self
 from pydantic import ValidationError, model_validator
 
 from greenroom.config.kinds import Section
+from greenroom.config.mistakes import told
 from greenroom.config.plain_file import NotPrivate, read_private, why
-from greenroom.config.reader import Problem, break_on, dotted
+from greenroom.config.reader import Problem, Where, break_on, dotted
 from greenroom.config.sections.keys import ApiKey, Moment, digest_of, equal_api_keys
 from greenroom.errors import ConfigError
 
@@ -101,12 +102,20 @@ def joined(api_keys: Sequence[ApiKey], file_keys: Iterable[FileKey]) -> tuple[li
 
 
 def sentences(error: ValidationError) -> Iterator[str]:
-    """What is wrong, without the values: they may be secrets."""
-    for detail in error.errors(include_url=False, include_input=False):
-        of_rules = detail.get("ctx", {}).get("problems", ()) if detail["type"] == "rules" else ()
-        for problem in of_rules or (Problem((), detail["msg"]),):
-            where = dotted((*detail["loc"], *problem.where))
+    """What is wrong with a file or with one key, in words. Shows no value that may be a secret."""
+    for detail in error.errors(include_url=False):
+        said: Where = detail["loc"]
+        place = _in_configuration(said, error.title)
+        for problem in told(place, [detail]):
+            where = dotted((*said, *problem.where[len(place) :]))
             yield f"{where}: {problem.message}" if where else problem.message
+
+
+def _in_configuration(where: Where, title: str) -> Where:
+    """Where the configuration has the same field of a key."""
+    if title == FileKey.__name__:
+        return ("server", "api_keys", 0, *where)
+    return ("server", "api_keys", *where[1:]) if where[:1] == ("keys",) else where
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
