@@ -47,9 +47,15 @@ TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m py
 # `make test` leaves out what is marked slow, `make test-slow` runs just that. Neither soaks, nor needs a GPU.
 QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
-# Run by themselves: layers as part of `check`, core for its coverage, integration last because a unit that is broken
-# explains it.
-NOT_UNITS := tests/test_layers.py tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS)
+# These start programs (commands, engines, workers, a Redis) and wait for them. All other units come before them.
+PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contract tests/deploy \
+  tests/runtime/remote/test_shared.py tests/tenancy/test_shared_limits.py tests/tenancy/governance/test_shared_nonces.py
+# Units are what no other stage of `make test` runs: layers are part of `check`, core has its coverage measured, and a
+# running gateway comes late because a unit that is broken explains it. tests/test_stages.py sees that none is left out.
+GATEWAY_TESTS := tests/integration
+NOT_UNITS := tests/test_layers.py tests/core $(PROGRAM_TESTS) $(GATEWAY_TESTS) $(UI_TESTS)
+# What those leave out that run beside them: these need torch, or start engines that do.
+NO_TORCH := $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 
 .PHONY: constraints setup system torch serve ui ui-check test test-slow test-ui test-vllm check format compiled \
   test-compiled wheel bench soak sim sim-shared clean
@@ -121,16 +127,18 @@ $(VLLM_STAMP):
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check torch $(UI_STAMP) ## check, core, units, then a running gateway: 8 to 10 minutes on two cores
+# On two cores: check, core and units within 2 minutes, everything within 8.
+test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway, a browser
 	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
-	@$(BIN)/python -m pytest -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
+	@$(BIN)/python -m pytest tests -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
-	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --ignore=tests/integration/transformers $(SPREAD)
+	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)
+	@$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 25 minutes
-	@$(BIN)/python -m pytest -m '$(SLOW)' $(SPREAD) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS) $(UI_TESTS),--ignore=$(folder))
+	@$(BIN)/python -m pytest tests -m '$(SLOW)' $(SPREAD) $(NO_TORCH) --ignore=$(UI_TESTS)
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(SLOW)' --numprocesses $(UI_JOBS) --dist loadfile
 	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
@@ -141,10 +149,13 @@ test-ui: setup $(UI_STAMP) ## everything about the dashboard in a real Chromium
 test-vllm: setup $(VLLM_STAMP) ## the real vLLM on the CPU: minutes, and part of no other target
 	@$(BIN)/python -m pytest tests/vllm/real_vllm.py
 
+# Beside mypy, which keeps one core busy, every test is imported and only the layers are tested. So a file that cannot be
+# imported is found at once, and the many processes of later stages find all bytecode written.
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest tests/test_layers.py; layers=$$?; wait $$types && exit $$layers
+	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest tests -k test_layers --ignore=$(TORCH_TESTS); layers=$$?; \
+	  wait $$types && exit $$layers
 
 format: setup
 	@$(BIN)/ruff format src tests benchmarks examples

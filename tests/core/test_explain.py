@@ -184,6 +184,7 @@ def test_a_caller_who_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
     assert not world.scheduler.explanation(asking).is_too_late
 
 
+@pytest.mark.untraced
 def test_urgent_request_tells_whose_coming_it_calls_off() -> None:
     """A tenant floods one model, and it is closed for the request of another before the deadline of that one."""
     world = World([model("a", 6_000, concurrency=4), model("b", 6_000), model("c", 6_000)])

@@ -286,6 +286,7 @@ def test_one_that_floods_delays_another_by_one_answer() -> None:
     assert quiet.granted_at - quiet.arrived <= 1.0
 
 
+@pytest.mark.untraced
 def test_a_crowd_goes_by_age_though_one_of_it_asks_for_more_than_others() -> None:
     """Four times as much is asked for as can be served, and no tenant has most of it."""
     world = World([model("m")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, Tier
 from greenroom.core.policy import make_policy
@@ -72,6 +74,7 @@ def test_within_a_model_priority_goes_before_arrival_and_tenants_do_not_matter()
     assert world.granted()[2:] == ["urgent", "many-0", "many-1", "many-2", "few"]
 
 
+@pytest.mark.untraced
 def test_a_model_in_constant_use_keeps_the_others_out() -> None:
     """What the default policy is for."""
     world = several("a", "b", concurrency=2)

@@ -47,6 +47,21 @@ def test_those_come_to_light_first_that_were_not_seen_for_longest() -> None:
     assert not order and order.longest_unseen(1) == []
 
 
+def test_a_key_that_is_not_there_can_be_dropped() -> None:
+    order: KeptOrder[str] = KeptOrder()
+    order.put("a", (1.0,))
+    order.drop("b")
+    assert list(order) == ["a"]
+
+
+def test_a_group_that_nobody_is_left_in_is_forgotten() -> None:
+    least: Least[str] = Least()
+    least.put(0, 1.0, "a")
+    least.put(1, 2.0, "b")
+    assert least.of_groups(lambda number, key: key == "b") == [(1, 2.0)] and len(least) == 1
+    assert least.of_groups(lambda number, key: True) == [(1, 2.0)]
+
+
 def test_everybody_is_seen_in_turn_however_few_are_looked_at_each_time() -> None:
     order: KeptOrder[int] = KeptOrder()
     for key in range(100):
@@ -123,6 +138,16 @@ def test_of_very_many_each_is_returned_now_and_then() -> None:
         assert len(found) <= LEADING_MIN + REFRESHED_BY_LEADING
         seen.update(found)
     assert seen == set(range(100)) and found[:LEADING_MIN] == list(range(LEADING_MIN))
+
+
+def test_those_that_lead_are_the_same_when_many_have_become_few() -> None:
+    index: TurnIndex[int, int] = TurnIndex(8)
+    for number in range(9):
+        index.put(number, number)
+    assert index.leading(lambda item, now: (-float(item),), lambda item, now: True, 0.0)[0] == 8
+    for number in range(4, 9):
+        index.drop(number)
+    assert index.leading(lambda item, now: (-float(item),), lambda item, now: item != 2, 0.0) == [3, 1, 0]
 
 
 class Name:

@@ -144,6 +144,7 @@ def test_a_pinned_primary_that_comes_too_late_is_not_replaced() -> None:
     assert world.code("r!") is RejectCode.EXPIRED
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("a", STATES)
 def test_no_cold_or_busy_model_sends_a_request_to_the_last_resort(a: str) -> None:
     for b, pinned in product(STATES, (False, True)):

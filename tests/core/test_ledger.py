@@ -77,3 +77,12 @@ def test_what_is_promised_to_somebody_who_leaves_is_free_again() -> None:
     ledger.promise(SlotId("stays"), {gpu0: 200})
     assert ledger.free_mib(frozenset({SlotId("comes")})) == {gpu0: 800}
     assert ledger.free_mib(frozenset()) == {gpu0: 500}
+
+
+def test_what_was_never_promised_need_not_be_taken_back() -> None:
+    ledger, gpu0 = Ledger(), DeviceId("gpu0")
+    ledger.set_devices([Device(gpu0, DeviceKind.GPU, 1_000)])
+    ledger.hold(SlotId("stays"), {gpu0: 200})
+    ledger.unpromise(SlotId("stays"))
+    ledger.unpromise(SlotId("nobody"))
+    assert ledger.free_mib(frozenset()) == {gpu0: 800}

@@ -17,6 +17,7 @@ from .world import Fate, World, gpu, model
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("others", [ASKED_MAX // 2, ASKED_MAX + 4, MODELS_FEW + 6])
 def test_those_who_wait_for_a_busy_device_hide_nobody_who_waits_for_an_idle_one(others: int) -> None:
     busy = [model(f"busy{number}", 6_000, devices=(GPU0,)) for number in range(others)]
@@ -55,13 +56,30 @@ def crowd(*sizes_mib: int) -> World:
     return world
 
 
-def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> None:
+def hopeful_crowd(models: int) -> World:
     """Each wants a little less than the one before, so each might fare better; but a round must end."""
-    world = crowd(*(7_500 - number for number in range(MODELS_FEW + 16)))
+    return crowd(*(7_500 - number for number in range(models)))
+
+
+def watched(world: World) -> list[str]:
+    """The models that rounds ask for from now on."""
     asked: list[str] = []
     rounds = world.scheduler._rounds
     decide_on = rounds._ask_for
     rounds._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
+    return asked
+
+
+def test_one_round_asks_for_no_more_than_so_many_of_a_few() -> None:
+    world = hopeful_crowd(2 * ASKED_MAX + 8)
+    asked = watched(world)
+    world.scheduler._rounds.bring(world.now)
+    assert len(asked) == 2 * ASKED_MAX
+
+
+def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> None:
+    world = hopeful_crowd(MODELS_FEW + 16)
+    asked, rounds = watched(world), world.scheduler._rounds
     ever: set[str] = set()
     for _ in range(2 * (MODELS_FEW + 16) // REFRESHED_BY_LEADING):
         asked.clear()
@@ -69,10 +87,16 @@ def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> 
         assert len(asked) <= LEADING_MIN + ASKED_MAX
         ever.update(asked)
     assert len(ever) == MODELS_FEW + 16
+
+
+@pytest.mark.untraced
+def test_rounds_that_end_early_serve_everybody_all_the_same() -> None:
+    world = hopeful_crowd(MODELS_FEW + 16)
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("models", [MODELS_FEW + 16, 2 * MODELS_FEW + 32])
 def test_a_round_ranks_no_more_than_so_many_however_many_wait(models: int) -> None:
     world = crowd(*[7_000] * models)
@@ -121,6 +145,7 @@ def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
     assert stayed == {Fate.SERVED} and world.is_at_rest()
 
 
+@pytest.mark.untraced
 def test_models_that_are_removed_in_a_crowd_are_no_longer_ranked() -> None:
     world = crowd(*[7_000] * (MODELS_FEW + 16))
     for _ in range(MODELS_FEW // REFRESHED_BY_LEADING + 2):

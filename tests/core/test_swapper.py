@@ -215,7 +215,6 @@ def best_by_trying_all(
     )
 
 
-@pytest.mark.untraced
 @settings(max_examples=100, deadline=None)
 @given(a_question(most=7))
 def test_the_cheapest_set_is_found_exactly(question: tuple[Target, list[Resident], dict[DeviceId, int]]) -> None:
@@ -248,7 +247,6 @@ def test_it_is_exact_for_twelve() -> None:
     assert found is not None and best is not None and sum(one.loss for one in found.victims) == best[1]
 
 
-@pytest.mark.untraced
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), losses), min_size=EXACT_MAX + 1, max_size=40), st.integers(1, 60))
 def test_above_twelve_enough_leave_and_nobody_leaves_for_nothing(sizes: list[tuple[int, float]], wanted: int) -> None:

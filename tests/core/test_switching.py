@@ -131,6 +131,7 @@ def test_an_urgent_request_notices_that_a_busy_model_has_gone_on_with_less_urgen
 # --- requests on both sides -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 def test_requests_that_waited_when_a_model_came_are_served_before_it_is_closed() -> None:
     """b is due many times before the last of them."""
     world = World([model("a", 6_000), model("b", 6_000)], limits=Limits(deadlines_s=AT_ONCE_S, away_share=1.0))
@@ -175,6 +176,7 @@ def test_a_tenant_that_floods_a_model_does_not_keep_others_from_theirs(after_s: 
     assert waited_s(cold) <= 3 * AWAY_S
 
 
+@pytest.mark.untraced
 def test_a_tenant_that_floods_a_cold_model_does_not_keep_others_from_theirs_when_it_has_come() -> None:
     world = two(concurrency=1)
     for number in range(300):
@@ -185,6 +187,7 @@ def test_a_tenant_that_floods_a_cold_model_does_not_keep_others_from_theirs_when
     assert waited_s(other) <= 3 * AWAY_S
 
 
+@pytest.mark.untraced
 def test_a_tenant_that_floods_a_model_waits_for_its_own_other_requests() -> None:
     world = two(concurrency=1)
     for number in range(300):
@@ -336,6 +339,7 @@ def test_a_busy_victim_may_stay_when_nobody_waits_for_its_place_any_more() -> No
     assert swaps(world) == 2 and world.tier("a") is Tier.READY and not world.timers
 
 
+@pytest.mark.untraced
 def test_many_cold_models_are_all_brought_in_the_end() -> None:
     """More of them than are asked for in one round."""
     names = [f"m{number}" for number in range(24)]
@@ -414,6 +418,7 @@ def test_a_wish_that_has_waited_for_ever_holds_up_nobody() -> None:
     assert call.fate is Fate.SERVED
 
 
+@pytest.mark.untraced
 def test_devices_are_no_longer_kept_for_a_model_that_is_being_prepared() -> None:
     """While it moves to the green room it cannot come: what was kept for it would serve nothing."""
     specs = [model("held", 7_000), model("large", 8_000, asleep=Need(0, 2_000)), model("small", 400)]

@@ -10,6 +10,8 @@ import pytest
 
 import greenroom.core
 
+# These read sources and run none of them.
+pytestmark = pytest.mark.untraced
 CORE = Path(greenroom.core.__file__).parent
 # What the names that hold such a thing are, and the files that may change it.
 WRITERS = {

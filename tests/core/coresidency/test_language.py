@@ -132,6 +132,7 @@ def test_sets_may_not_go_round_in_a_circle(sets: dict[str, str], told: str) -> N
     assert str(caught.value) == told
 
 
+@pytest.mark.untraced
 def test_long_chains_of_sets_are_followed() -> None:
     sets = {f"s{number}": f"+s{number + 1}" for number in range(5_000)} | {"s5000": "x"}
     assert order(**sets)[0] == "s5000"

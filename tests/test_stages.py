@@ -1,0 +1,80 @@
+"""`make test` and `make test-slow` run each test once, however they divide the work among environments."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK, SLOW = "not slow and not soak and not gpu", "slow and not soak and not gpu"
+TRACED, UNTRACED = f"{QUICK} and not untraced", f"{QUICK} and untraced"
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of pytest: the files it runs, and which tests of them."""
+
+    paths: tuple[str, ...]
+    ignored: tuple[str, ...]
+    keyword: str
+    marked: str
+
+    def runs(self, file: str) -> bool:
+        path = Path(file)
+        return (
+            any(path.is_relative_to(given) for given in self.paths)
+            and not any(path.is_relative_to(given) for given in self.ignored)
+            and self.keyword in file
+        )
+
+
+def stage(command: str) -> Stage:
+    words = shlex.split(command)
+    values = {option: words[number + 1] for number, option in enumerate(words[:-1]) if option in ("-m", "-k")}
+    return Stage(
+        paths=tuple(word for word in words if word.startswith("tests")),
+        ignored=tuple(word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")),
+        keyword=values.get("-k", ""),
+        marked=values.get("-m", ""),
+    )
+
+
+def stages(target: str) -> list[Stage]:
+    told = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [stage(command) for command in re.findall(r"-m pytest ([^;\n]*)", told)]
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[Stage]:
+    return stages("test")
+
+
+@pytest.fixture(scope="module")
+def slow() -> list[Stage]:
+    return stages("test-slow")
+
+
+def test_every_file_has_its_stages(quick: list[Stage], slow: list[Stage]) -> None:
+    """Its quick tests have one and its slow tests another, or one takes all of it. The core has one for each way."""
+    for file in FILES:
+        found = [sorted(stage.marked for stage in both if stage.runs(file)) for both in (quick, slow)]
+        assert found in ([[QUICK], [SLOW]], [sorted([TRACED, UNTRACED]), [SLOW]], [[""], [SLOW]], [[], [""]]), file
+
+
+def test_check_comes_first_then_the_core_and_then_units(quick: list[Stage]) -> None:
+    firsts = ["tests/test_layers.py", "tests/core/test_order.py", "tests/http/test_edge.py", "tests/cli/test_main.py"]
+    found = [min(number for number, stage in enumerate(quick) if stage.runs(file)) for file in firsts]
+    assert found == sorted(found)
+
+
+def test_a_command_is_understood() -> None:
+    found = stage("tests/a tests/b --ignore=tests/a/c -m 'not slow' -k test_x --numprocesses 4")
+    assert found == Stage(("tests/a", "tests/b"), ("tests/a/c",), "test_x", "not slow")
+    ran = ["tests/a/test_x.py", "tests/a/test_y.py", "tests/a/c/test_x.py", "tests/ab/test_x.py"]
+    assert [found.runs(file) for file in ran] == [True, False, False, False]
