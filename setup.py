@@ -43,7 +43,6 @@ HOT = (
     "telemetry/activity.py",
     "telemetry/metrics.py",
     "telemetry/table.py",
-    "telemetry/usage.py",
     "tenancy/budgets.py",
     "tenancy/keys.py",
     "tenancy/limits.py",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.main import main
-from greenroom.telemetry.usage import FIGURES
+from greenroom.telemetry.activity import FIGURES
 from tests.cli.fake_gateway import Answer, FakeGateway, answer
 
 PATH = "/api/v1/usage"

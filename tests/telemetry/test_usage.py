@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.telemetry.activity import Record
-from greenroom.telemetry.usage import FIGURES, OTHER, Counts, UsageCounts
+from greenroom.telemetry.activity import FIGURES, OTHER, Counts, Record, UsageCounts
 
 DAY = 20_000 * 86_400
 

@@ -44,9 +44,9 @@ from greenroom.server.inference.jobs.routes import AsyncRequests
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from greenroom.server.inference.request_log import RequestLog
 from greenroom.server.inference.requests import Inference
+from greenroom.telemetry.activity import UsageCounts
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
-from greenroom.telemetry.usage import UsageCounts
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Tenants
 from greenroom.tenancy.limits import Limiter

@@ -16,8 +16,7 @@ import pytest
 
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.record.usage_store import FILE_NAME, HOURS_KEPT_S, By, UsageQuestion, UsageStore
-from greenroom.telemetry.activity import Record
-from greenroom.telemetry.usage import DAY_S, FIGURES, HOUR_S, UsageCounts
+from greenroom.telemetry.activity import DAY_S, FIGURES, HOUR_S, Record, UsageCounts
 from tests.full_disk import full_disk
 from tests.waiting import until
 
@@ -209,7 +208,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from greenroom.runtime.record.usage_store import UsageFile
-from greenroom.telemetry.usage import Counts
+from greenroom.telemetry.activity import Counts
 file, one = UsageFile(Path(sys.argv[1]), 400), Counts()
 one.requests = one.prompt_tokens = 1
 while True:

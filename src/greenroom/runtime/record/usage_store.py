@@ -1,7 +1,7 @@
 """Usage kept across restarts: a small SQLite file in the state directory.
 
 Owns the file, how often it is written and how long its rows live. Counts of the last seconds wait in memory
-(`telemetry/usage.py`) and are added in one transaction, in a thread: kill -9 loses those seconds and nothing else, and
+(`telemetry/activity.py`) and are added in one transaction, in a thread: kill -9 loses those seconds and nothing else, and
 what a full disk does not take waits for the next try. A row is one name in one hour. Hours become days after
 `HOURS_KEPT_S`; days are dropped after `days`.
 """
@@ -20,8 +20,8 @@ from typing import Final, Literal
 
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.detached import run_detached
+from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger
-from greenroom.telemetry.usage import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 
 _log = get_logger("usage")
 

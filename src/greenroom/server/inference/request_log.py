@@ -14,9 +14,8 @@ from greenroom.server.inference.ask import Ask
 from greenroom.server.inference.headers import usage_of
 from greenroom.server.inference.routes import UPSTREAM, answers_with_text
 from greenroom.server.inference.running import Running
-from greenroom.telemetry.activity import Activity, Record
+from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
-from greenroom.telemetry.usage import UsageCounts
 from greenroom.tenancy.keys import ANYONE, Caller
 from greenroom.tenancy.requestors import Requestors
 

@@ -22,7 +22,7 @@ from greenroom.runtime.record.usage_store import GROUPS, ROWS_MAX, By, UsageQues
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.telemetry.usage import FIGURES, HOUR_S
+from greenroom.telemetry.activity import FIGURES, HOUR_S
 from greenroom.tenancy.keys import Caller
 
 PATH: Final = "/api/v1/usage"
