@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, lease_name
-from greenroom.runtime.observer import DECISIONS_MAX, Observer
+from greenroom.runtime.observer import DECISIONS_MAX, Hub, Observer
 from greenroom.telemetry.gauges import Gauges
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from greenroom.errors import Overload
-from greenroom.telemetry.hub import Event, EventSubscription, Hub
+from greenroom.runtime.observer import Event, EventSubscription, Hub
 from tests.waiting import PATIENCE_S
 
 

@@ -150,7 +150,7 @@ class Activity:
         return list(islice(newest_first, max(limit, 0)))
 
 
-# --- what keys, tenants and models used -------------------------------------------------------------------------------
+# --- what keys, tenants and models used -----------------------------------------------------------------------------
 
 
 HOUR_S: Final = 3_600

@@ -26,7 +26,7 @@ from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.observer import Observer
+from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.slots import LiveSlots
@@ -34,7 +34,6 @@ from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.aliases import RunnerAliases
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 
 

@@ -25,6 +25,7 @@ from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.model_files import Prefetch
+from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
@@ -45,7 +46,6 @@ from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from greenroom.server.inference.request_log import RequestLog
 from greenroom.server.inference.requests import Inference
 from greenroom.telemetry.activity import UsageCounts
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.key_ring import KeyRing, Look
 from greenroom.tenancy.keys import Tenants

@@ -14,11 +14,10 @@ from greenroom.engines.base import HostedEngine, HostKey
 from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.observer import Observer
+from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.timeouts import WorkerTimeouts
 from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from tests.waiting import until
 

@@ -48,7 +48,7 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
-from greenroom.runtime.observer import Residency
+from greenroom.runtime.observer import Hub, Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
@@ -67,7 +67,6 @@ from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.server.inference.rungs import model_facts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.gate import GovernanceGate

@@ -8,9 +8,9 @@ import pytest
 
 from greenroom.core.model import ModelId
 from greenroom.process.logs import Subscription
+from greenroom.runtime.observer import Event, Hub
 from greenroom.server.admin.reports import streams
 from greenroom.server.admin.reports.streams import event_frame, line_frame, plain_frame, shown_line
-from greenroom.telemetry.hub import Event, Hub
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
 from tests.waiting import until
 

@@ -25,7 +25,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
-from greenroom.runtime.observer import Residency
+from greenroom.runtime.observer import Hub, Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.loads import Loads, MoveOrders
 from greenroom.runtime.operations.pictures import PictureStore
@@ -39,7 +39,6 @@ from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.key_ring import KeyRing

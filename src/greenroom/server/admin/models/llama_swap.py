@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound, ShuttingDown
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.observer import Hub
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import owner_of
@@ -27,7 +28,6 @@ from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
 from greenroom.server.admin.views import StatusWord
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.telemetry.hub import Hub
 
 UNLOAD_ALL: Final = "/unload"
 UNLOAD: Final = "/api/models/unload"

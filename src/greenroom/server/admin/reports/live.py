@@ -17,10 +17,10 @@ import msgspec
 
 from greenroom.core.model import ModelId
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.observer import DROPPED, Event, Hub
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.snapshot import Snapshot, is_failing
 from greenroom.server.admin.reports.streams import EVENTS_MAX, event_frame
-from greenroom.telemetry.hub import DROPPED, Event, Hub
 
 # Models of one event. More are spread over several, so that requests are served in between.
 MODELS_MAX: Final = 50

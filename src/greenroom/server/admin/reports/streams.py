@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from greenroom.errors import MethodNotAllowed, Overload
 from greenroom.process.logs import LogRing
-from greenroom.telemetry.hub import Event, Hub
+from greenroom.runtime.observer import Event, Hub
 
 # Proxies close connections that are silent for a minute or less.
 HEARTBEAT_S = 15.0
