@@ -221,7 +221,6 @@ class Residency:
 
 # --- listeners ------------------------------------------------------------------------------------------------------
 
-
 # Enough for a browser that reconnects after a few seconds.
 PAST_MAX = 200
 # A listener that is this far behind will not catch up by itself.

@@ -152,7 +152,6 @@ class Activity:
 
 # --- what keys, tenants and models used -----------------------------------------------------------------------------
 
-
 HOUR_S: Final = 3_600
 DAY_S: Final = 24 * HOUR_S
 # What is beyond the bounds below is counted under this name.

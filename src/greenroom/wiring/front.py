@@ -24,7 +24,7 @@ from greenroom.library.orders import OrderRules
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.moves.model_files import Prefetch
+from greenroom.runtime.moves.admission import Prefetch
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles

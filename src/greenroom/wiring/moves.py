@@ -27,10 +27,9 @@ from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
 from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
 from greenroom.runtime.memory.slot_memory import HostedMemory
-from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants
+from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants, ModelRoots
 from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSlots
-from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves

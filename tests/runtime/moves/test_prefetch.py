@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.moves.model_files import MIB, FileRange, Prefetch, pieces_of, read_ahead
+from greenroom.runtime.moves.admission import MIB, FileRange, Prefetch, pieces_of, read_ahead
 from tests.server.admin.management_rig import FakeGateway, model
 from tests.waiting import PATIENCE_S, until
 

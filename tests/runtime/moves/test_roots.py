@@ -9,7 +9,7 @@ import pytest
 from greenroom.config.schema import Config, Model
 from greenroom.errors import OutsideRoots
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.moves.admission import check_roots
 
 
 def entry(**keys: str) -> Entry:

@@ -16,8 +16,8 @@ from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.memory.slot_memory import HostedMemory
+from greenroom.runtime.moves.admission import ModelRoots
 from greenroom.runtime.moves.load_errors import HostedErrors
-from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds

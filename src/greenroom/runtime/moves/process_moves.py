@@ -24,9 +24,8 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
-from greenroom.runtime.moves.admission import Admission
+from greenroom.runtime.moves.admission import Admission, ModelRoots
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory
-from greenroom.runtime.moves.model_files import ModelRoots
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger

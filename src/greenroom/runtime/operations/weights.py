@@ -25,7 +25,7 @@ from greenroom.library.roots import is_below, link_steps, pinned
 from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.moves.model_files import files_of
+from greenroom.runtime.moves.admission import files_of
 from greenroom.runtime.operations.downloads import DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.telemetry.logs import get_logger

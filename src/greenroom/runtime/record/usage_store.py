@@ -1,8 +1,8 @@
 """Usage kept across restarts: a small SQLite file in the state directory.
 
 Owns the file, how often it is written and how long its rows live. Counts of the last seconds wait in memory
-(`telemetry/activity.py`) and are added in one transaction, in a thread: kill -9 loses those seconds and nothing else, and
-what a full disk does not take waits for the next try. A row is one name in one hour. Hours become days after
+(`telemetry/activity.py`) and are added in one transaction, in a thread: kill -9 loses those seconds and nothing else,
+and what a full disk does not take waits for the next try. A row is one name in one hour. Hours become days after
 `HOURS_KEPT_S`; days are dropped after `days`.
 """
 

@@ -22,7 +22,7 @@ from greenroom.library.removal import paths_of, removed_paths
 from greenroom.library.roots import link_steps
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.moves.model_files import files_of
+from greenroom.runtime.moves.admission import files_of
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import MODELS, ModelPath
