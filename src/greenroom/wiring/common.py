@@ -24,8 +24,8 @@ from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
-from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.memory.slot_memory import SlotMemory
+from greenroom.runtime.memory.watch import Growth, MemoryWatch
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.record.recording import EventRecorder

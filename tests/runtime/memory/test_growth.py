@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.core.model import Claim, DeviceId, SlotId
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.slot_memory import EVERY_S, Growth
+from greenroom.runtime.memory.watch import EVERY_S, Growth
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 
 GPU, HOST = DeviceId("gpu0"), DeviceId("host")

@@ -1,9 +1,9 @@
 """Memory of slots around a move: which GPUs they may see, what they take, and when it is free again.
 
-`SlotMemory` looks after engines with their own process, `Growth` after what is remembered of them. `HostedMemory` is
-for slots in workers, whose swap takes milliseconds: it asks the driver how much is used and reads no process table,
-since workers say what their slots hold. Owns the numbers in the error of a load that ran out of memory. Never decides
-what moves; the scheduler is told every new figure.
+`SlotMemory` looks after engines with their own process. `HostedMemory` is for slots in workers, whose swap takes
+milliseconds: it asks the driver how much is used and reads no process table, since workers say what their slots hold.
+Owns the numbers in the error of a load that ran out of memory. Never decides what moves; the scheduler is told every
+new figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
@@ -207,56 +206,6 @@ def _told(numbers: dict[str, dict[str, int]]) -> str:
 
 def _used_mib(reading: Reading, devices: frozenset[DeviceId]) -> int:
     return sum(gpu.used_mib for gpu in reading.gpus if gpu.uuid in devices)
-
-
-# Growth by this share is stored at once: a peak that doubles is stored about 70 times, not more.
-STEP: Final = 0.01
-
-
-# Smaller growth is stored at most this often.
-EVERY_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """The peak of a slot that was stored last."""
-
-    mib: int
-    at: float
-
-
-class Growth:
-    """Stores peaks that grow while slots serve. `peak_of` is the peak of a slot; `remember` stores it for its model."""
-
-    def __init__(
-        self,
-        slots: LiveSlots,
-        peak_of: Callable[[SlotId], Claim],
-        remember: Callable[[SlotId, Entry], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._slots = slots
-        self._peak_of = peak_of
-        self._remember = remember
-        self._clock = clock
-        self._noted: dict[SlotId, Noted] = {}
-
-    def look(self) -> None:
-        """Called after each look at memory."""
-        now, live = self._clock(), self._slots.live
-        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
-        for slot, one in list(live.items()):
-            peak_mib = sum(self._peak_of(slot).values())
-            if _is_worth_it(peak_mib, self._noted.get(slot), now):
-                self._noted[slot] = Noted(peak_mib, now)
-                self._remember(slot, one.entry)
-
-
-def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:
-    if noted is None:
-        return peak_mib > 0
-    is_much = peak_mib > noted.mib * (1 + STEP)
-    return is_much or (peak_mib > noted.mib and now >= noted.at + EVERY_S)
 
 
 class HostedMemory:

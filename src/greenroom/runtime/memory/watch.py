@@ -10,16 +10,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.process import proc
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Probe, Reading
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
@@ -197,7 +199,7 @@ class MemoryWatch:
     def _shared_out(self, reading: Reading, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
         roots = {pid: name for name, owner in owners.items() for pid in owner.roots}
         pids = {pid for gpu in reading.gpus for pid in gpu.processes or ()}
-        shares = attribute(reading, owners, proc.owners_of(pids, roots, by_identity))
+        shares = attribute(reading, owners, proc.owners_of(pids, roots, by_identity) if pids else {})
         shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
         return MemoryLook(self._clock(), reading, shares, _names(shares))
 
@@ -326,3 +328,53 @@ def _is_news(now: Claim, told: Claim) -> bool:
     if now.keys() != told.keys():
         return True
     return any(abs(mib - told[device]) >= (HOST_STEP_MIB if device == HOST else 1) for device, mib in now.items())
+
+
+# --- peaks that grow ------------------------------------------------------------------------------------------------
+
+# Growth by this share is stored at once: a peak that doubles is stored about 70 times, not more.
+STEP: Final = 0.01
+# Smaller growth is stored at most this often.
+EVERY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The peak of a slot that was stored last."""
+
+    mib: int
+    at: float
+
+
+class Growth:
+    """Stores peaks that grow while slots serve. `peak_of` is the peak of a slot; `remember` stores it for its model."""
+
+    def __init__(
+        self,
+        slots: LiveSlots,
+        peak_of: Callable[[SlotId], Claim],
+        remember: Callable[[SlotId, Entry], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._slots = slots
+        self._peak_of = peak_of
+        self._remember = remember
+        self._clock = clock
+        self._noted: dict[SlotId, Noted] = {}
+
+    def look(self) -> None:
+        """Called after each look at memory."""
+        now, live = self._clock(), self._slots.live
+        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
+        for slot, one in list(live.items()):
+            peak_mib = sum(self._peak_of(slot).values())
+            if _is_worth_it(peak_mib, self._noted.get(slot), now):
+                self._noted[slot] = Noted(peak_mib, now)
+                self._remember(slot, one.entry)
+
+
+def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:
+    if noted is None:
+        return peak_mib > 0
+    is_much = peak_mib > noted.mib * (1 + STEP)
+    return is_much or (peak_mib > noted.mib and now >= noted.at + EVERY_S)
