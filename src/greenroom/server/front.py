@@ -152,7 +152,7 @@ class FrontDoor:
             head.answer_lines = charge.answer_lines
 
     def _is_ui(self, head: Head) -> bool:
-        return self.serves_ui and ui.serves(head)
+        return self.serves_ui and head.method in READING and ui.serves(head)
 
     def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
         """Refuse requests that a page of another site makes by an image, a frame or a form, which send no Origin.

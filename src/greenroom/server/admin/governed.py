@@ -214,10 +214,6 @@ class GovernedRoutes:
         self._governance = governance
         self._models = models
 
-    @property
-    def is_on(self) -> bool:
-        return self._governance().rules is not None
-
     async def __call__(self, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
         only_reads = scope["method"] in _READING and scope["path"] not in ACTING_GETS

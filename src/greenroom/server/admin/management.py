@@ -26,7 +26,6 @@ from greenroom.server.admin.docs_page import docs_page
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.governed import GovernedRoutes
 from greenroom.server.admin.governed_models import GovernedModels
-from greenroom.server.admin.lazy_route import LazyRoute
 from greenroom.server.admin.leases import LeaseRoutes
 from greenroom.server.admin.models.downloads import DownloadRoutes
 from greenroom.server.admin.models.library import LibraryRoutes
@@ -53,7 +52,7 @@ from greenroom.server.admin.reports.usage import UsageRoutes
 from greenroom.server.admin.reports.watching import Watching
 from greenroom.server.admin.simulating import Simulating
 from greenroom.server.admin.views import ErrorBody
-from greenroom.server.asgi import Message, scope_of
+from greenroom.server.asgi import LazyRoute, Message, scope_of
 from greenroom.server.inference.jobs.routes import JobRoutes
 from greenroom.server.inference.pictures import PictureRoutes
 from greenroom.server.inference.routes import dialect_of
@@ -263,7 +262,6 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Operating(gateway, streams, look).add_to(app)
     PinRoutes(gateway).add_to(app)
     VersionRoutes(gateway).add_to(app)
-    ModelStatuses(gateway.catalog, look).add_to(app)
     QueueRoutes(gateway).add_to(app)
     HistoryRoutes(gateway).add_to(app)
     LimitRoutes(gateway).add_to(app)
@@ -278,8 +276,11 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     JobRoutes(lambda: gateway.jobs, lambda: gateway.edge.bodies).add_to(app)
     PictureRoutes(lambda: gateway.pictures, gateway.clock).add_to(app)
     _add_docs(app, gateway)
+    # One of them takes any id, so it is asked last.
+    ModelStatuses(gateway.catalog, look).add_to(app)
     models = GovernedModels(gateway, library.users_of)
-    return Management(app, GovernedRoutes(app.routes, lambda: gateway.governance, models))
+    governed = GovernedRoutes(app.routes, lambda: gateway.governance, models)
+    return Management(app, governed, lambda: gateway.governance.rules is not None)
 
 
 def _empty_app() -> FastAPI:
@@ -317,9 +318,11 @@ def _add_docs(app: FastAPI, gateway: Gateway) -> None:
 class Management:
     """The application, and what its routes require: permissions, and tokens where operations are signed."""
 
-    def __init__(self, app: FastAPI, governed: GovernedRoutes) -> None:
+    def __init__(self, app: FastAPI, governed: GovernedRoutes, is_governed: Callable[[], bool]) -> None:
+        """`is_governed` tells whether operations must be signed now; then `governed` answers."""
         self._app = app
         self._governed = governed
+        self._is_governed = is_governed
 
     async def __call__(
         self,
@@ -330,7 +333,7 @@ class Management:
         # No route and no id has such characters, and route patterns ignore a line break at the end.
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
-        elif not self._governed.is_on:
+        elif not self._is_governed():
             await self._app(_as_get(scope), receive, send)
         else:
             try:

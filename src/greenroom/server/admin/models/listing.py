@@ -18,10 +18,9 @@ from greenroom.library.records import LibraryRecord
 from greenroom.routing.tasks import TaskRoute, Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
-from greenroom.server.admin.lazy_route import LazyRoute
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import LazyRoute, asked_by_admin, caller_of
 from greenroom.server.inference.routes import split_model
 
 MODELS = "/v1/models"
