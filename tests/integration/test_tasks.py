@@ -245,6 +245,21 @@ async def test_llama_cpps_routes_tell_of_the_first_model_of_a_task_and_load_no_t
         assert refused.error["message"] == f"coding is a task: say which of its models to {order} (large, small)."
 
 
+async def test_orders_for_a_task_are_told_its_models(gate: Gate) -> None:
+    named = [("POST", f"/v1/models/{order}", {"model": "coding"}) for order in ("load", "unload")]
+    named += [("POST", f"/api/v1/models/coding/{order}", {}) for order in ("load", "unload", "sleep", "prepare")]
+    for method, path, body in [
+        *named,
+        ("GET", "/api/v1/models/coding/logs", None),
+        ("GET", "/api/v1/models/coding", None),
+    ]:
+        refused = await gate.ask(method, path, body)
+        assert (refused.status, refused.error["code"]) == (404, "model_not_found"), path
+        assert refused.error["message"] == "coding is a task. Name one of its models: large, small.", path
+    stranger = await gate.ask("GET", "/api/v1/models/coding", key="stranger-key-012345678")
+    assert stranger.error["message"].startswith("There is no model coding.")
+
+
 async def test_a_form_may_name_a_task(gate: Gate) -> None:
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwarm\r\n'
     form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--b--\r\n'

@@ -277,7 +277,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     PictureRoutes(lambda: gateway.pictures, gateway.clock).add_to(app)
     _add_docs(app, gateway)
     # One of them takes any id, so it is asked last.
-    ModelStatuses(gateway.catalog, look).add_to(app)
+    ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
     models = GovernedModels(gateway, library.users_of)
     governed = GovernedRoutes(app.routes, lambda: gateway.governance, models)
     return Management(app, governed, lambda: gateway.governance.rules is not None)

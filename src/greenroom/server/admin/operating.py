@@ -27,7 +27,7 @@ from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.models.listing import ModelPath, addressed
+from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.configuration import ConfigRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
@@ -224,6 +224,7 @@ class Operating:
             raise self._gateway.updates.moves_only(entry.id, name)
 
     async def _entry(self, request: Request, model_id: str, order: str) -> Entry:
+        refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
         try:
             return addressed(self._gateway.catalog, request, MODELS, model_id, order)
         except ModelNotFound:

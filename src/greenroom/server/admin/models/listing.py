@@ -134,6 +134,20 @@ def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, or
     return entry
 
 
+def models_of_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> list[Entry]:
+    """The candidates of this task that the caller may use; none if it is no task."""
+    task, sees = tasks.find(name), caller_of(request).sees
+    found = [catalog.find(one) for one in (() if task is None else task.section.candidates)]
+    return [one for one in found if one is not None and sees(one.base_id)]
+
+
+def refuse_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> None:
+    """Raises ModelNotFound, with the models to name instead, if this is a task and no model."""
+    if models := models_of_task(tasks, catalog, request, name):
+        ids = ", ".join(one.public_id for one in models)
+        raise ModelNotFound(f"{name} is a task. Name one of its models: {ids}.", param="model")
+
+
 PATH = "/api/v1/models"
 # Orders for a model follow its id and have routes of their own.
 _BELOW = (
@@ -150,8 +164,9 @@ class OneModel(LazyRoute):
 
 
 class ModelStatuses:
-    def __init__(self, catalog: Catalog, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, catalog: Catalog, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
         self._catalog = catalog
+        self._tasks = tasks
         self._look = look
 
     def add_to(self, app: FastAPI) -> None:
@@ -165,5 +180,6 @@ class ModelStatuses:
 
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""
+        refuse_task(self._tasks, self._catalog, request, model_id)
         entry = addressed(self._catalog, request, PATH, model_id)
         return self._look().model(entry, to_operator=asked_by_admin(request))

@@ -22,6 +22,7 @@ from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
 from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.models.listing import refuse_task
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import caller_of
 
@@ -173,6 +174,7 @@ class LoadRoutes:
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
         self._refuse_while_draining()
+        refuse_task(self._gateway.tasks, self._gateway.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
         taken = await begin(self._gateway, request, asked.name, asked.options, evict)
         response.headers["location"] = f"{ROUTE}/{taken.taskId}"
@@ -200,6 +202,7 @@ class LoadRoutes:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         self._refuse_while_draining()
         gateway = self._gateway
+        refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
         entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
         facts = await gateway.loads.unload(entry.id, asked.grace_s, **owner_of(request))
         return UnloadView(modelId=entry.id, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)

@@ -17,6 +17,7 @@ from greenroom.config.schema import Ability
 from greenroom.errors import BadRequest, ModelNotFound
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.models.listing import models_of_task
 from greenroom.server.admin.models.loads import LoadAsked, LoadRoutes, Name, UnloadAsked
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import GovernedOrder
@@ -84,22 +85,17 @@ class NativeRoutes:
         return self._look().model(entry, to_operator=asked_by_admin(request))
 
     def _refuse_task(self, request: Request, name: str, order: str) -> None:
-        if models := self._models_of_task(request, name):
+        if models := models_of_task(self._gateway.tasks, self._gateway.catalog, request, name):
             ids = ", ".join(one.public_id for one in models)
             raise BadRequest(f"{name} is a task: say which of its models to {order} ({ids}).", param="model")
-
-    def _models_of_task(self, request: Request, name: str) -> list[Entry]:
-        """Those that the caller may use; none if it is no task."""
-        task, sees = self._gateway.tasks.find(name), caller_of(request).sees
-        found = [self._gateway.catalog.find(one) for one in (() if task is None else task.section.candidates)]
-        return [one for one in found if one is not None and sees(one.base_id)]
 
     def _entry(self, request: Request, name: str | None) -> Entry:
         """The model of this name; of a task, its first candidate that the caller may use. Raises ModelNotFound."""
         name = name or self._gateway.config.server.default_model
         if name is None:
             raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
-        entry = self._gateway.catalog.find(name) or next(iter(self._models_of_task(request, name)), None)
+        catalog = self._gateway.catalog
+        entry = catalog.find(name) or next(iter(models_of_task(self._gateway.tasks, catalog, request, name)), None)
         if entry is None or not caller_of(request).sees(entry.base_id):
             raise ModelNotFound.named(name)
         return entry
