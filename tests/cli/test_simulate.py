@@ -162,6 +162,23 @@ def test_a_recording_tells_how_fast_models_are(config: str, trace: Path, capsys:
     assert "as recorded" not in assumed("--tokens-per-s", "30") and "as recorded" not in assumed("--spread")
 
 
+def test_a_recording_tells_it_through_a_pipe_too(
+    config: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone, an answer takes 2 s; two at a time take 3 s each."""
+    alone = [f"{number * 30},small,0,100,,1,0.000,2.000" for number in range(20)]
+    pairs = [f"{1_000 + number // 2 * 30},small,0,100,,1,0.000,3.000" for number in range(40)]
+    head = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
+    trace.write_text("\n".join([head, *alone, *pairs]))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", trace, pipe]):
+        assert main(["simulate", "-c", config, "--json", "--trace", str(pipe)]) == 0
+    assumed = "\n".join(json.loads(capsys.readouterr().out)["assumed"])
+    assert "Tokens a second as recorded: small 50." in assumed
+    assert "8 at a time and beside another busy model answers take so many times as long: small 1.6, 2.1." in assumed
+
+
 def test_stretched_time_makes_the_run_longer(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (plain,) = figures(capsys, "-c", config, "--trace", str(trace))
     (stretched,) = figures(capsys, "-c", config, "--trace", str(trace), "--stretch", "10")

@@ -7,9 +7,8 @@ estimated from that size, unless an option gives it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
@@ -22,7 +21,7 @@ from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.results.verdict import counted
-from greenroom.sim.traces.speeds import AnswerTimes, recorded_answers, speeds
+from greenroom.sim.traces.speeds import AnswerTimes, RecordedSpeed, speeds
 from greenroom.sim.traces.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
@@ -60,9 +59,10 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
     needs.usable_mib = {gpu.id: gpu.usable_mib for gpu in gpus}
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
-    measured = _measured(config, args, models)
+    requests = _requests(config, args)
+    recorded = _recorded_speeds(config, args, models, requests.answers)
     base = SimConfig(
-        tuple(_with_speed(model, measured) for model in models),
+        tuple(_with_speed(model, recorded) for model in models),
         there,
         limits_of(config),
         jitter=args.jitter,
@@ -71,8 +71,7 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         policies=limits.POLICIES,
         swappers=limits.SWAPPERS_BY_NAME,
     )
-    workload, source, doubt = _workload(config, args)
-    return SimulationPlan(base, workload, (source, *_assumed(base, measured)), doubt)
+    return SimulationPlan(base, requests.workload, (requests.source, *_assumed(base, recorded)), requests.doubt)
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:
@@ -110,24 +109,22 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
     return SimModel(spec, timings)
 
 
-def _measured(config: Config, args: argparse.Namespace, models: Sequence[SimModel]) -> dict[str, float]:
-    """Tokens a second by model, where the trace is a recording that tells; none if an option says them."""
-    # A pipe can be read once only, and that is for the requests.
-    if args.tokens_per_s is not None or args.trace is None or args.spread or not Path(args.trace).is_file():
+def _recorded_speeds(
+    config: Config, args: argparse.Namespace, models: Sequence[SimModel], answers: Mapping[str, Sequence[AnswerTimes]]
+) -> dict[str, RecordedSpeed]:
+    """By model, where the trace is a recording that tells; none if an option says how fast models are."""
+    if args.tokens_per_s is not None:
         return {}
-    aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
     curves = {str(model.spec.id): model.timings.speed for model in models}
-    answers: dict[str, list[AnswerTimes]] = {}
-    for name, rows in recorded_answers(args.trace).items():
-        answers.setdefault(aliases.get(name, name), []).extend(rows)
-    known = {name: rows for name, rows in answers.items() if name in curves}
     gpus = sum(device.kind is DeviceKind.GPU for device in devices(config))
-    return speeds(known, curves.__getitem__, args.prefill_tokens_per_s, gpus)
+    return speeds(answers, curves.__getitem__, args.prefill_tokens_per_s, gpus)
 
 
-def _with_speed(model: SimModel, measured: Mapping[str, float]) -> SimModel:
-    per_s = measured.get(model.spec.id)
-    return model if per_s is None else replace(model, timings=replace(model.timings, tokens_per_s=per_s))
+def _with_speed(model: SimModel, recorded: Mapping[str, RecordedSpeed]) -> SimModel:
+    found = recorded.get(model.spec.id)
+    if found is None:
+        return model
+    return replace(model, timings=replace(model.timings, tokens_per_s=found.tokens_per_s, speed=found.curve))
 
 
 def _priority(model: Model) -> int:
@@ -144,16 +141,25 @@ def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
     return (*gpus, *(device for device in there if device.kind is DeviceKind.HOST))
 
 
-def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str, str]:
-    """The requests, where they come from, and a doubt about that, which may be empty."""
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """The requests to play, where they come from, a doubt about that, and what they tell of answers by model."""
+
+    workload: Workload
+    source: str
+    doubt: str = ""
+    answers: Mapping[str, Sequence[AnswerTimes]] = field(default_factory=dict)
+
+
+def _requests(config: Config, args: argparse.Namespace) -> Requests:
     priorities = {name: _priority(model) for name, model in config.models.items()}
     if args.trace:
         aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
-        return _recorded(Known(list(config.models), aliases, priorities, args.skip_unknown, args.spread), args)
-    return *_drawn(Mix(zipf(list(config.models)), priority_of=priorities), args), ""
+        return _traced(Known(list(config.models), aliases, priorities, args.skip_unknown, args.spread), args)
+    return Requests(*_drawn(Mix(zipf(list(config.models)), priority_of=priorities), args))
 
 
-def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str, str]:
+def _traced(known: Known, args: argparse.Namespace) -> Requests:
     trace = trace_of(args.trace, known, args.seed, args.time_unit)
     recorded = Recorded(trace.rows, args.stretch)
     stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
@@ -164,7 +170,8 @@ def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str, st
             f"{SPAN_MAX_S:,.0f} s: look at its times, or give a smaller --stretch"
         )
     source = f"{counted(len(trace.rows), 'request')} over {recorded.seconds:,.0f} s from {args.trace}{stretched}"
-    return recorded, "; ".join((source, trace.columns, *trace.remarks)) + ".", trace.doubt
+    told = "; ".join((source, trace.columns, *trace.remarks)) + "."
+    return Requests(recorded, told, trace.doubt, trace.answers)
 
 
 def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
@@ -186,7 +193,7 @@ def _refuse_too_many(expected: float, option: str) -> None:
         raise WrongUsage(f"{about} requests are more than {ARRIVALS_MAX:,}: give a smaller {option} or --seconds")
 
 
-def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
+def _assumed(base: SimConfig, recorded: Mapping[str, RecordedSpeed]) -> list[str]:
     timings = [model.timings for model in base.models]
     load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
@@ -194,8 +201,8 @@ def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
         f"give or take {base.jitter:.0%}.",
         f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
         f"{_range([one.tokens_per_s for one in timings])} tokens a second, {_most(base)} at a time.",
-        *_recorded_speeds(measured),
-        _slowed(timings),
+        *_as_recorded(recorded),
+        *_slowed(base, {name for name, one in recorded.items() if one.is_curve_known}),
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
     ]
     if base.patience_s is not None:
@@ -205,13 +212,26 @@ def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
     return sentences
 
 
-def _recorded_speeds(measured: Mapping[str, float]) -> list[str]:
-    if not measured:
+def _as_recorded(recorded: Mapping[str, RecordedSpeed]) -> list[str]:
+    if not recorded:
         return []
-    shown = ", ".join(f"{name} {per_s:,.0f}" for name, per_s in sorted(measured.items())[:SPEEDS_SHOWN_MAX])
-    more = len(measured) - SPEEDS_SHOWN_MAX
-    others = f" and {counted(more, 'more model')}" if more > 0 else ""
-    return [f"Tokens a second as recorded: {shown}{others}."]
+    sentences = [
+        f"Tokens a second as recorded: {_listed({name: f'{one.tokens_per_s:,.0f}' for name, one in recorded.items()})}."
+    ]
+    curves = {name: one.curve for name, one in recorded.items() if one.is_curve_known and one.curve is not None}
+    if curves:
+        slowed = {name: f"{1 / curve.speed(8, 0):.1f}, {1 / curve.speed(1, 1):.1f}" for name, curve in curves.items()}
+        shown = _listed(slowed, "; ")
+        sentences.append(
+            f"As recorded, 8 at a time and beside another busy model answers take so many times as long: {shown}."
+        )
+    return sentences
+
+
+def _listed(words: Mapping[str, str], between: str = ", ") -> str:
+    shown = between.join(f"{name} {word}" for name, word in sorted(words.items())[:SPEEDS_SHOWN_MAX])
+    more = len(words) - SPEEDS_SHOWN_MAX
+    return f"{shown} and {counted(more, 'more model')}" if more > 0 else shown
 
 
 def _range(values: Sequence[float]) -> str:
@@ -219,16 +239,18 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _slowed(timings: Sequence[Timings]) -> str:
-    curve = next((one.speed for one in timings if one.speed is not None), None)
-    if curve is None:
-        return "Answers do not slow each other down."
-    beside = sorted({1 / one.speed.speed(1, 1) for one in timings if one.speed is not None})
-    return (
-        f"Answers of one model at the same time are slower: {1 - curve.speed(8, 0):.0%} with 8 of them, "
-        f"{1 - curve.speed(32, 0):.0%} with 32. Another busy model on the same GPU makes them take "
+def _slowed(base: SimConfig, recorded: Collection[str]) -> list[str]:
+    """How models slow each other down whose recording does not tell."""
+    curves = [model.timings.speed for model in base.models if model.spec.id not in recorded]
+    usual = [curve for curve in curves if curve is not None]
+    if not usual:
+        return ["Answers do not slow each other down."] if curves else []
+    beside = sorted({1 / curve.speed(1, 1) for curve in usual})
+    return [
+        f"Answers of one model at the same time are slower: {1 - usual[0].speed(8, 0):.0%} with 8 of them, "
+        f"{1 - usual[0].speed(32, 0):.0%} with 32. Another busy model on the same GPU makes them take "
         f"{' or '.join(f'{factor:.1f}' for factor in beside)} times as long (measured with 8B models on an H200)."
-    )
+    ]
 
 
 def _most(base: SimConfig) -> str:

@@ -32,6 +32,9 @@ TITLES: Mapping[str, tuple[str, ...]] = {
     ),
     "tenant": ("tenant",),
     "priority": ("priority",),
+    # Of the gateway's own recordings; they tell speeds.
+    "wait_s": ("wait_s",),
+    "total_s": ("total_s",),
 }
 REQUIRED = ("t", "prompt_len", "output_len")
 WANTED = (
@@ -77,6 +80,8 @@ class TraceCells(NamedTuple):
     output_len: str
     tenant: str
     priority: str
+    wait_s: str
+    total_s: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +222,4 @@ def _events(name: str, file: Iterator[str], head: int) -> Iterator[TraceCells]:
             if not isinstance(said, dict) or not isinstance(models, list) or not models:
                 raise TraceError(f"{name}:{line}: this is not the arrival of a request, which names its models")
             model, tenant, priority = _text(models[0]), _text(said.get("tenant")), _text(said.get("priority"))
-            yield TraceCells(line, _text(said.get("now")), model, "", "", tenant, priority)
+            yield TraceCells(line, _text(said.get("now")), model, "", "", tenant, priority, "", "")

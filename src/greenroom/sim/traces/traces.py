@@ -20,6 +20,7 @@ from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.sim.records import Arrivals, SimArrival
 from greenroom.sim.traces.cells import UNITS_S, Lengths, Times, WrongCell, priority_of, shown, tenant_of
 from greenroom.sim.traces.columns import MARK_BYTES, TITLES, TraceCells, TraceError, refuse_packed, table_of
+from greenroom.sim.traces.speeds import AnswerTimes, RecordedAnswers
 from greenroom.sim.workloads import ARRIVALS_MAX, Draw, zipf
 
 ROWS_MAX = ARRIVALS_MAX
@@ -27,9 +28,6 @@ ROWS_MAX = ARRIVALS_MAX
 LINE_CHARS_MAX = 4_000_000
 # Models that are named in a remark on those left out.
 NAMED_MAX = 5
-
-# Columns of the gateway's own recordings that tell speeds (`speeds.py`).
-SPEED_TITLES = ("wait_s", "total_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ class Trace:
     remarks: tuple[str, ...] = ()
     # A guess that the caller should confirm; empty if there is none.
     doubt: str = ""
+    # What the rows tell of answers by model; empty unless it is a recording of the gateway.
+    answers: Mapping[str, Sequence[AnswerTimes]] = field(default_factory=dict)
 
 
 def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[SimArrival]:
@@ -98,6 +98,8 @@ class _Reading:
         self._outputs = Lengths("output_len", self._table.titles)
         spreads = "model" not in self._table.titles or (known is not None and known.spreads)
         self._models = _Drawn(name, known, seed) if spreads else _NamedModels(known)
+        # A model that was drawn did not give that answer.
+        self._answers = None if spreads else RecordedAnswers()
 
     def trace(self) -> Trace:
         for count, cells in enumerate(self._table.rows, start=1):
@@ -122,15 +124,12 @@ class _Reading:
     def _take(self, cells: TraceCells) -> None:
         found = self._models.of(cells.model)
         if found is not None:
-            model, usual = found
-            self._rows.add(
-                self._times.read(cells.t),
-                model,
-                self._prompts.read(cells.prompt_len),
-                self._outputs.read(cells.output_len),
-                tenant_of(cells.tenant),
-                priority_of(cells.priority, usual),
-            )
+            (model, usual), at = found, self._times.read(cells.t)
+            prompt_len, output_len = self._prompts.read(cells.prompt_len), self._outputs.read(cells.output_len)
+            priority = priority_of(cells.priority, usual)
+            self._rows.add(at, model, prompt_len, output_len, tenant_of(cells.tenant), priority)
+            if self._answers is not None and cells.total_s:
+                self._answers.take(model, at, prompt_len, output_len, cells.wait_s, cells.total_s)
 
     def _is_header(self, cells: TraceCells) -> bool:
         """True in the middle of a file that was put together from several."""
@@ -145,7 +144,8 @@ class _Reading:
         rows.sort()
         remarks = (self._models.remark, of_prompts, of_outputs)
         of_times, doubt = self._times.origin(unit, why), self._times.doubt(unit, why)
-        return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)), doubt)
+        answers = {} if self._answers is None else self._answers.by_model(rows.unit_s)
+        return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)), doubt, answers)
 
     def _columns(self, of_times: str) -> str:
         titles = self._table.titles
@@ -154,9 +154,8 @@ class _Reading:
             (meaning, titles[meaning]) for meaning in TITLES if meaning in titles and meaning not in ("t", "model")
         ]
         parts += [f"{meaning} from {title}" for meaning, title in others if title != meaning]
-        unused = [title for title in self._table.unused if title not in SPEED_TITLES]
-        if unused:
-            parts.append(f"not used: {', '.join(unused)}")
+        if self._table.unused:
+            parts.append(f"not used: {', '.join(self._table.unused)}")
         kind = f"{self._table.kind}: " if self._table.kind else ""
         return kind + "; ".join(parts)
 
