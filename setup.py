@@ -42,7 +42,6 @@ HOT = (
     "server/inference/running.py",
     "telemetry/activity.py",
     "telemetry/metrics.py",
-    "telemetry/table.py",
     "tenancy/budgets.py",
     "tenancy/keys.py",
     "tenancy/limits.py",

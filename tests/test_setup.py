@@ -68,7 +68,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/inference/running.py",
         "telemetry/activity.py",
         "telemetry/metrics.py",
-        "telemetry/table.py",
         "tenancy/budgets.py",
         "tenancy/keys.py",
         "tenancy/limits.py",

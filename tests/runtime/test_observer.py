@@ -5,7 +5,7 @@ from __future__ import annotations
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, lease_name
 from greenroom.runtime.observer import DECISIONS_MAX, Hub, Observer
-from greenroom.telemetry.gauges import Gauges
+from greenroom.telemetry.exposition import Gauges, render
 from greenroom.telemetry.metrics import Metrics
 
 
@@ -84,7 +84,7 @@ async def test_a_wake_is_told_with_its_bytes_and_its_rate() -> None:
     assert first.data == {"model": "a", "bytes": 16_000_000_000, "took_s": 0.32, "gb_per_s": 50.0}
     assert (first.kind, second.kind, second.data["gb_per_s"]) == ("woke", "prepared", None)
     assert [event.kind for event in rest] == ["worker_started", "worker_lost"]
-    shown, _ = metrics.render(Gauges())
+    shown, _ = render(metrics, Gauges())
     assert b'wake_bytes_total{model="a"} 1.6e+10' in shown
     assert b"worker_losses_total 1.0" in shown
     assert b'prefetch_bytes_total{model="a"} 4096.0' in shown

@@ -12,14 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.telemetry import metrics as caps
 from greenroom.telemetry import table
-from greenroom.telemetry.aliases import RunnerAliases
-from greenroom.telemetry.gauges import DeviceMemory, Gauges, GpuFigures, LeaseFigures
-from greenroom.telemetry.metrics import Metrics
+from greenroom.telemetry.exposition import DeviceMemory, Gauges, GpuFigures, LeaseFigures, counter_family, render
+from greenroom.telemetry.metrics import Counter, Metrics
 
 
 def series_of(metrics: Metrics, gauges: Gauges | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample, read back by the parser Prometheus clients use."""
-    body, content_type = metrics.render(gauges or Gauges())
+    body, content_type = render(metrics, gauges or Gauges())
     assert content_type.startswith("text/plain")
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -195,14 +194,14 @@ def test_a_green_room_without_a_bound_has_no_size() -> None:
 
 
 def test_every_metric_shown_is_in_the_table_and_the_other_way_round() -> None:
-    body, _ = Metrics().render(Gauges())
+    body, _ = render(Metrics(), Gauges())
     shown = {line.split()[2] for line in body.decode().splitlines() if line.startswith("# TYPE")}
     assert shown == {row.name for row in table.TABLE}
     assert all(name.startswith("greenroom_") for name in shown)
 
 
 def test_counters_and_nothing_else_end_in_total() -> None:
-    body, _ = Metrics().render(Gauges(log_lines_lost=3))
+    body, _ = render(Metrics(), Gauges(log_lines_lost=3))
     kinds = dict(line.split()[2:] for line in body.decode().splitlines() if line.startswith("# TYPE"))
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         name for name in kinds if name.endswith("_total")
@@ -219,7 +218,7 @@ def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
         metrics.looked_up(f"made-up-{number}", False)
         metrics.rejected(f"made-up-{number}", "model_not_found")
     answer(metrics, tenant="late")
-    shown, _ = metrics.render(Gauges())
+    shown, _ = render(metrics, Gauges())
     lines = set(shown.splitlines())
     assert b'greenroom_requests_total{model="unknown",route="chat",status="404"} 50000.0' in lines
     assert b'greenroom_tenant_requests_total{model="unknown",tenant="other"} 40000.0' in lines
@@ -239,7 +238,7 @@ def test_names_that_callers_make_up_share_a_label_after_the_first_thousand() -> 
     for number in range(2_000):
         answer(metrics, tenant=f"team-{number}")
     answer(metrics, tenant="")
-    shown, _ = metrics.render(Gauges())
+    shown, _ = render(metrics, Gauges())
     lines = set(shown.splitlines())
     assert b'greenroom_tenant_requests_total{model="qwen",tenant="other"} 9000.0' in lines
     assert b'greenroom_tokens_total{kind="prompt",model="qwen",tenant="other"} 9000.0' in lines
@@ -254,14 +253,14 @@ def test_ten_thousand_made_up_tenants_do_not_make_a_scrape_long() -> None:
         for model in ("qwen", "coder"):
             answer(metrics, model=model, tenant=f"made-up-{number}")
             metrics.tokens(model, f"made-up-{number}", 1, 1, 0)
-    assert len(metrics.render(Gauges())[0]) < 500_000
+    assert len(render(metrics, Gauges())[0]) < 500_000
 
 
 def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real() -> None:
     metrics = Metrics()
     for number in range(3_000):
         answer(metrics, model=f"m{number}", route=f"r{number}", status=number)
-    shown, _ = metrics.render(Gauges())
+    shown, _ = render(metrics, Gauges())
     counted = re.findall(rb'requests_total{model="(.*?)",route="(.*?)",status="(.*?)"}', shown)
     models, routes, statuses = (set(values) for values in zip(*counted, strict=True))
     assert len(models) == caps.MODELS_MAX + 1
@@ -274,7 +273,7 @@ def test_models_that_no_configuration_names_leave_labels_for_those_that_are() ->
     for number in range(3_000):
         answer(metrics, model=f"found{number}")
     answer(metrics, model="qwen")
-    shown, _ = metrics.render(Gauges())
+    shown, _ = render(metrics, Gauges())
     models = set(re.findall(rb'requests_total{model="(.*?)",route=', shown))
     assert b"qwen" in models and len(models) == caps.ADHOC_MODELS_MAX + 2
 
@@ -288,7 +287,7 @@ def test_label_with_line_break_and_quote_stays_one_label() -> None:
 
 def test_a_series_made_in_the_middle_of_a_scrape_does_not_disturb_it() -> None:
     """A garbage collection may let the loop run, wherever one happens."""
-    counter = table.Counter(table.TENANT_REQUESTS)
+    counter = Counter(table.TENANT_REQUESTS)
     for number in range(1_000):
         counter.at("m", str(number))
     numbers, before = itertools.count(1_000), gc.get_threshold()
@@ -299,7 +298,7 @@ def test_a_series_made_in_the_middle_of_a_scrape_does_not_disturb_it() -> None:
     gc.callbacks.append(loop_runs)
     gc.set_threshold(100)
     try:
-        assert len(counter.family().samples) >= 1_000
+        assert len(counter_family(counter).samples) >= 1_000
     finally:
         gc.set_threshold(*before)
         gc.callbacks.remove(loop_runs)
@@ -313,7 +312,7 @@ def test_rendering_in_a_thread_survives_counting_beside_it() -> None:
 
     def scrape() -> None:
         try:
-            rendered.extend(metrics.render(Gauges())[0] for _ in range(10))
+            rendered.extend(render(metrics, Gauges())[0] for _ in range(10))
         except BaseException as error:
             failed.append(error)
 
@@ -329,7 +328,7 @@ def test_rendering_in_a_thread_survives_counting_beside_it() -> None:
 
 
 def test_aliases_are_there_only_if_asked_for_and_tell_what_is_counted() -> None:
-    metrics, plain = Metrics(aliases=RunnerAliases()), Metrics()
+    metrics, plain = Metrics(with_aliases=True), Metrics()
     for one in (metrics, plain):
         answer(one, seconds=1.0, wait_s=0.75)
         answer(one, seconds=0.9, wait_s=0.0)
@@ -358,18 +357,18 @@ def test_aliases_are_there_only_if_asked_for_and_tell_what_is_counted() -> None:
 
 
 def test_aliases_name_neither_tenants_nor_other_models_to_those_that_may_not_see_them() -> None:
-    metrics = Metrics(aliases=RunnerAliases())
+    metrics = Metrics(with_aliases=True)
     for model, tenant in (("qwen", "lab"), ("qwen", "club"), ("shy", "lab")):
         answer(metrics, model=model, tenant=tenant)
         metrics.prefix_looked_up(model, True)
-    text = metrics.render(Gauges(), only_models={"qwen"})[0].decode()
+    text = render(metrics, Gauges(), only_models={"qwen"})[0].decode()
     assert 'vllm_requests_total{model="qwen",status="success",tenant="all"} 2.0' in text
     assert "lab" not in text
     assert "shy" not in text
 
 
 def test_aliases_share_labels_as_all_others_do() -> None:
-    metrics = Metrics(is_known=lambda model: model == "qwen", is_named=lambda _: False, aliases=RunnerAliases())
+    metrics = Metrics(is_known=lambda model: model == "qwen", is_named=lambda _: False, with_aliases=True)
     for number in range(caps.UNNAMED_SERIES_MAX + 50):
         answer(metrics, tenant=f"made-up-{number}", model="qwen")
         answer(metrics, model=f"made-up-{number}")

@@ -38,6 +38,24 @@ class Totals:
     """Requests that found their model ready and with room."""
 
 
+@dataclass(slots=True)
+class ModelCounts:
+    """How often a model was there when it was asked for, and what was done to have it there."""
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    load_s: float = 0.0
+    evictions: int = 0
+
+    def add(self, other: ModelCounts) -> None:
+        self.hits += other.hits
+        self.misses += other.misses
+        self.loads += other.loads
+        self.load_s += other.load_s
+        self.evictions += other.evictions
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     at: float

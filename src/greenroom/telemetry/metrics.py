@@ -1,27 +1,21 @@
-"""What is counted and measured, for Prometheus.
+"""What is counted and measured: plain numbers in dicts, which `exposition.py` turns into Prometheus's text.
 
-Owns the caps on label values, so that no caller can create a series for each name it invents; the names of metrics are
-in `table.py`. Never measures anything itself: the rest of the gateway reports what happened, and hands over the current
-state (`gauges.py`) at a scrape.
+Owns the numbers, and the caps on label values, so that no caller can create a series for each name it invents; the
+names of metrics are in `table.py`. The counters of prometheus_client take a lock for every increment, which costs more
+than the rest of a request's bookkeeping; here one event loop owns the numbers, so there is no lock. Never measures
+anything itself: the rest of the gateway reports what happened.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
 from greenroom.telemetry import table
-from greenroom.telemetry.aliases import REQUESTS, RunnerAliases
-from greenroom.telemetry.gauges import Gauges, gauge_families
-from greenroom.telemetry.history import Totals
-from greenroom.telemetry.table import Count, Counter, Histogram, Spread, gauge_family
+from greenroom.telemetry.history import ModelCounts, Totals
+from greenroom.telemetry.table import Labels, MetricSpec
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000
@@ -34,8 +28,6 @@ UNNAMED_SERIES_MAX: Final = 1_000
 ROUTES_MAX: Final = 100
 UNKNOWN_MODEL: Final = "unknown"
 OTHER: Final = "other"
-# The label for all tenants where they are summed.
-ALL: Final = "all"
 
 _Label = TypeVar("_Label")
 
@@ -60,7 +52,8 @@ class Metrics:
     """Counts what it is told. `is_known` says which model ids exist; all others share the label "unknown".
 
     `is_adhoc` says which of them no configuration names. `is_named` says which tenants the operator has named; the rest
-    get labels of their own while there is room, then share the label "other". `aliases` are further names for some.
+    get labels of their own while there is room, then share the label "other". `with_aliases` also measures what has a
+    name of the runner API alone.
     """
 
     def __init__(
@@ -68,16 +61,19 @@ class Metrics:
         is_known: Callable[[str], bool] | None = None,
         is_named: Callable[[str], bool] | None = None,
         is_adhoc: Callable[[str], bool] = lambda _: False,
-        aliases: RunnerAliases | None = None,
+        *,
+        with_aliases: bool = False,
     ) -> None:
-        self._aliases = aliases
         self._is_known = is_known
         self._is_adhoc = is_adhoc
         self._is_named = is_named
         self._requests, self._seconds = Counter(table.REQUESTS), Histogram(table.REQUEST_SECONDS)
         self._wait, self._first_byte = Histogram(table.WAIT_SECONDS), Histogram(table.FIRST_BYTE_SECONDS)
         self._wait_causes = Histogram(table.WAIT_CAUSE_SECONDS)
-        self._tenant_requests, self._tokens = Counter(REQUESTS), Counter(table.TOKENS)
+        # By tenant, which not everyone may see. The status is for the names of the runner API.
+        self.tenant_requests, self.tenant_tokens = Counter(table.ALIAS_REQUESTS), Counter(table.TOKENS)
+        # The time of an answer without its wait.
+        self.answer_seconds = Histogram(table.ALIAS_SECONDS) if with_aliases else None
         self._audio, self._audio_factor = Histogram(table.AUDIO_SECONDS), Histogram(table.AUDIO_FACTOR)
         self._lookups, self._moves, self._move_seconds = (
             Counter(table.LOOKUPS),
@@ -128,8 +124,8 @@ class Metrics:
         counts = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
         is_success = status < 400
         counts[is_success].value += 1
-        if self._aliases is not None and is_success:
-            self._aliases.seconds.at(self._model(model)).add(max(0.0, seconds - wait_s))
+        if self.answer_seconds is not None and is_success:
+            self.answer_seconds.at(self._model(model)).add(max(0.0, seconds - wait_s))
 
     def _wait_parts(self, model: str, wait_s: float, not_there_s: float) -> None:
         """Only for requests that waited, and only the parts that are there."""
@@ -167,7 +163,7 @@ class Metrics:
         """By model: the share of its answers that reused a prefix, of those of which that is known."""
         counts: dict[str, dict[str, int]] = {}
         series = self._prefix_answers.series
-        # Copied as in `Counter.family`, for the same reason.
+        # The keys are copied in one step: this may run in a thread beside the loop that adds series.
         for model, result in list(series):
             counts.setdefault(model, {})[result] = series[model, result].value
         sums = {model: sum(of.values()) for model, of in counts.items()}
@@ -194,15 +190,24 @@ class Metrics:
         """A program asked for memory and was answered, or left: granted, denied or given_up."""
         self._lease_asks.at(outcome).add()
 
-    def model_counts(self) -> dict[str, table.ModelCounts]:
+    def counters(self) -> tuple[Counter, ...]:
+        """All counters but those by tenant."""
+        counted = (self._requests, self._lookups, self._prefix_answers, self._moves, self._evictions, self._rejections)
+        return (*counted, self._edge_refusals, self._lease_asks, *self.green_room.counters)
+
+    def histograms(self) -> tuple[Histogram, ...]:
+        measured = (self._audio, self._audio_factor, self._seconds, self._wait, self._wait_causes, self._first_byte)
+        return (*measured, self._move_seconds, *self.green_room.histograms)
+
+    def model_counts(self) -> dict[str, ModelCounts]:
         """Counts since the start, by model."""
-        return table.model_counts(self._lookups, self._evictions, self._moves, self._move_seconds)
+        return _model_counts(self._lookups, self._evictions, self._moves, self._move_seconds)
 
     def totals(self) -> Totals:
         """What was counted since the start, of all models and tenants together."""
         statuses = [(labels[2], count.value) for labels, count in self._requests.series.items()]
         tokens = dict.fromkeys(("prompt", "completion", "cached"), 0)
-        for labels, count in self._tokens.series.items():
+        for labels, count in self.tenant_tokens.series.items():
             tokens[labels[2]] += count.value
         waits, moves = self._wait.series.values(), self._move_seconds.series.items()
         swaps = [spread for labels, spread in moves if labels[1] in ("load", "wake")]
@@ -220,17 +225,6 @@ class Metrics:
             swap_s=sum(spread.sum for spread in swaps),
             hits=sum(count.value for labels, count in self._lookups.series.items() if labels[1] == "hit"),
         )
-
-    def render(self, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
-        """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other
-        models are left out, and tenants are summed.
-
-        May run in a thread beside the loop that counts, and should: with the most tenants that are kept apart it takes
-        about half a second.
-        """
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Everything(partial(self._families, gauges, only_models)))
-        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # --- caps on labels ---------------------------------------------------------------------------------------------
 
@@ -268,14 +262,14 @@ class Metrics:
     def _tenant_series_of(self, model: str, tenant: str) -> tuple[Count, Count]:
         """Errors, then successes."""
         pair = self._pair(model, tenant)
-        counts = (self._tenant_requests.at(*pair, "error"), self._tenant_requests.at(*pair, "success"))
+        counts = (self.tenant_requests.at(*pair, "error"), self.tenant_requests.at(*pair, "success"))
         if pair == (model, tenant):
             self._tenant_series[pair] = counts
         return counts
 
     def _token_series_of(self, model: str, tenant: str) -> tuple[Count, Count, Count]:
         pair = self._pair(model, tenant)
-        prompt, completion, cached = (self._tokens.at(*pair, kind) for kind in ("prompt", "completion", "cached"))
+        prompt, completion, cached = (self.tenant_tokens.at(*pair, kind) for kind in ("prompt", "completion", "cached"))
         if pair == (model, tenant):
             self._token_series[pair] = (prompt, completion, cached)
         return prompt, completion, cached
@@ -287,50 +281,6 @@ class Metrics:
         if label == model:
             shortcuts[model] = pair
         return pair
-
-    # --- the exposition ---------------------------------------------------------------------------------------------
-
-    def _families(self, gauges: Gauges, only_models: Collection[str] | None) -> Iterator[Metric]:
-        if only_models is None:
-            yield from self._whole_families(gauges, by_tenant=True)
-            return
-        for family in self._whole_families(gauges, by_tenant=False):
-            family.samples = [one for one in family.samples if _is_of(one.labels.get("model"), only_models)]
-            yield family
-
-    def _whole_families(self, gauges: Gauges, *, by_tenant: bool) -> Iterator[Metric]:
-        requests = self._tenant_requests if by_tenant else self._tenant_requests.summed("tenant", ALL)
-        yield requests.without("status", table.TENANT_REQUESTS).family()
-        yield (self._tokens if by_tenant else self._tokens.summed("tenant", ALL)).family()
-        if self._aliases is not None:
-            waiting, gpus = sum(gauges.queue_depth.values()), gauges.gpus.values()
-            used_mib = {gpu.index: gpu.used_mib for gpu in gpus}
-            yield from self._aliases.families(requests, self.prefix_hit_rates(), waiting, used_mib)
-        yield gauge_family(table.PREFIX_RATIO, {(model,): rate for model, rate in self.prefix_hit_rates().items()})
-        for counted in (self._requests, self._lookups, self._prefix_answers, self._moves):
-            yield counted.family()
-        for counted in (self._evictions, self._rejections, self._edge_refusals, self._lease_asks):
-            yield counted.family()
-        for measured in (self._audio, self._audio_factor):
-            yield measured.family()
-        for measured in (self._seconds, self._wait, self._wait_causes, self._first_byte, self._move_seconds):
-            yield measured.family()
-        yield from self.green_room.families()
-        yield from gauge_families(gauges)
-
-
-class _Everything(Collector):
-    """The collector that the registry asks at a scrape."""
-
-    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return self._families()
-
-
-def _is_of(model: str | None, models: Collection[str]) -> bool:
-    return model is None or model == UNKNOWN_MODEL or model in models
 
 
 def _admit(values: set[_Label], value: _Label, most: int) -> bool:
@@ -352,6 +302,8 @@ class GreenRoomCounts:
         self._read, self._read_rate = Counter(table.PREPARE_BYTES), Histogram(table.PREPARE_RATE)
         self._starts, self._losses = Counter(table.WORKER_STARTS), Counter(table.WORKER_LOSSES)
         self._flushed, self._prefetched = Counter(table.FLUSHED_BYTES), Counter(table.PREFETCH_BYTES)
+        self.counters = (self._woken, self._read, self._starts, self._losses, self._flushed, self._prefetched)
+        self.histograms = (self._wake_rate, self._read_rate)
         # Exposed from the start as 0, so that the first loss is an increase.
         self._losses.at()
 
@@ -375,15 +327,94 @@ class GreenRoomCounts:
     def prefetched(self, model: str, size_bytes: int) -> None:
         self._prefetched.at(self._label(model)).add(size_bytes)
 
-    def families(self) -> Iterator[Metric]:
-        for counted in (self._woken, self._read, self._starts, self._losses, self._flushed, self._prefetched):
-            yield counted.family()
-        for measured in (self._wake_rate, self._read_rate):
-            yield measured.family()
-
 
 def _add_copy(total: Counter, rate: Histogram, label: str, size_bytes: int, seconds: float) -> None:
     total.at(label).add(size_bytes)
     # A copy of nothing, or in no time, has no rate.
     if size_bytes > 0 and seconds > 0:
         rate.at(label).add(size_bytes / seconds)
+
+
+# --- series ---------------------------------------------------------------------------------------------------------
+
+
+class Count:
+    """One series of a counter."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int = 1) -> None:
+        self.value += amount
+
+
+class Spread:
+    """One series of a histogram: how many values fell into each bucket, and their sum."""
+
+    __slots__ = ("_bounds", "_lowest", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._lowest = bounds[0]
+        # The last bucket is everything above the highest bound.
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        # Most requests do not wait.
+        self.counts[0 if value <= self._lowest else bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+class Counter:
+    """All series of one counter, by label values."""
+
+    __slots__ = ("series", "spec")
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self.spec = spec
+        self.series: dict[Labels, Count] = {}
+
+    def at(self, *labels: str) -> Count:
+        """The series with these labels; made when it is first asked for."""
+        found = self.series.get(labels)
+        if found is None:
+            found = self.series[labels] = Count()
+        return found
+
+
+class Histogram:
+    """All series of one histogram, by label values."""
+
+    __slots__ = ("series", "spec")
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self.spec = spec
+        self.series: dict[Labels, Spread] = {}
+
+    def at(self, *labels: str) -> Spread:
+        """The series with these labels; made when it is first asked for."""
+        found = self.series.get(labels)
+        if found is None:
+            found = self.series[labels] = Spread(self.spec.buckets)
+        return found
+
+
+def _model_counts(lookups: Counter, evictions: Counter, moves: Counter, seconds: Histogram) -> dict[str, ModelCounts]:
+    """Counts by model."""
+    found: dict[str, ModelCounts] = {}
+
+    def of(model: str) -> ModelCounts:
+        return found.setdefault(model, ModelCounts())
+
+    for (model, result), count in lookups.series.items():
+        of(model).add(ModelCounts(hits=count.value) if result == "hit" else ModelCounts(misses=count.value))
+    for (model, _), count in evictions.series.items():
+        of(model).evictions += count.value
+    for (model, kind, outcome), count in moves.series.items():
+        of(model).loads += count.value if (kind, outcome) == ("load", "done") else 0
+    for (model, kind), spread in seconds.series.items():
+        of(model).load_s += spread.sum if kind == "load" else 0
+    return found

@@ -1,22 +1,14 @@
 """The table of metrics: every name, its meaning, its labels and its buckets, in one place.
 
-Owns the names, and the counters and histograms behind them: plain numbers in dicts, turned into families of
-prometheus_client when asked for. Its own counters take a lock for every increment, which costs more than the rest of a
-request's bookkeeping; here one event loop owns the numbers, so there is no lock. `metrics.py` counts.
+Owns the names. `metrics.py` counts, `exposition.py` turns the counts into Prometheus's text.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from typing import Final
 
 Labels = tuple[str, ...]
-_LabelsOrPair = TypeVar("_LabelsOrPair", bound=Labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,126 +19,6 @@ class MetricSpec:
     help: str
     labels: Labels = ()
     buckets: tuple[float, ...] = ()
-
-
-class Count:
-    """One series of a counter."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, amount: int = 1) -> None:
-        self.value += amount
-
-
-class Spread:
-    """One series of a histogram: how many values fell into each bucket, and their sum."""
-
-    __slots__ = ("_bounds", "_lowest", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._lowest = bounds[0]
-        # The last bucket is everything above the highest bound.
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        # Most requests do not wait.
-        self.counts[0 if value <= self._lowest else bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-
-class Counter:
-    """All series of one counter, by label values."""
-
-    __slots__ = ("series", "spec")
-
-    def __init__(self, spec: MetricSpec) -> None:
-        self.spec = spec
-        self.series: dict[Labels, Count] = {}
-
-    def at(self, *labels: str) -> Count:
-        """The series with these labels; made when it is first asked for."""
-        found = self.series.get(labels)
-        if found is None:
-            found = self.series[labels] = Count()
-        return found
-
-    def summed(self, label: str, value: str) -> Counter:
-        """A copy in which all values of this label are summed under `value`."""
-        place = self.spec.labels.index(label)
-        total = Counter(self.spec)
-        for labels in list(self.series):
-            total.at(*labels[:place], value, *labels[place + 1 :]).add(self.series[labels].value)
-        return total
-
-    def without(self, label: str, spec: MetricSpec) -> Counter:
-        """A copy of this name in which all values of a label are summed, and the label is left out."""
-        place = self.spec.labels.index(label)
-        total = Counter(spec)
-        for labels in list(self.series):
-            total.at(*labels[:place], *labels[place + 1 :]).add(self.series[labels].value)
-        return total
-
-    def family(self) -> CounterMetricFamily:
-        family = CounterMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
-        # This may run in a thread while the loop adds series. Copying the keys is one step; copying the items is not,
-        # because each pair that is made may cause a garbage collection, which may let the loop run.
-        for labels in list(self.series):
-            family.add_metric(labels, self.series[labels].value)
-        return family
-
-
-class Histogram:
-    """All series of one histogram, by label values."""
-
-    __slots__ = ("_bound_names", "series", "spec")
-
-    def __init__(self, spec: MetricSpec) -> None:
-        self.spec = spec
-        self.series: dict[Labels, Spread] = {}
-        self._bound_names = [*(str(float(bound)) for bound in spec.buckets), "+Inf"]
-
-    def at(self, *labels: str) -> Spread:
-        """The series with these labels; made when it is first asked for."""
-        found = self.series.get(labels)
-        if found is None:
-            found = self.series[labels] = Spread(self.spec.buckets)
-        return found
-
-    def family(self) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
-        for labels in list(self.series):
-            spread = self.series[labels]
-            family.add_metric(labels, self._cumulated(spread), spread.sum)
-        return family
-
-    def _cumulated(self, spread: Spread) -> list[tuple[str, float]]:
-        """Buckets as Prometheus wants them: each includes all smaller ones."""
-        below = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip(self._bound_names, spread.counts, strict=True):
-            below += count
-            buckets.append((bound, below))
-        return buckets
-
-
-def counter_family(spec: MetricSpec, values: Mapping[Labels, int]) -> CounterMetricFamily:
-    """A counter that is kept elsewhere, by label values."""
-    counter = Counter(spec)
-    for labels, value in values.items():
-        counter.at(*labels).add(value)
-    return counter.family()
-
-
-def gauge_family(spec: MetricSpec, values: Mapping[_LabelsOrPair, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
-    return family
 
 
 # Answers take from a cached embedding's milliseconds to a long generation's minutes.
@@ -279,51 +151,19 @@ TABLE: Final = (
     *(GREEN_ROOM_SIZE, GREEN_ROOM_USED, CONNECTIONS, EVENT_LISTENERS, LOG_LINES_LOST, UPTIME),
 )
 
+# --- names of the runner API ----------------------------------------------------------------------------------------
 
-# The share in use, tokens looked up, tokens found; None where the engine does not count.
-CacheCounts = tuple[float, int | None, int | None]
+# For dashboards that were made for it (`server.metrics_aliases`). From an embedding to a long generation.
+_INFERENCE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-
-def cache_families(caches: Mapping[str, CacheCounts]) -> Iterator[Metric]:
-    """What engines tell of their caches, by model."""
-    yield gauge_family(KV_CACHE_USED, {(model,): used for model, (used, _, _) in caches.items()})
-    yield counter_family(
-        PREFIX_QUERIES, {(model,): count for model, (_, count, _) in caches.items() if count is not None}
-    )
-    yield counter_family(PREFIX_HITS, {(model,): count for model, (_, _, count) in caches.items() if count is not None})
-
-
-@dataclass(slots=True)
-class ModelCounts:
-    """How often a model was there when it was asked for, and what was done to have it there."""
-
-    hits: int = 0
-    misses: int = 0
-    loads: int = 0
-    load_s: float = 0.0
-    evictions: int = 0
-
-    def add(self, other: ModelCounts) -> None:
-        self.hits += other.hits
-        self.misses += other.misses
-        self.loads += other.loads
-        self.load_s += other.load_s
-        self.evictions += other.evictions
-
-
-def model_counts(lookups: Counter, evictions: Counter, moves: Counter, seconds: Histogram) -> dict[str, ModelCounts]:
-    """Counts by model."""
-    found: dict[str, ModelCounts] = {}
-
-    def of(model: str) -> ModelCounts:
-        return found.setdefault(model, ModelCounts())
-
-    for (model, result), count in lookups.series.items():
-        of(model).add(ModelCounts(hits=count.value) if result == "hit" else ModelCounts(misses=count.value))
-    for (model, _), count in evictions.series.items():
-        of(model).evictions += count.value
-    for (model, kind, outcome), count in moves.series.items():
-        of(model).loads += count.value if (kind, outcome) == ("load", "done") else 0
-    for (model, kind), spread in seconds.series.items():
-        of(model).load_s += spread.sum if kind == "load" else 0
-    return found
+ALIAS_REQUESTS = MetricSpec(
+    "vllm_requests_total", "Requests answered; status is success or error.", ("model", "tenant", "status")
+)
+ALIAS_CACHE_HIT_RATE = MetricSpec(
+    "vllm_cache_hit_rate", "Share of answers that reused a prefix, where the engine tells.", ("model",)
+)
+ALIAS_QUEUE_DEPTH = MetricSpec("vllm_queue_depth", "Requests that wait now, for any model.")
+ALIAS_GPU_MEMORY = MetricSpec("vllm_gpu_memory_used", "Bytes of a GPU that are used, by any process.", ("gpu",))
+ALIAS_SECONDS = MetricSpec(
+    "vllm_inference_duration_seconds", "From a slot's grant to the last byte, of successes.", ("model",), _INFERENCE_S
+)

@@ -33,7 +33,6 @@ from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
-from greenroom.telemetry.aliases import RunnerAliases
 from greenroom.telemetry.metrics import Metrics
 
 
@@ -68,8 +67,8 @@ def wire_common(
     timeouts: Timeouts,
 ) -> CommonParts:
     catalog, slots, hub = Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
-    aliases = None if server.metrics_aliases is None else RunnerAliases()
-    metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, aliases)
+    with_aliases = server.metrics_aliases is not None
+    metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, with_aliases=with_aliases)
     observer = Observer(hub, metrics)
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None

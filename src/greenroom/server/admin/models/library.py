@@ -30,8 +30,8 @@ from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.telemetry.history import ModelCounts
 from greenroom.telemetry.logs import get_logger
-from greenroom.telemetry.table import ModelCounts
 
 INVENTORY: Final = f"{MODELS}/inventory"
 # The files of all models are compared with those of the one to be deleted; a disk may take so long for that.

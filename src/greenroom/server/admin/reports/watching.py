@@ -26,9 +26,16 @@ from greenroom.server.admin.reports.memory import cache_view, green_room_used_mi
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.telemetry.gauges import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
+from greenroom.telemetry.exposition import (
+    CacheCounts,
+    DeviceMemory,
+    Gauges,
+    GpuFigures,
+    LeaseFigures,
+    StoreFigures,
+    render,
+)
 from greenroom.telemetry.logs import lost_lines
-from greenroom.telemetry.table import CacheCounts
 from greenroom.tenancy.keys import Caller
 
 API = "/api/v1"
@@ -96,7 +103,7 @@ class Watching:
         listed = None if asked_by_admin(request) else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
-            body, content_type = await asyncio.to_thread(gateway.metrics.render, now, only_models=listed)
+            body, content_type = await asyncio.to_thread(render, gateway.metrics, now, only_models=listed)
         return Response(body, headers={"content-type": content_type})
 
     async def status(self) -> views.StatusView:
