@@ -162,10 +162,15 @@ class LazyRoute(APIRoute):
         self.methods = set(options["methods"] or ("GET",))
         self._options = options
 
+    def analyse(self) -> None:
+        """Analyse it now, unless that was done."""
+        options = self.__dict__.pop("_options", None)
+        if options is not None:
+            super().__init__(self.path, self.endpoint, **options)
+
     def __getattr__(self, name: str) -> Any:
         """Called for what only an analysed route has."""
-        options = self.__dict__.pop("_options", None)
-        if options is None:
+        if "_options" not in self.__dict__:
             raise AttributeError(name)
-        super().__init__(self.path, self.endpoint, **options)
+        self.analyse()
         return getattr(self, name)

@@ -254,6 +254,18 @@ async def test_the_page_lists_the_api_and_loads_nothing_from_elsewhere() -> None
         assert text in answer.body
 
 
+@pytest.mark.parametrize("path", ["/api/v1/openapi.json", "/api/v1/docs"])
+async def test_the_loop_goes_on_while_the_routes_are_described(path: str) -> None:
+    client, turns = Client(_gateway()), 0
+    asked = [asyncio.ensure_future(client.get(path)) for _ in range(2)]
+    while not all(one.done() for one in asked):
+        await asyncio.sleep(0)
+        turns += 1
+    assert [one.result().status for one in asked] == [200, 200]
+    # At least one turn after each route, of which there are more.
+    assert turns > 50
+
+
 async def test_the_page_can_be_switched_off_while_running() -> None:
     gateway = _gateway(docs=False)
     client = Client(gateway)

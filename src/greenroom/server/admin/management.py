@@ -7,6 +7,7 @@ that owns the scheduler's state; none runs in a thread, where that state could c
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -15,12 +16,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 import greenroom
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
+from greenroom.runtime.detached import run_detached
 from greenroom.server import render
 from greenroom.server.admin.docs_page import docs_page
 from greenroom.server.admin.gateway import Gateway
@@ -288,7 +290,8 @@ def _empty_app() -> FastAPI:
         title="Greenroom",
         version=greenroom.__version__,
         description=_DESCRIPTION,
-        openapi_url=OPENAPI_PATH,
+        # It has a route of its own.
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -307,11 +310,29 @@ def _route_name(route: APIRoute) -> str:
 
 
 def _add_docs(app: FastAPI, gateway: Gateway) -> None:
+    describing = asyncio.Lock()
+
+    async def described() -> dict[str, Any]:
+        """The document. At first it takes most of a second, and requests go on: the loop analyses one route at a time,
+        as no thread may, and the rest is done in a thread."""
+        async with describing:
+            if app.openapi_schema is None:
+                for route in app.routes:
+                    if isinstance(route, LazyRoute):
+                        route.analyse()
+                        await asyncio.sleep(0)
+                await run_detached(app.openapi, "describe the API")
+        return app.openapi()
+
+    async def schema() -> Response:
+        return JSONResponse(await described())
+
     async def docs() -> Response:
         if not gateway.config.server.docs:
             raise nothing_at(DOCS_PATH)
-        return docs_page(app.openapi(), OPENAPI_PATH)
+        return docs_page(await described(), OPENAPI_PATH)
 
+    app.get(OPENAPI_PATH, include_in_schema=False)(schema)
     app.get(DOCS_PATH, include_in_schema=False)(docs)
 
 
