@@ -26,8 +26,8 @@ BARS_MAX = 24
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #5d6770; --page: #fff; --card: #f4f6f8; --rule: #d9dee3;
   --mark: #17795e; --c0: #2f78bd; --c1: #d0691f; --c2: #268a60; --c3: #b8433f; --c4: #7d61b5; --c5: #8a6c22; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5af; --page: #14181c; --card: #1d2329;
-  --rule: #343c44; --mark: #5cc9a3; --c0: #6cb0ef; --c1: #f0974f; --c2: #56c596; --c3: #ef7f79; --c4: #b39ceb;
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5af; --page: #14181c;
+  --card: #1d2329; --rule: #343c44; --mark: #5cc9a3; --c0: #6cb0ef; --c1: #f0974f; --c2: #56c596; --c3: #ef7f79; --c4: #b39ceb;
   --c5: #cdb060; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 82rem;
@@ -55,10 +55,11 @@ svg { width: 100%; height: auto; font: 13px system-ui, sans-serif; fill: var(--i
 .axis { stroke: var(--soft); fill: none; } .grid { stroke: var(--rule); fill: none; }
 .line { fill: none; stroke-width: 2; } .mark { fill: transparent; } .mark:hover { fill: var(--ink); fill-opacity: 0.5; }
 details { margin: 0.5rem 0; } summary { cursor: pointer; }
-@media print { body { font-size: 9pt; padding: 0; max-width: none; } table { font-size: 7.5pt; }
-  th, td { padding: 0.1rem 0.35rem; } .plots { grid-template-columns: 1fr 1fr; gap: 0.5rem; }
-  figure, .bottom { break-inside: avoid; } .scroll { overflow: visible; }
-  details { display: none; } }
+@media print { :root { color-scheme: light; font-size: 9pt; } body { font-size: 9pt; padding: 0; max-width: none; }
+  table { font-size: 6.5pt; } th, td { padding: 0.1rem 0.25rem; } svg { font-size: 11px; } h2 { margin-top: 1.25rem; }
+  .plots { grid-template-columns: 1fr 1fr; gap: 0.5rem; } figure, .bottom { break-inside: avoid; }
+  h2 { break-after: avoid; } .scroll { overflow: visible; } details, .folded { display: none; }
+  .bars i, .legend i { -webkit-print-color-adjust: exact; print-color-adjust: exact; } }
 """
 
 
@@ -89,7 +90,8 @@ def html(results: Sequence[CaseResult], assumed: Sequence[str]) -> str:
             '<div class="plots">',
             *(tiers_plot(result) for result in said.chosen),
             "</div>",
-            "<h2>By model, class and tenant</h2>",
+            # On paper there is nothing below it.
+            '<h2 class="folded">By model, class and tenant</h2>',
             *(_details(result) for result in said.chosen),
             "<h2>What was assumed</h2><ul>",
             *(f"<li>{escape(sentence)}</li>" for sentence in assumed[1:]),
