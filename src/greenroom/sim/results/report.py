@@ -27,8 +27,8 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #5d6770; --page: #fff; --card: #f4f6f8; --rule: #d9dee3;
   --mark: #17795e; --c0: #2f78bd; --c1: #d0691f; --c2: #268a60; --c3: #b8433f; --c4: #7d61b5; --c5: #8a6c22; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5af; --page: #14181c;
-  --card: #1d2329; --rule: #343c44; --mark: #5cc9a3; --c0: #6cb0ef; --c1: #f0974f; --c2: #56c596; --c3: #ef7f79; --c4: #b39ceb;
-  --c5: #cdb060; } }
+  --card: #1d2329; --rule: #343c44; --mark: #5cc9a3; --c0: #6cb0ef; --c1: #f0974f; --c2: #56c596; --c3: #ef7f79;
+  --c4: #b39ceb; --c5: #cdb060; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 82rem;
   margin: 0 auto; padding: 2rem 1.25rem 4rem; }
