@@ -14,9 +14,8 @@ from greenroom.core.decide.decision import Serve as Serve
 from greenroom.core.decide.decision import Swap as Swap
 from greenroom.core.decide.decision import Wait as Wait
 from greenroom.core.decide.decision import WaitReason
-from greenroom.core.decide.estimate import eta_s
 from greenroom.core.decide.ladder import Option as Option
-from greenroom.core.decide.ladder import called_off, plan_for, too_late
+from greenroom.core.decide.ladder import called_off, eta_s, plan_for, too_late
 from greenroom.core.decide.placement import Places
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import DeviceId, ModelId, OtherLease, RequestId, SlotId, Tier

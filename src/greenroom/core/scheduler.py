@@ -15,12 +15,12 @@ from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
-from greenroom.core.decide.estimate import eta_s
 from greenroom.core.decide.ladder import (
     Option,
     called_off,
     choose,
     decide,
+    eta_s,
     is_able,
     model_of,
     plan_for,
