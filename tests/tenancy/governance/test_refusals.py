@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.errors import AuditUnavailable
 from greenroom.tenancy.governance.audit import verify
-from greenroom.tenancy.governance.refusals import Refusals
+from greenroom.tenancy.governance.gate import Refusals
 from tests.tenancy.governance.test_gate import code, lines
 from tests.tenancy.governance.token_rig import call, key_file, opened, shared_token
 from tests.waiting import until
