@@ -2,7 +2,8 @@
 
 Owns the sums of a day (UTC) and their file in the state directory. A request is entered with what it is expected to
 cost before it is sent, so that requests at once cannot pass the budget together; when it has ended, its real cost takes
-that place. What is written down includes what is still under way: a gateway that is killed forgets no expense.
+that place. What a provider may have worked on is counted as it was expected, of a stream what came, and what it refused
+is free. What is written down includes what is still under way: a gateway that is killed forgets no expense.
 Gateways with a common store tell each other their sums (`shared.py`); while it is away, each spends its share of what
 was left.
 """
@@ -26,7 +27,9 @@ from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.http.body import Payload
+from greenroom.http.relays.relay import Relay
 from greenroom.runtime.detached import run_detached
+from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")
@@ -366,3 +369,18 @@ def _count(said: bytes, otherwise: int) -> int:
     if number >= TOKENS_MAX:
         return TOKENS_MAX
     return int(number) if number >= 1 and number.is_integer() else otherwise
+
+
+def settle(bill: Bill, record: Record, relay: Relay | None) -> None:
+    """Enter the cost of a request that has ended."""
+    if relay is None or not _has_worked(relay):
+        bill.drop()
+    elif record.estimated and record.completion_tokens is not None:
+        bill.settle_part(record.completion_tokens, relay.total_bytes)
+    else:
+        bill.settle(record.prompt_tokens, record.completion_tokens, record.cached_tokens or 0)
+
+
+def _has_worked(relay: Relay) -> bool:
+    """True if the provider answered, or had the request and may have begun to when it was left or lost."""
+    return relay.was_sent if relay.status == 0 else relay.status == 200

@@ -19,11 +19,11 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop, Tickets
+from greenroom.runtime.remote.spending import settle
 from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings
 from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.billing import settle
 from greenroom.server.inference.headers import client_named, version_headers
 from greenroom.server.inference.request_log import RequestLog, tokens_used
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route

@@ -41,11 +41,10 @@ from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
 from greenroom.runtime.loop import Ticket, Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
-from greenroom.runtime.remote.spending import Bill, SpendingMeter
+from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, arrival
-from greenroom.server.inference.billing import settle
 from greenroom.server.inference.headers import NOT_CACHED, WAIT, AnswerFacts, model_header, version_headers
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.routes import UPSTREAM, is_open
