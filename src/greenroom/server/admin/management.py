@@ -33,11 +33,10 @@ from greenroom.server.admin.models.downloads import DownloadRoutes
 from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.models.listing import Listing, ModelStatuses
 from greenroom.server.admin.models.llama_swap import LlamaSwapRoutes
-from greenroom.server.admin.models.loads import LoadRoutes
+from greenroom.server.admin.models.loads import LoadRoutes, PinRoutes
 from greenroom.server.admin.models.model_openapi import with_model_routes
 from greenroom.server.admin.models.native import NativeRoutes
 from greenroom.server.admin.models.ollama import OllamaRoutes
-from greenroom.server.admin.models.pinning import PinRoutes
 from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.remote import RemoteRoutes

@@ -1,4 +1,5 @@
 """`/v1/models/load`, `/v1/models/unload`, `/api/v1/operations`: order a load, watch it, take a model away. For admins.
+`/api/v1/models/{id}/pin`: keep a model where it is, or let it leave again, without a reload.
 
 Owns the shapes of requests and answers. Statuses are `loading`, `completed` and `failed`; inside they are those of all
 operations.
@@ -17,13 +18,13 @@ from starlette.responses import Response
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
-from greenroom.errors import ShuttingDown
+from greenroom.errors import ShuttingDown, Unsupported
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.models.listing import refuse_task
-from greenroom.server.admin.views import GovernedOrder
+from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
+from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of
 
 OPERATIONS: Final = "/api/v1/operations"
@@ -266,3 +267,39 @@ def gpu_mib(gateway: Gateway, model: ModelId) -> int:
     gpus = {device.id for device in view.devices if device.kind is DeviceKind.GPU}
     held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
     return sum(mib for claim in held for device, mib in claim.items() if device in gpus)
+
+
+MODELS: Final = "/api/v1/models"
+
+
+class PinOrder(GovernedOrder):
+    pinned: bool = True
+    """False: it may be evicted, and leaves when it is idle."""
+
+
+class Pinned(View):
+    model: str
+    pinned: bool
+
+
+class PinRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post(f"{MODELS}/{{model_id:path}}/pin")(self.pin)
+
+    async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
+        """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
+
+        It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
+        """
+        entry, pinned = addressed(self._gateway.catalog, request, MODELS, model_id, "/pin"), True
+        if order is not None:
+            pinned = order.pinned
+        if (name := entry.spec.version_of) is not None:
+            raise self._gateway.updates.moves_only(entry.id, name)
+        if entry.spec.is_remote:
+            raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
+        await self._gateway.pin(entry.id, pinned)
+        return Pinned(model=entry.id, pinned=pinned)
