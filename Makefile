@@ -38,8 +38,10 @@ ENGINE_TESTS := tests/contract/engines tests/integration/transformers
 # These share a browser and a gateway, and so a process for each file. A browser keeps a core busy.
 UI_TESTS := tests/ui
 UI_JOBS ?= 2
-# Tests of the core compute and wait for nothing: no more of them than cores.
+# Tests of the core compute and wait for nothing: no more of them than cores. Other units wait a little, and each process
+# takes seconds to import them all.
 CORE_JOBS ?= 2
+UNIT_JOBS ?= 3
 CORE_PYTEST := $(BIN)/python -m pytest tests/core --numprocesses $(CORE_JOBS) --dist worksteal
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
@@ -47,9 +49,11 @@ TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m py
 # `make test` leaves out what is marked slow, `make test-slow` runs just that. Neither soaks, nor needs a GPU.
 QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
-# These start programs (commands, engines, workers, a Redis) and wait for them. All other units come before them.
-PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contract tests/deploy \
-  tests/runtime/remote/test_shared.py tests/tenancy/test_shared_limits.py tests/tenancy/governance/test_shared_nonces.py
+# These start programs (commands, engines, workers, a Redis) and wait for them, or simulate days. Units come before them.
+PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim tests/chaos \
+  tests/config/test_described.py tests/engines/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
+  tests/runtime/remote/test_shared.py tests/server/inference/test_running.py tests/tenancy/test_shared_limits.py \
+  tests/tenancy/governance/test_shared_nonces.py
 # Units are what no other stage of `make test` runs: layers are part of `check`, core has its coverage measured, and a
 # running gateway comes late because a unit that is broken explains it. tests/test_stages.py sees that none is left out.
 GATEWAY_TESTS := tests/integration
@@ -131,7 +135,8 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway, a browser
 	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
-	@$(BIN)/python -m pytest tests -m '$(QUICK)' $(SPREAD) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
+	@$(BIN)/python -m pytest tests -m '$(QUICK)' --numprocesses $(UNIT_JOBS) --dist worksteal \
+	  $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
 	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)
 	@$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)

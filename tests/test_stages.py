@@ -47,7 +47,7 @@ def stage(command: str) -> Stage:
 
 def stages(target: str) -> list[Stage]:
     told = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [stage(command) for command in re.findall(r"-m pytest ([^;\n]*)", told)]
+    return [stage(command) for command in re.findall(r"-m pytest ([^;\n]*)", told.replace("\\\n", " "))]
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 )
 def test_every_kind_of_record_comes_back_as_it_was(kind: type[Any]) -> None:
     # A busy machine is slow to make records, which says nothing of them.
-    @settings(suppress_health_check=[HealthCheck.too_slow])
+    @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
     @given(records(kind))
     def check(record: Any) -> None:
         # By what they print, so that what is not equal to itself (nan) compares too, and 1 is not 1.0.
