@@ -74,7 +74,9 @@ def _moved(old: Config, new: Config, name: str) -> bool:
 
 
 def _same(old: object, new: object) -> bool:
-    """Equal as JSON too: Python treats 1, 1.0 and True as equal, an engine does not."""
+    """Equal as JSON too: Python treats 1, 1.0 and True as equal, an engine does not. Most are the same default."""
+    if old is new:
+        return True
     return old == new and json.dumps(old, sort_keys=True, default=repr) == json.dumps(new, sort_keys=True, default=repr)
 
 

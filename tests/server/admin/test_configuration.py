@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,18 @@ async def test_a_file_that_cannot_be_used_is_told_line_by_line(tmp_path: Path) -
     assert found["pending"] is None
     sources = {one["key"]: one["source"] for one in found["values"]}
     assert (sources["server.port"], sources["server.ui"]) == (None, "default")
+
+
+async def test_a_disk_that_hangs_does_not_stop_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = gateway_of(tmp_path, f"model_roots: [{tmp_path}/roots]\n")
+    assert gateway.path is not None
+    gateway.path.write_text("models: [")
+    isdir, on_loop = os.path.isdir, []
+
+    def look(path: Any) -> bool:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return isdir(path)
+
+    monkeypatch.setattr(os.path, "isdir", look)
+    assert "there is no folder" in (await asked(gateway))["check"]["warnings"][0]
+    assert not any(on_loop)

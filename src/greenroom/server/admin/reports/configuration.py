@@ -88,18 +88,20 @@ class ConfigRoutes:
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
         gateway = self._gateway
+        # In threads: of hundreds of models each of these takes longer than the loop may wait.
         loaded, wrong = await asyncio.to_thread(_read, gateway.path)
-        warnings = problems(gateway.config) if loaded is None else loaded.warnings
+        config = gateway.config
+        warnings = await asyncio.to_thread(problems, config) if loaded is None else loaded.warnings
         return EffectiveConfig(
             file=None if gateway.path is None else str(gateway.path),
-            values=list(_values(gateway.config, loaded)),
+            values=await asyncio.to_thread(lambda: list(_values(config, loaded))),
             check=ConfigCheck(problems=wrong, warnings=list(warnings)),
             pending=None if loaded is None else await self._pending(),
         )
 
     async def _pending(self) -> PendingChanges | None:
         try:
-            changes = diff(self._gateway.config, await self._gateway.reread())
+            changes = await asyncio.to_thread(diff, self._gateway.config, await self._gateway.reread())
         except ConfigError:
             # There is no file, or it has become unusable just now.
             return None
