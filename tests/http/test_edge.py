@@ -147,6 +147,14 @@ async def test_chunked_body_is_joined(serve: Serve, connect: Connect) -> None:
     assert (await client.response()).body == b"GET /next "
 
 
+async def test_no_answer_waits_until_the_one_before_it_is_acknowledged(serve: Serve, connect: Connect) -> None:
+    server = await serve()
+    client = await connect(server)
+    await client.send(get("/a"))
+    assert (await client.response()).body == b"GET /a "
+    assert server.sends_at_once()
+
+
 async def test_requests_are_the_same_wherever_the_bytes_are_split(serve: Serve, connect: Connect) -> None:
     server = await serve()
     data = (

@@ -80,6 +80,12 @@ class Server:
         (connection,) = self.edge._connections
         return connection.transport.get_write_buffer_size() + len(connection._backlog)
 
+    def sends_at_once(self) -> bool:
+        """The kernel does not hold back small writes to the only client until others are acknowledged."""
+        (connection,) = self.edge._connections
+        sock = connection.transport.get_extra_info("socket")
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
     def _refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal:
         return self.refuse(exchange, head, error)
 

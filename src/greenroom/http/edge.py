@@ -110,6 +110,8 @@ class Edge:
                     raise
                 missing = error
                 continue
+            # Connections inherit it. asyncio itself does it only for sockets that name their protocol, uvloop for all.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._bound.append(sock)
             self.addresses.append(_spell(sock.getsockname()))
         if missing is not None and not self._bound:
