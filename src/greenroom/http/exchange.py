@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -50,6 +51,19 @@ class AnswerWire(Protocol):
     def exchange_over(self, keep_alive: bool) -> None: ...
     def cut(self, *, hard: bool) -> None: ...
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport: ...
+
+
+class RequestIds:
+    """Ids for requests. The prefix keeps those of different runs apart; within a run they are counted."""
+
+    __slots__ = ("_number", "_prefix")
+
+    def __init__(self) -> None:
+        self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
+
+    def next(self) -> str:
+        self._number += 1
+        return f"{self._prefix}{self._number}"
 
 
 class Exchange:

@@ -130,7 +130,7 @@ class FrontDoor:
         else:
             caller = head.note if isinstance(head.note, Caller) else None
             is_admin = caller is not None and caller.may(Permission.READ)
-            request_id = self._inference.next_id()
+            request_id = self._inference.ids.next()
             if caller is not None and not is_admin:
                 caller = self._inference.narrowed(head, caller)
             self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
@@ -141,7 +141,7 @@ class FrontDoor:
         if head is not None and isinstance(head.note, Caller) and _asks_model(head):
             self._inference.count_refused(error, head, head.note)
         dialect = Dialect.OPENAI if head is None else dialect_of(head.path)
-        return render.response(error, self._inference.next_id(), to_operator=False, dialect=dialect)
+        return render.response(error, self._inference.ids.next(), to_operator=False, dialect=dialect)
 
     def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:
         """Count a request for its tenant and key, before its body is read. Raises RateLimited."""

@@ -173,7 +173,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
     table = _operations(common, gateway)
     jobs = _jobs(table, inference, edge, door, common, gateway)
-    door.jobs = AsyncRequests(jobs, edge.bodies, inference.next_id, inference.refused)
+    door.jobs = AsyncRequests(jobs, edge.bodies, inference.ids.next, inference.refused)
     pictures = _pictures(common, gateway)
     reader.picture_urls = PictureAnswers(
         PictureServices(pictures, edge.bodies, lambda: gateway.config.server.public_url)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
@@ -15,7 +14,7 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
 from greenroom.dialects.translation import JSON, ChatTranslation
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
-from greenroom.http.exchange import Exchange
+from greenroom.http.exchange import Exchange, RequestIds
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop, Tickets
@@ -61,8 +60,7 @@ class Inference:
         self._waits = waits
         self._tickets = tickets
         self._tasks: set[asyncio.Task[None]] = set()
-        # The prefix keeps ids of different runs apart; within a run they are counted.
-        self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
+        self.ids = RequestIds()
         self.sweep = RequestSweep(self._sweep_s, clock)
         self._shared = RequestServices(
             tickets,
@@ -81,7 +79,7 @@ class Inference:
         if route.form:
             self._begin_form(exchange, route, caller)
             return
-        request_id = self.next_id()
+        request_id = self.ids.next()
         try:
             self._answer(exchange, self._read(exchange, route, caller), request_id)
         except Unresolved as wanted:
@@ -118,7 +116,7 @@ class Inference:
         reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
 
     async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
-        request_id = self.next_id()
+        request_id = self.ids.next()
         try:
             self._answer(exchange, await self._reader.read_form(exchange, route, caller, self.settings), request_id)
         except Exception as error:
@@ -268,10 +266,6 @@ class Inference:
         await self._loop.until(lambda: not self._tickets.open)
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    def next_id(self) -> str:
-        self._number += 1
-        return f"{self._prefix}{self._number}"
 
     def _sweep_s(self) -> float:
         settings = self.settings

@@ -302,7 +302,7 @@ class Jobs:
             job.exchange = exchange = Exchange(job.answer, self._services.edge, head, body)
             ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
             ask.job = job
-            job.request_id = self._inference.next_id()
+            job.request_id = self._inference.ids.next()
             if not job.is_cancelled:
                 self._inference.begin_job(exchange, ask, job.request_id, self._services.keep_s())
                 return
