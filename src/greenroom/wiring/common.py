@@ -19,12 +19,11 @@ from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
-from greenroom.runtime.memory.attribution import MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.memory.slot_memory import SlotMemory
+from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
 from greenroom.runtime.memory.watch import Growth, MemoryWatch
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.record.line_file import replace_file

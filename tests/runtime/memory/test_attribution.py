@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from greenroom.core.model import DeviceId
-from greenroom.runtime.memory.attribution import Attribution, Owner, attribute
 from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.readings import Attribution, Owner, attribute
 from tests.runtime.memory.readings import gpu, reading, used
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")

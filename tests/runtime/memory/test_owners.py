@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, OtherLease, Slot, SlotId
 from greenroom.core.state import State
-from greenroom.runtime.memory.attribution import OTHER_WORD, MemoryOwners, Owner
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
+from greenroom.runtime.memory.readings import Owner
+from greenroom.runtime.memory.slot_memory import OTHER_WORD, MemoryOwners
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.server.admin.management_rig import FakeGateway

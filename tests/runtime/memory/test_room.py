@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core.model import Claim, DeviceId
-from greenroom.runtime.memory.attribution import not_back, short_of
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.readings import GpuReading
+from greenroom.runtime.memory.readings import GpuReading, not_back, short_of
 from tests.runtime.memory.readings import gpu, reading, used
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")

@@ -14,9 +14,8 @@ import pytest
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import Claim, DeviceId, SlotId
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.attribution import Owner
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.readings import GpuReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, Owner, Reading
 from greenroom.runtime.memory.watch import GONE_KEPT_MAX, HOST_STEP_MIB, MemoryWatch
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots

@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import MemoryChanged
 from greenroom.core.model import LeaseId, SlotId, Tier
-from greenroom.runtime.memory.attribution import Attribution
+from greenroom.runtime.memory.readings import Attribution
 from greenroom.runtime.memory.watch import MemoryLook
 from tests.runtime.memory.readings import reading, used
 from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, FakeWatch, model

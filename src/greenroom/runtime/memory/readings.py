@@ -1,20 +1,24 @@
-"""Readings of memory: each GPU with the processes on it, and the host.
+"""Readings of memory: each GPU with the processes on it, and the host; and whose memory that is.
 
 Owns the records of a reading, the protocol `Probe`, and the reading of this host: /proc/meminfo, cgroups, /dev/shm and
 single processes. In a container the limit of its cgroup counts. `HostProbe` never raises: what cannot be read counts as
-not limited, or as absent. The probes of simulated GPUs and of none look at the host alone, so they are here too. Never
-decides what the figures mean: `attribution.py` attributes memory, `devices.py` says which GPUs to plan with.
+not limited, or as absent. The probes of simulated GPUs and of none look at the host alone, so they are here too.
+`devices.py` says which GPUs to plan with.
+
+`attribute` shares used GPU memory out among our slots, leases and strangers: pure arithmetic on one reading. Where
+processes cannot be seen, use beyond all declared claims counts as strangers'.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from greenroom.config.schema import Gpu
+from greenroom.core.model import Claim, DeviceId
 
 BYTES_A_MIB = 1024 * 1024
 
@@ -230,3 +234,141 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# --- whose memory it is ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A slot, a lease or a worker that was given memory.
+
+    `roots` are pids: these processes and their descendants belong to it. `held` is what it was last seen to use, or its
+    claim if that was never measured. A `hidden` owner runs where its processes look like strangers' (a container of a
+    daemon). `claim` is what it was given; owners with the same process share its use by their claims. An owner that
+    `is_host` is a process in which others live: they name it as `host`, and `told` is what it says that each holds.
+    """
+
+    held: Claim
+    roots: frozenset[int] = frozenset()
+    hidden: bool = False
+    claim: Claim = field(default_factory=dict)
+    is_host: bool = False
+    host: str | None = None
+    told: Claim = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    foreign_mib: Mapping[DeviceId, int] = field(default_factory=dict)
+    seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where its processes were seen.
+    strangers: Mapping[DeviceId, Mapping[int, int]] = field(default_factory=dict)  # MiB by pid.
+    unseen: frozenset[DeviceId] = frozenset()  # Devices that show no processes.
+    # What workers use beyond what they say that their slots hold.
+    own_mib: Mapping[DeviceId, int] = field(default_factory=dict)
+
+
+def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[int, str]) -> Attribution:
+    """`owner_of` names the owner of each pid; all other pids are strangers."""
+    foreign: dict[DeviceId, int] = {}
+    strangers: dict[DeviceId, Mapping[int, int]] = {}
+    seen: dict[str, dict[DeviceId, int]] = {owner: {} for owner in owners}
+    for gpu in reading.gpus:
+        device = DeviceId(gpu.uuid)
+        if gpu.processes is None:
+            foreign[device] = max(0, gpu.used_mib - sum(owner.held.get(device, 0) for owner in owners.values()))
+            continue
+        ours = {pid: owner_of[pid] for pid in gpu.processes if owner_of.get(pid) in owners}
+        for pid, owner in ours.items():
+            seen[owner][device] = seen[owner].get(device, 0) + gpu.processes[pid]
+        strangers[device] = {pid: mib for pid, mib in gpu.processes.items() if pid not in ours}
+        foreign[device] = _foreign_mib(gpu, sum(strangers[device].values()), _hidden_mib(device, owners, seen))
+    for group in _with_the_same_roots(owners):
+        _share(group, owners, seen)
+    own = _own_mib(owners, seen)
+    unseen = frozenset(DeviceId(gpu.uuid) for gpu in reading.gpus if gpu.processes is None)
+    return Attribution(foreign, {owner: _sorted(claim) for owner, claim in seen.items()}, strangers, unseen, own)
+
+
+def _own_mib(owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> dict[DeviceId, int]:
+    """Attribute the use of workers: to their slots what the worker says, and the rest to the worker itself."""
+    own: dict[DeviceId, int] = {}
+    for guest, owner in owners.items():
+        if owner.host is not None:
+            seen[guest] = dict(owner.told)
+    for name in [name for name, owner in owners.items() if owner.is_host]:
+        guests = [owner for owner in owners.values() if owner.host == name]
+        for device, mib in seen.pop(name).items():
+            said_mib = sum(guest.told.get(device, 0) for guest in guests)
+            own[device] = own.get(device, 0) + max(0, mib - said_mib)
+    return own
+
+
+def _with_the_same_roots(owners: Mapping[str, Owner]) -> list[list[str]]:
+    """Owners that share a process: a program may hold several leases, and its use of each cannot be seen."""
+    groups: dict[frozenset[int], list[str]] = {}
+    for name, owner in owners.items():
+        if owner.roots:
+            groups.setdefault(owner.roots, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _share(group: Sequence[str], owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> None:
+    """Attribute the use of one process to each owner up to its claim, and the rest to the last owner."""
+    for device in {device for name in group for device in seen[name]}:
+        left = sum(seen[name].pop(device, 0) for name in group)
+        *others, last = [name for name in group if owners[name].claim.get(device)] or [group[-1]]
+        for name in others:
+            seen[name][device] = min(left, owners[name].claim[device])
+            left -= seen[name][device]
+        seen[last][device] = left
+
+
+def _foreign_mib(gpu: GpuReading, strangers_mib: int, hidden_mib: int) -> int:
+    """Use that no visible process explains counts as strangers' too: another container, or a process that ends."""
+    assert gpu.processes is not None
+    ours_mib = sum(gpu.processes.values()) - strangers_mib
+    return max(0, max(strangers_mib, gpu.used_mib - ours_mib) - hidden_mib)
+
+
+def _hidden_mib(device: DeviceId, owners: Mapping[str, Owner], seen: Mapping[str, Claim]) -> int:
+    """What hidden owners hold here: it must not count as strangers' too."""
+    return sum(owner.held.get(device, 0) for name, owner in owners.items() if owner.hidden and device not in seen[name])
+
+
+def _sorted(claim: Claim) -> Claim:
+    return {device: claim[device] for device in sorted(claim)}
+
+
+# How much of a stopped slot's memory may stay in use: drivers keep a little, and figures are rounded.
+KEPT_SHARE = 0.05
+KEPT_MIB = 64
+
+
+def not_back(before: Reading, now: Reading, released: Claim) -> Claim:
+    """MiB of `released` that are still used, by GPU, beyond what drivers may keep."""
+    then = {gpu.uuid: gpu for gpu in before.gpus}
+    found: dict[DeviceId, int] = {}
+    for gpu in now.gpus:
+        mib = released.get(DeviceId(gpu.uuid), 0)
+        if mib and gpu.uuid in then and (away_mib := away(then[gpu.uuid], gpu, mib)):
+            found[DeviceId(gpu.uuid)] = away_mib
+    return found
+
+
+def away(before: GpuReading, now: GpuReading, mib: int) -> int:
+    """MiB of this memory that are still used on one GPU; 0 if that is no more than drivers may keep."""
+    away_mib = min(mib, now.used_mib - (before.used_mib - mib) - _grown_mib(before, now))
+    return away_mib if away_mib > max(KEPT_MIB, mib * KEPT_SHARE) else 0
+
+
+def short_of(now: Reading, claim: Claim) -> Claim:
+    """MiB of this claim that are not free, by GPU. A GPU that cannot be seen counts as free."""
+    free = {DeviceId(gpu.uuid): max(0, gpu.total_mib - gpu.used_mib) for gpu in now.gpus}
+    return {device: mib - free[device] for device, mib in claim.items() if device in free and mib > free[device]}
+
+
+def _grown_mib(before: GpuReading, now: GpuReading) -> int:
+    """What other processes took meanwhile, as far as they can be seen."""
+    then = before.processes or {}
+    return sum(max(0, mib - then.get(pid, 0)) for pid, mib in (now.processes or {}).items())

@@ -2,27 +2,27 @@
 
 `SlotMemory` looks after engines with their own process. `HostedMemory` is for slots in workers, whose swap takes
 milliseconds: it asks the driver how much is used and reads no process table, since workers say what their slots hold.
-Owns the numbers in the error of a load that ran out of memory. Never decides what moves; the scheduler is told every
-new figure.
+`MemoryOwners` lists what was given memory, from the scheduler's tables. Owns the numbers in the error of a load that
+ran out of memory. Never decides what moves; the scheduler is told every new figure.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.core.events import ConfigChanged, Event
 from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, Move, Need, SlotId
-from greenroom.core.view import SchedulerView
+from greenroom.core.view import HoldingFacts, SchedulerView, SlotFacts
 from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.attribution import away
-from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
 from greenroom.runtime.memory.needs import Needs
-from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Reading
+from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Owner, Reading, away
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
@@ -335,3 +335,82 @@ def _is_unknown(entry: Entry, claim: Claim) -> bool:
     if config.device == "cpu" or config.memory_mib == 0:
         return False
     return not claim or (config.engine == "command" and config.memory_mib is None)
+
+
+# --- what was given memory ------------------------------------------------------------------------------------------
+
+# The pids of holders of leases, by the slot of each: only known processes of this machine.
+LeasePids = Callable[[], Mapping[SlotId, int]]
+
+# No slot id begins with this.
+OTHER_WORD = "other gateway's "
+
+
+class MemoryOwners:
+    def __init__(
+        self,
+        state: SchedulerView,
+        slots: LiveSlots,
+        lease_pids: LeasePids,
+        identity: str,
+        hosted: HostedSlots | None = None,
+    ) -> None:
+        """`identity` is the common prefix of the identities of all slots of this run."""
+        self._state = state
+        self._slots = slots
+        self.lease_pids = lease_pids
+        self._identity = identity
+        self._hosted = hosted or HostedSlots()
+
+    def __call__(self) -> dict[str, Owner]:
+        """Every slot and lease that holds memory now, also those of other gateways."""
+        slots, ledger = self._state.slots, self._state.ledger
+        lease_pids = self.lease_pids() if any(slot.lease is not None for slot in slots.values()) else {}
+        ours: dict[str, Owner] = {
+            slot_id: self._owner(slots[slot_id], holding, lease_pids)
+            for slot_id, holding in ledger.holdings.items()
+            if slot_id in slots
+        }
+        # Their use looks like strangers', and is in the ledger already.
+        others = {f"{OTHER_WORD}{lease.id}": Owner(lease.claim, hidden=True) for lease in ledger.others}
+        return {**ours, **others, **self._workers()}
+
+    def _workers(self) -> dict[str, Owner]:
+        """Processes in which slots live. A worker that cannot be seen counts with what is set aside for it."""
+        own = {
+            worker.id: {} if worker.key is None else dict.fromkeys(worker.key.gpus or (), WORKER_GPU_MIB)
+            for worker in self._hosted.workers.values()
+        }
+        return {
+            worker.id: Owner(own[worker.id], frozenset({worker.pid}), is_host=True)
+            for worker in self._hosted.workers.values()
+        }
+
+    def by_identity(self, identity: str) -> str | None:
+        """The slot with this identity. Each attempt to start it has its own number after a dot."""
+        if not identity.startswith(self._identity):
+            return None
+        return identity[len(self._identity) :].rpartition(".")[0] or None
+
+    def _owner(self, slot: SlotFacts, holding: HoldingFacts, lease_pids: Mapping[SlotId, int]) -> Owner:
+        # On each device what was seen, or the claim where nothing was ever seen.
+        held: Claim = {**holding.claim, **holding.seen}
+        hosted = self._hosted.there.get(slot.id)
+        if hosted is not None:
+            worker = hosted.worker
+            return Owner(held, host="" if worker is None else worker.id, told=hosted.told)
+        if slot.lease is None:
+            return Owner(held, self._roots(slot.id), hidden=self._is_hidden(slot.id))
+        pid = lease_pids.get(slot.id)
+        return Owner(held, hidden=True) if pid is None else Owner(held, frozenset({pid}), claim=holding.claim)
+
+    def _roots(self, slot: SlotId) -> frozenset[int]:
+        """The pid of a live slot. Processes of a slot that is being loaded are found by their identity."""
+        live = self._slots.live.get(slot)
+        pid = None if live is None or live.child is None else live.child.pid
+        return frozenset() if pid is None else frozenset({pid})
+
+    def _is_hidden(self, slot: SlotId) -> bool:
+        """Whether the engine may run elsewhere, in a container of a daemon: it need not hold its port itself."""
+        live = self._slots.live.get(slot)
+        return live is not None and live.entry.config.listener == "any"

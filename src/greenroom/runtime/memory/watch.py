@@ -18,9 +18,18 @@ from greenroom.errors import ProbeFailed
 from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Probe, Reading
+from greenroom.runtime.memory.readings import (
+    THIS_MACHINE,
+    Attribution,
+    GpuReading,
+    Owner,
+    Probe,
+    Reading,
+    attribute,
+    not_back,
+    short_of,
+)
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
