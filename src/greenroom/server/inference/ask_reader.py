@@ -162,7 +162,8 @@ class AskReader:
             check_native(ask, peeked, exchange.body, settings.body_max)
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
-        check_media(peeked.fields, ask.entry.config.media_hosts)
+        if peek.has_parts(peeked.fields):
+            check_media(peeked.fields, ask.entry.config.media_hosts)
         self._rewrite(ask, peeked, exchange.head, task)
         if options is not NO_OPTIONS:
             ask.drops = ask.drops | model_options.FIELDS

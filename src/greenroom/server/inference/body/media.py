@@ -2,7 +2,7 @@
 
 Owns what a request may name: data that it brings along (`data:`), and hosts that the operator listed (`media_hosts`).
 Everything else is refused before anything is loaded, for every engine alike. Fetches nothing itself. A text request
-costs one search for a bracket.
+never comes here (`has_parts` in `peek.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from msgspec import Raw
 
 from greenroom.errors import BadRequest, BodyTooLarge, MediaRefused
 from greenroom.http.body import Chunked
-from greenroom.server.inference.body.peek import Fields
+from greenroom.server.inference.body.peek import CONTENT, MESSAGES, Fields, holds_parts
 
-# Fields of requests for text and vectors that may hold content parts.
-MESSAGES: Final = "messages"
-_OTHERS: Final = ("input", "documents", "query", "prompt")
 # Fields that hold schemas and notes, whose words mean something else.
 _NO_CONTENT: Final = frozenset({"tools", "functions", "response_format", "structured_outputs", "metadata", "text"})
 # Keys that hold something to fetch, and those among them that only describe it.
@@ -38,16 +35,15 @@ _messages: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 def check_media(fields: Fields, hosts: Sequence[str]) -> None:
-    """Raises MediaRefused for media that the engine would have to fetch from anywhere but these hosts."""
-    messages = fields.get(MESSAGES)
-    # Content that is no list is text. Brackets cannot be escaped.
-    if messages is not None and bytes(messages).find(b"[", 1) > 0:
-        for content in _contents(messages):
-            _walk(_decoded(content), hosts)
-    for name in _OTHERS:
+    """Raises MediaRefused for media that the engine would have to fetch from anywhere but these hosts.
+
+    Needed only for a request that `has_parts`.
+    """
+    for name in CONTENT:
         raw = fields.get(name)
-        if raw is not None and b"{" in bytes(raw):
-            _walk(_decoded(raw), hosts)
+        if raw is not None and holds_parts(name, raw):
+            for content in _contents(raw) if name == MESSAGES else (raw,):
+                _walk(_decoded(content), hosts)
 
 
 def is_upload(content_type: bytes | None) -> bool:

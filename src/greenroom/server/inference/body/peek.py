@@ -58,6 +58,10 @@ _TIME: Final = re.compile(rf"(?:{_PART.pattern})+")
 
 Fields = dict[str, Raw]
 
+# Fields of requests for text and vectors that may hold content parts.
+MESSAGES: Final = "messages"
+CONTENT: Final = (MESSAGES, "input", "documents", "query", "prompt")
+
 
 class Peeked:
     """`fields` has everything that was sent; the other attributes are read from it."""
@@ -136,6 +140,21 @@ def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> byte
     for name, value in put.items():
         kept[name] = Raw(value)
     return _encoder.encode(kept)
+
+
+def has_parts(fields: Fields) -> bool:
+    """False if all content is text: then it names no media. Costs one search for a bracket."""
+    for name in CONTENT:
+        raw = fields.get(name)
+        if raw is not None and holds_parts(name, raw):
+            return True
+    return False
+
+
+def holds_parts(name: str, raw: Raw) -> bool:
+    """Whether this field of content may be more than text."""
+    # A message's content that is no list is text. Brackets cannot be escaped.
+    return bytes(raw).find(b"[", 1) > 0 if name == MESSAGES else b"{" in bytes(raw)
 
 
 def ask_for_usage(fields: Fields) -> tuple[bytes | None, bool]:
