@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.http.relays.renamed import NameFilter
+from greenroom.http.relays.translated import NameFilter
 
 OLD, NEW = "alpha.gguf", '/models/a "b".gguf'
 

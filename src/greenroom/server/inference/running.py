@@ -34,8 +34,7 @@ from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.collected import Collected
 from greenroom.http.relays.failing_over import BUSY, BUSY_IF_BROKEN, FailingOver
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
-from greenroom.http.relays.renamed import Renamed
-from greenroom.http.relays.translated import Translated
+from greenroom.http.relays.translated import Renamed, Translated
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
