@@ -30,10 +30,9 @@ from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants, ModelRoots
 from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSlots
-from greenroom.runtime.moves.mover import Mover
+from greenroom.runtime.moves.mover import Mover, RemoteMoves
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
-from greenroom.runtime.moves.remote_moves import RemoteMoves
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.remote.fallback import CloudFallback

@@ -1,7 +1,7 @@
 """Models that run elsewhere: a provider's API over TLS, which answers as OpenAI's does.
 
 Owns what is known of such a model. It takes no memory here, has no process and no files, and is ready at once; the
-connections are made by `runtime/moves/remote_moves.py`.
+connections are made by `runtime/moves/mover.py`.
 """
 
 from __future__ import annotations
