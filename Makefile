@@ -7,10 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8210
-# Many tests wait for processes; twice as many at once as there are cores keep both busy where there are two.
-JOBS ?= 4
+# Many tests wait for processes: more at once than there are cores keep both busy where there are two. Slow tests keep
+# them busy with fewer.
+JOBS ?= 6
+SLOW_JOBS ?= 4
 # Neighbours stay together as long as none is idle: the tests of a file share gateways and what they import.
-SPREAD := --numprocesses $(JOBS) --dist worksteal
+SPREAD := --dist worksteal --numprocesses
 SEEDS ?= 200
 FIRST ?= 0
 # The versions that everything here is tested with.
@@ -42,7 +44,7 @@ UI_JOBS ?= 2
 # takes seconds to import them all.
 CORE_JOBS ?= 2
 UNIT_JOBS ?= 3
-CORE_PYTEST := $(BIN)/python -m pytest tests/core --numprocesses $(CORE_JOBS) --dist worksteal
+CORE_PYTEST := $(BIN)/python -m pytest tests/core $(SPREAD) $(CORE_JOBS)
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
 TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS)
@@ -135,15 +137,15 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway, a browser
 	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
-	@$(BIN)/python -m pytest tests -m '$(QUICK)' --numprocesses $(UNIT_JOBS) --dist worksteal \
+	@$(BIN)/python -m pytest tests -m '$(QUICK)' $(SPREAD) $(UNIT_JOBS) \
 	  $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
-	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS) --dist worksteal
-	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)
-	@$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(NO_TORCH)
+	@$(TORCH_PYTEST) -m '$(QUICK)' $(SPREAD) $(TORCH_JOBS)
+	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)
+	@$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
 
 test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 25 minutes
-	@$(BIN)/python -m pytest tests -m '$(SLOW)' $(SPREAD) $(NO_TORCH) --ignore=$(UI_TESTS)
+	@$(BIN)/python -m pytest tests -m '$(SLOW)' $(SPREAD) $(SLOW_JOBS) $(NO_TORCH) --ignore=$(UI_TESTS)
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(SLOW)' --numprocesses $(UI_JOBS) --dist loadfile
 	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
@@ -179,7 +181,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 
 # One test draws records from their annotations, which compiled classes do not keep.
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
-	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' $(SPREAD) \
+	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' $(SPREAD) $(SLOW_JOBS) \
 	  --deselect tests/runtime/record/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
 	  tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
