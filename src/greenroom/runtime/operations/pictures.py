@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from greenroom.errors import PictureStoreFull, ResultTooLarge
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
-from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.result_part import RETRY_AFTER_S
+from greenroom.runtime.operations.files import RETRY_AFTER_S, OperationFiles
 from greenroom.runtime.operations.table import ROW_BYTES, KeepLimits
 
 

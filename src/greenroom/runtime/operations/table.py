@@ -25,13 +25,15 @@ from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, Resul
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
+    RETRY_AFTER_S,
     Operation,
     OperationError,
     OperationFiles,
     OperationKind,
     OperationStatus,
+    ResultPart,
+    disk_failed,
 )
-from greenroom.runtime.operations.result_part import RETRY_AFTER_S, ResultPart, disk_failed
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")

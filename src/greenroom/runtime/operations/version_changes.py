@@ -23,8 +23,8 @@ from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel
 from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.operations.files import disk_failed
 from greenroom.runtime.operations.loads import MoveOrders
-from greenroom.runtime.operations.result_part import disk_failed
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.slots import LiveSlots

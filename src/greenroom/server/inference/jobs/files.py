@@ -15,7 +15,7 @@ from greenroom.errors import BadRequest, GatewayBug, OperationStoreFull, shown
 from greenroom.http.exchange import RawReceiver
 from greenroom.http.headers import NEVER_FORWARDED
 from greenroom.http.request import Head
-from greenroom.runtime.operations.result_part import ResultPart
+from greenroom.runtime.operations.files import ResultPart
 from greenroom.server.inference.headers import OUR_HEADERS
 from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
 

@@ -29,8 +29,7 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
-from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.result_part import ResultPart
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus, ResultPart
 from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
