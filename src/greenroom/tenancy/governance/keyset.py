@@ -2,7 +2,7 @@
 
 Owns how keys are read and how signatures are checked. The key decides the algorithm, never the token: the shared key is
 for HMAC-SHA256, a signer's key for Ed25519. Every holder of the shared key can name any signer, so a signer that has a
-key of its own is believed only by its own signature. Never shows or logs a key.
+key of its own is believed only by its own signature. Never shows or logs a key: `greenroom check` shows their ids.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from greenroom.tenancy.governance.tokens import ByJwt, BySharedKey, BySigners, P
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 KEY_BYTES_MIN: Final = 32
 KEY_BYTES_MAX: Final = 4_096
@@ -193,3 +196,56 @@ def _bad_signature() -> TokenBadSignature:
 
 def _unknown(signer: str) -> TokenUnknownSigner:
     return TokenUnknownSigner(f"{shown(signer)} is not one of the signers that governance.signers names.")
+
+
+@dataclass(frozen=True, slots=True)
+class GovernanceReport:
+    """`problems` are why the gateway would not start; there are no ids of keys then."""
+
+    problems: tuple[str, ...]
+    keys: tuple[dict[str, Any], ...]
+    rules: tuple[dict[str, Any], ...]
+
+    def lines(self) -> Iterator[str]:
+        """The same for people."""
+        yield f"signed operations: {', '.join(_key(key) for key in self.keys)}"
+        for rule in self.rules:
+            what = f"{', '.join(rule['operations']) or 'everything'} of {', '.join(rule['models'])}"
+            yield f"  {what}: {rule['signers_min']} of {', '.join(rule['signers']) or 'any names'}"
+        yield f"  everything else: 1 of {', '.join(self._anyone()) or 'any names'}"
+
+    def _anyone(self) -> list[str]:
+        return [key["signer"] for key in self.keys if key["signer"] is not None]
+
+
+def report(section: Governance) -> GovernanceReport | None:
+    """None while nothing is signed."""
+    if not section.is_on:
+        return None
+    problems: tuple[str, ...] = ()
+    ids = dict[str, str]()
+    try:
+        ids = load_keys(section).ids
+    except ConfigError as error:
+        problems = tuple(error.message.splitlines())
+    return GovernanceReport(problems, tuple(_keys(section, ids)), tuple(_rules(section)))
+
+
+def _keys(section: Governance, ids: dict[str, str]) -> Iterator[dict[str, Any]]:
+    if section.shared_key_path is not None:
+        yield {"signer": None, "kind": "hmac", "id": ids.get(SHARED), "path": section.shared_key_path}
+    for name, key in section.signers.items():
+        yield {"signer": name, "kind": "hmac" if key is None else "ed25519", "id": ids.get(name)}
+
+
+def _rules(section: Governance) -> Iterator[dict[str, Any]]:
+    for rule in section.rules:
+        signers = section.signers if rule.group is None else section.signer_groups[rule.group]
+        told = {"operations": list(rule.operations), "models": list(rule.models), "group": rule.group}
+        yield {**told, "signers_min": rule.signers_min, "signers": list(signers)}
+
+
+def _key(key: dict[str, Any]) -> str:
+    if key["signer"] is None:
+        return f"shared key {key['id'] or '?'}"
+    return f"{key['signer']} ({'shared key' if key['kind'] == 'hmac' else 'Ed25519 ' + (key['id'] or '?')})"

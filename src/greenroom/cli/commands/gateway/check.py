@@ -75,7 +75,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
     from greenroom.core.model import DeviceId, DeviceKind
     from greenroom.runtime.memory.devices import devices
     from greenroom.runtime.memory.needs import Needs
-    from greenroom.tenancy.governance.report import report
+    from greenroom.tenancy.governance.keyset import report
 
     seen, blind = _look(loaded.config)
     there = devices(loaded.config, seen)
@@ -307,7 +307,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     if result["keys"]:
         screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
     if result["governance"] is not None:
-        from greenroom.tenancy.governance.report import GovernanceReport
+        from greenroom.tenancy.governance.keyset import GovernanceReport
 
         for line in GovernanceReport(**result["governance"]).lines():
             screen.say(line)
