@@ -41,10 +41,9 @@ from greenroom.server.admin.models.versions import VersionRoutes
 from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.remote import RemoteRoutes
 from greenroom.server.admin.reports.capabilities import CapabilityRoutes
-from greenroom.server.admin.reports.clients import ClientRoutes
+from greenroom.server.admin.reports.clients import ClientRoutes, LimitRoutes
 from greenroom.server.admin.reports.explaining import Explaining
 from greenroom.server.admin.reports.history import HistoryRoutes
-from greenroom.server.admin.reports.limits import LimitRoutes
 from greenroom.server.admin.reports.memory import Gpus
 from greenroom.server.admin.reports.queue import QueueRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot

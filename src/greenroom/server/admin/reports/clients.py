@@ -1,21 +1,24 @@
 """`/api/v1/clients`: what each client of a key asks for, how often, with which errors, and whether it cools down.
 
-For operators alone: it tells of all tenants. `tenancy/requestors.py` counts.
+`/api/v1/limits`: what tenants, keys and models may use, and how much of that is left now. For operators alone: they
+tell of all tenants. `tenancy/requestors.py` and `tenancy/limits.py` count.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import heapq
+from typing import Annotated, Final, Literal
 
 from fastapi import FastAPI, Query
 
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 from greenroom.tenancy.keys import ANYONE
+from greenroom.tenancy.limits import UNLIMITED, Meter
 from greenroom.tenancy.profiles import Profiles
 from greenroom.tenancy.requestors import ROWS_MAX, Requestor
 
-PATH: Final = "/api/v1/clients"
+CLIENTS_PATH: Final = "/api/v1/clients"
 
 
 class AskedModel(View):
@@ -71,16 +74,16 @@ class ClientRoutes:
         self._gateway = gateway
 
     def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.list_clients)
+        app.get(CLIENTS_PATH)(self.list_clients)
 
     async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
         """What asked models lately, by key, tenant and client; that which asked last first."""
         requestors, profiles = self._gateway.requestors, Profiles(self._gateway.config.profiles)
         now = requestors.now()
-        return ClientList(clients=[_view(row, profiles, now) for row in requestors.rows()[:limit]])
+        return ClientList(clients=[_client(row, profiles, now) for row in requestors.rows()[:limit]])
 
 
-def _view(row: Requestor, profiles: Profiles, now: float) -> ClientView:
+def _client(row: Requestor, profiles: Profiles, now: float) -> ClientView:
     profile = profiles.of(row.key or ANYONE.name, row.tenant, row.client)
     return ClientView(
         key=row.key or None,
@@ -102,3 +105,68 @@ def _view(row: Requestor, profiles: Profiles, now: float) -> ClientView:
 
 def _most(counts: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: -pair[1])
+
+
+LIMITS_PATH: Final = "/api/v1/limits"
+LIMITS_MAX: Final = 1_000
+_ORDER: Final = ("tenant", "key", "model")
+
+
+class LimitView(View):
+    """A limit that is not set is null."""
+
+    kind: Literal["tenant", "key", "model"]
+    name: str
+    """`default` is for all tenants that are not named."""
+    requests_per_minute: int | None
+    requests_left: int | None
+    """In this minute."""
+    tokens_per_minute: int | None
+    tokens_left: int | None
+    concurrent_max: int | None
+    in_flight: int
+    """Its requests that are under way."""
+
+
+class LimitList(View):
+    count: int
+    """How many there are; 0 if nothing is limited."""
+    limits: list[LimitView]
+    """Those of which most is used first; among equals tenants, then keys, then models."""
+
+
+class LimitRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(LIMITS_PATH)(self.list_limits)
+
+    async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
+        """What tenants, keys and models may use, and what is left of it."""
+        now, meters = self._gateway.limiter.now(), list(self._gateway.limiter.meters)
+        first = heapq.nlargest(limit, meters, key=lambda meter: (_used_share(meter, now), -_ORDER.index(meter.kind)))
+        return LimitList(count=len(meters), limits=[_limit(meter, now) for meter in first])
+
+
+def _used_share(meter: Meter, now: float) -> float:
+    """Of the limit of which most is used."""
+    budgets = [budget for budget in (meter.requests, meter.tokens) if budget is not None]
+    used = [1 - budget.remaining(now) / budget.limit if budget.limit else 1.0 for budget in budgets]
+    if meter.concurrent_max != UNLIMITED:
+        used.append(meter.in_flight / meter.concurrent_max if meter.concurrent_max else 1.0)
+    return max(used, default=0.0)
+
+
+def _limit(meter: Meter, now: float) -> LimitView:
+    requests, tokens = meter.requests, meter.tokens
+    return LimitView(
+        kind=meter.kind,  # type: ignore[arg-type]
+        name=meter.name,
+        requests_per_minute=None if requests is None else requests.limit,
+        requests_left=None if requests is None else max(0, requests.remaining(now)),
+        tokens_per_minute=None if tokens is None else tokens.limit,
+        tokens_left=None if tokens is None else max(0, tokens.remaining(now)),
+        concurrent_max=None if meter.concurrent_max == UNLIMITED else meter.concurrent_max,
+        in_flight=meter.in_flight,
+    )
