@@ -80,6 +80,14 @@ def test_one_mistake_too_many_cools_down_that_client_alone() -> None:
     assert world.wait_s() == 0
 
 
+def test_a_cooldown_that_begins_now_is_not_told_longer_than_it_is() -> None:
+    world = World(Clients(errors_max=2, window_s=60, cooldown_s=600, cooldown_max_s=600))
+    world.now = 1_000.4
+    assert world.now + 600.0 - world.now > 600.0, "such is arithmetic"
+    world.fail(3)
+    assert world.wait_s() == 600.0
+
+
 def test_mistakes_count_within_the_window() -> None:
     world = World()
     for _ in range(10):

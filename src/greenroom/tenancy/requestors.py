@@ -178,7 +178,8 @@ class Requestors:
         now = self._clock()
         if row is None and not self._has_room(key, tenant, now):
             row = self._rows.get((key, tenant, OTHER))
-        left_s = 0.0 if row is None else row.cools_until - now
+        # Rounded, because the sum of two numbers less one of them may be more than the other.
+        left_s = 0.0 if row is None else round(row.cools_until - now, 6)
         if row is not None and left_s > 0:
             raise CoolingDown(
                 f"{_named(row)} made more than {self._rules.errors_max} mistakes within {self._rules.window_s:g} s. "
