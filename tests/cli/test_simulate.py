@@ -213,6 +213,27 @@ def test_times_and_concurrency_can_be_said(config: str, trace: Path, capsys: pyt
     )
 
 
+def test_what_waits_too_long_is_refused_as_by_the_gateway(
+    config: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that take minutes each, one after the other: most wait for longer than the gateway lets them."""
+    trace.write_text("t,model,prompt_len,output_len\n" + "".join(f"{n},big,1,1000\n" for n in range(200)))
+    words = ("simulate", "-c", config, "--trace", str(trace), "--concurrency", "1", "--tokens-per-s", "10", "--json")
+    assert main([*words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (case,) = said["cases"]
+    assert case["waits"]["max_s"] <= 3_600.0 and case["rejected"] == {"expired": case["lost"]} and case["lost"] > 100
+    assert (
+        "About 92% of those served wait for more than 4.8 min: a caller that does not stream" in said["bottom_line"][1]
+    )
+    assert "after 3,600 s (server.stream_wait_max_s)" in said["assumed"][-2]
+    assert said["assumed"][-1].startswith("A higher concurrency takes no more memory here")
+    assert main([*words, "--patience-s", "20000"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["cases"][0]["lost"] == 0 and "Callers give up after 20000 s." in said["assumed"]
+    assert not any("does not stream" in sentence for sentence in said["bottom_line"])
+
+
 def test_callers_may_give_up(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (case,) = figures(capsys, "-c", config, "--trace", str(trace), "--load-s", "60", "--patience-s", "20")
     assert case["rejected"]["expired"] > 0  # type: ignore[index]

@@ -24,7 +24,7 @@ async def post(app: App, path: str, body: dict[str, Any]) -> Answer:
 
 @pytest.mark.slow
 async def test_recorded_requests_are_played_with_other_hardware(tmp_path: Path) -> None:
-    async with gateway(tmp_path, MODELS, **ONE_GPU) as app:
+    async with gateway(tmp_path, MODELS, **ONE_GPU, server={"stream_wait_max_s": 1_234}) as app:
         refused = await post(app, PATH, {})
         assert (refused.status, refused.error["param"]) == (400, "rate")
         for name in ("a", "b", "other"):
@@ -45,6 +45,7 @@ async def test_recorded_requests_are_played_with_other_hardware(tmp_path: Path) 
     first, second = (case["waits"]["max_s"] for case in said["cases"])
     assert first > second
     assert said["bottom_line"]
+    assert "after 1,234 s (server.stream_wait_max_s)" in "\n".join(said["assumed"])
     assert not [sentence for sentence in said["assumed"] if "/tmp" in sentence or str(tmp_path) in sentence]
 
 

@@ -49,6 +49,8 @@ class SimulationPlan:
     assumed: tuple[str, ...]
     # A guess about the trace that the caller should confirm; empty if there is none.
     doubt: str = ""
+    # Callers that do not stream are refused after this; None if all give up by then, as an option says.
+    wait_max_s: float | None = None
 
 
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
@@ -66,12 +68,16 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         there,
         limits_of(config),
         jitter=args.jitter,
-        patience_s=args.patience_s,
+        patience_s=config.server.stream_wait_max_s if args.patience_s is None else args.patience_s,
         loads_at_once=args.loads_at_once,
         policies=limits.POLICIES,
         swappers=limits.SWAPPERS_BY_NAME,
     )
-    return SimulationPlan(base, requests.workload, (requests.source, *_assumed(base, recorded)), requests.doubt)
+    assumed = (requests.source, *_assumed(base, recorded), *_patience(config, args))
+    if args.concurrency:
+        assumed += ("A higher concurrency takes no more memory here; with most engines it does.",)
+    wait_max_s = config.server.wait_max_s if args.patience_s is None else None
+    return SimulationPlan(base, requests.workload, assumed, requests.doubt, wait_max_s)
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:
@@ -205,11 +211,19 @@ def _assumed(base: SimConfig, recorded: Mapping[str, RecordedSpeed]) -> list[str
         *_slowed(base, {name for name, one in recorded.items() if one.is_curve_known}),
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
     ]
-    if base.patience_s is not None:
-        sentences.append(f"Callers give up after {base.patience_s:g} s.")
     if base.loads_at_once is not None:
         sentences.append(f"The disk reads {base.loads_at_once} at a time.")
     return sentences
+
+
+def _patience(config: Config, args: argparse.Namespace) -> list[str]:
+    if args.patience_s is not None:
+        return [f"Callers give up after {args.patience_s:g} s."]
+    server = config.server
+    return [
+        f"All callers stream, so the gateway refuses them after {server.stream_wait_max_s:,g} s "
+        f"(server.stream_wait_max_s); those that do not stream, after {server.wait_max_s:,g} s (server.wait_max_s)."
+    ]
 
 
 def _as_recorded(recorded: Mapping[str, RecordedSpeed]) -> list[str]:

@@ -87,7 +87,9 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
         "--constant-speed", action="store_true", help="answers on the same GPU do not slow each other down"
     )
     parser.add_argument("--loads-at-once", type=_one_count, help="loads that read from disk at once (default: all)")
-    parser.add_argument("--patience-s", type=_patience, help="seconds until callers give up (default: never)")
+    parser.add_argument(
+        "--patience-s", type=_patience, help="seconds until callers give up (default: server.stream_wait_max_s)"
+    )
     parser.add_argument(
         "--jitter", type=_share, default=0.1, help="how much move times vary, as a share (default: 0.1)"
     )

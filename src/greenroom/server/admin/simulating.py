@@ -174,12 +174,13 @@ class Simulating:
 
     def _configuration(self) -> dict[str, Any]:
         """The models as the scheduler knows them: no command, path or key of the real configuration is in it."""
-        gpus = self._gpus()
+        gpus, server = self._gpus(), self._gateway.config.server
         names = {gpu.id: f"gpu{number}" for number, gpu in enumerate(gpus)}
         return {
             "gpus": [{"memory_mib": gpu.capacity_mib, "margin_mib": gpu.margin_mib} for gpu in gpus],
             "models": dict(self._models(names)),
             "scheduler": self._gateway.config.scheduler.model_dump(mode="json", exclude_unset=True),
+            "server": {"wait_max_s": server.wait_max_s, "stream_wait_max_s": server.stream_wait_max_s},
         }
 
     def _models(self, gpus: dict[DeviceId, str]) -> Iterator[tuple[str, dict[str, Any]]]:

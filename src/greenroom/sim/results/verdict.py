@@ -195,9 +195,10 @@ class Advice:
     chosen: list[CaseResult]
 
 
-def advice(results: Sequence[CaseResult]) -> Advice:
+def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Advice:
+    """Callers that do not stream are refused after `wait_max_s`, if that is given."""
     first = results[0]
-    said = [_as_it_is(first), _why(first.stats), *_too_large(first.stats)]
+    said = [_as_it_is(first), *_too_late(first.stats, wait_max_s), _why(first.stats), *_too_large(first.stats)]
     if len(results) == 1:
         return Advice(said, [], None, [first])
     known = {result.case: result for result in results}
@@ -319,6 +320,17 @@ def _as_it_is(result: CaseResult) -> str:
     verb = "is" if 1 in (stats.served, stats.requests) else "are"
     with_swaps = f"with {counted(stats.swaps, 'swap')}"
     return f"As it is ({result.case.label}), {served(stats)} {verb} served{_how_long(stats.waits)}, {with_swaps}."
+
+
+def _too_late(stats: Stats, wait_max_s: float | None) -> list[str]:
+    waits = stats.waits
+    if wait_max_s is None or waits.max_s <= wait_max_s:
+        return []
+    late = 1.0 - max((share for wait_s, share in waits.curve if wait_s <= wait_max_s), default=0.0)
+    return [
+        f"About {late:.0%} of those served wait for more than {seconds(wait_max_s)}: a caller that does not stream is "
+        "refused by then."
+    ]
 
 
 def _how_long(waits: Waits) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
+    from greenroom.sim.results.report import html
     from greenroom.sim.results.verdict import advice, counted
     from greenroom.sim.runs import CaseFailed, CaseRuns
 
@@ -54,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         case, _, why = str(error).partition(":")
         raise CommandFailed(f"the case {case} could not be played", why.strip()) from error
     if args.out:
-        _write(args.out, results, prepared.assumed)
-    said = advice(results)
+        _write(args.out, html(results, prepared.assumed, prepared.wait_max_s))
+    said = advice(results, prepared.wait_max_s)
     if args.json:
         figures = [_figures(result) for result in results]
         screen.say_json({"assumed": prepared.assumed, "bottom_line": said.bottom_line, "cases": figures})
@@ -229,10 +230,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
     }
 
 
-def _write(path: str, results: Sequence[CaseResult], assumed: Sequence[str]) -> None:
-    from greenroom.sim.results.report import html
-
-    page = html(results, assumed)
+def _write(path: str, page: str) -> None:
     try:
         _replace(Path(os.path.expanduser(path)), page)
     except OSError as error:
