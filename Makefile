@@ -44,7 +44,6 @@ UI_JOBS ?= 2
 # takes seconds to import them all.
 CORE_JOBS ?= 2
 UNIT_JOBS ?= 3
-CORE_PYTEST := $(BIN)/python -m pytest tests/core $(SPREAD) $(CORE_JOBS)
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
 TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS)
@@ -56,10 +55,11 @@ PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contra
   tests/config/test_described.py tests/engines/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
   tests/runtime/remote/test_shared.py tests/server/inference/test_running.py tests/tenancy/test_shared_limits.py \
   tests/tenancy/governance/test_shared_nonces.py
-# Units are what no other stage of `make test` runs: layers are part of `check`, core has its coverage measured, and a
-# running gateway comes late because a unit that is broken explains it. tests/test_stages.py sees that none is left out.
+# Units are what no other stage of `make test` runs: layers are part of `check`, tests of the core are traced for its
+# coverage (but for its long runs), and a running gateway comes late because a unit that is broken explains it.
+# tests/test_stages.py sees that none is left out.
 GATEWAY_TESTS := tests/integration
-NOT_UNITS := tests/test_layers.py tests/core $(PROGRAM_TESTS) $(GATEWAY_TESTS) $(UI_TESTS)
+NOT_UNITS := tests/test_layers.py $(PROGRAM_TESTS) $(GATEWAY_TESTS) $(UI_TESTS)
 # What those leave out that run beside them: these need torch, or start engines that do.
 NO_TORCH := $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 
@@ -135,9 +135,9 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 
 # On two cores: check, core and units within 2 minutes, everything within 8.
 test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway, a browser
-	@$(CORE_PYTEST) -m '$(QUICK) and not untraced' --cov --cov-fail-under=100 --cov-report=term:skip-covered
-	@$(CORE_PYTEST) -m '$(QUICK) and untraced'
-	@$(BIN)/python -m pytest tests -m '$(QUICK)' $(SPREAD) $(UNIT_JOBS) \
+	@$(BIN)/python -m pytest tests/core -m '$(QUICK) and traced' $(SPREAD) $(CORE_JOBS) \
+	  --cov --cov-fail-under=100 --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest tests -m '$(QUICK) and not traced' $(SPREAD) $(UNIT_JOBS) \
 	  $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' $(SPREAD) $(TORCH_JOBS)
 	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)

@@ -7,6 +7,10 @@ from hypothesis import is_hypothesis_test
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that draw their examples reach other branches each time, and tracing makes them three times as long."""
-    if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
-        item.add_marker(pytest.mark.untraced)
+    """Mark every test whose coverage is measured.
+
+    Tests that draw their examples reach other branches each time, and tracing makes them three times as long.
+    """
+    draws = isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)
+    if not draws and item.get_closest_marker("untraced") is None:
+        item.add_marker(pytest.mark.traced)
