@@ -345,6 +345,30 @@ def cpu_ticks(pid: str) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
+def test_a_remote_model_is_always_ready_and_slows_nothing_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(
+        "gpus: [{memory_mib: 24576}]\n"
+        "remotes: {cloud: {base_url: 'https://models.example.org/v1'}}\n"
+        "models: {far: {remote: cloud}, near: {cmd: 'run --port ${PORT}', memory_mib: 20480}}\n"
+    )
+    assert main(["simulate", "-c", str(file), *SHORT, "--green-room-mib", "0,65536", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "size is not known" not in said.err
+    for case in json.loads(said.out)["cases"]:
+        assert case["by_model"]["far"]["max_s"] == 0.0 and case["delays_by_model"]["far"]["slow_s"] == 0.0
+
+
+def test_models_sleep_in_a_green_room_that_is_configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "greenroom.yaml"
+    models = ", ".join(f"{name}: {{path: /m/{name}, engine: vllm, memory_mib: 20480}}" for name in ("a", "b"))
+    file.write_text(f"gpus: [{{memory_mib: 24576}}]\nmemory: {{green_room_mib: 65536}}\nmodels: {{{models}}}\n")
+    (case,) = figures(capsys, "-c", str(file), *SHORT)
+    assert case["wakes"] != 0 and case["loads"] == 2
+
+
 def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text(CONFIG.replace("gpus:", "#"))

@@ -195,9 +195,9 @@ def test_models_that_fit_nowhere_are_named() -> None:
     (one,) = results(Case("fifo", 1), base=base)
     assert one.stats.lost and one.stats.rejected == {"too_large": one.stats.delays["m0"].lost_too_large}
     said = advice([one]).bottom_line
-    assert said[1].startswith("The bottleneck: models are larger than any GPU (requests lost: too large ")
+    assert said[1].startswith("The bottleneck: models fit on no GPU that they may use (requests lost: too large ")
     assert said[1].endswith("What may help: larger GPUs.")
-    assert said[2] == f"m0 is larger than any GPU: {one.stats.lost} requests for it cannot be served."
+    assert said[2] == f"m0 fits on no GPU that it may use: {one.stats.lost} requests for it cannot be served."
 
 
 def test_times_are_said_as_people_say_them() -> None:

@@ -84,12 +84,16 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
     """Models of unknown size, which would fit anywhere. Empty if memory is not planned (`fit_memory: false`)."""
     if not config.scheduler.fit_memory:
         return []
-    return [model.spec.id for model in base.models if not (model.spec.need.gpu_mib or model.spec.need.host_mib)]
+    local = (model.spec for model in base.models if not model.spec.is_remote)
+    return [spec.id for spec in local if not (spec.need.gpu_mib or spec.need.host_mib)]
 
 
 def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace, needs: Needs) -> SimModel:
     engine, facts = engine_for(model), facts_of(model)
-    need, _ = needs.need_of(Subject(ModelId(name), model, engine))
+    if facts.is_remote:
+        return _remote_model(name, model, config, args)
+    subject = Subject(ModelId(name), model, engine)
+    need, _ = needs.need_of(subject)
     mib, concurrency = need.gpu_mib + need.host_mib, engine.concurrency(model)
     timings = Timings(
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
@@ -99,10 +103,12 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         concurrency=concurrency,
         speed=None if args.constant_speed else ONE_PROCESS if engine.hosted else OWN_PROCESSES,
     )
+    # Without `fit_memory` models take no memory, but loading them takes as long as ever.
+    fits = config.scheduler.fit_memory
     spec = ModelSpec(
         ModelId(name),
-        # Without `fit_memory` models take no memory, but loading them takes as long as ever.
-        need=need if config.scheduler.fit_memory else Need(),
+        need=need if fits else Need(),
+        need_asleep=None if not facts.can_sleep else needs.asleep_of(subject) if fits else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
         **split_keys(facts),
         sizes_itself=facts.sizes_itself,
@@ -111,6 +117,28 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         ttl_s=ttl_s_of(model, config.stay_warm),
         pinned=model.pinned,
         preload=model.preload,
+    )
+    return SimModel(spec, timings)
+
+
+def _remote_model(name: str, model: Model, config: Config, args: argparse.Namespace) -> SimModel:
+    """It takes no memory and no compute here, and is always ready."""
+    concurrency = engine_for(model).concurrency(model)
+    timings = Timings(
+        load_s=0.0,
+        wake_s=0.0,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+        tokens_per_s=TOKENS_PER_S if args.tokens_per_s is None else args.tokens_per_s,
+        concurrency=concurrency,
+    )
+    spec = ModelSpec(
+        ModelId(name),
+        concurrency=concurrency,
+        priority=_priority(model),
+        ttl_s=ttl_s_of(model, config.stay_warm),
+        pinned=True,
+        preload=True,
+        is_remote=True,
     )
     return SimModel(spec, timings)
 
@@ -200,7 +228,8 @@ def _refuse_too_many(expected: float, option: str) -> None:
 
 
 def _assumed(base: SimConfig, recorded: Mapping[str, RecordedSpeed]) -> list[str]:
-    timings = [model.timings for model in base.models]
+    # Of models that are loaded, if there are some.
+    timings = [model.timings for model in base.models if not model.spec.is_remote] or [base.models[0].timings]
     load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
         f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
@@ -255,7 +284,8 @@ def _range(values: Sequence[float]) -> str:
 
 def _slowed(base: SimConfig, recorded: Collection[str]) -> list[str]:
     """How models slow each other down whose recording does not tell."""
-    curves = [model.timings.speed for model in base.models if model.spec.id not in recorded]
+    local = (model for model in base.models if not model.spec.is_remote)
+    curves = [model.timings.speed for model in local if model.spec.id not in recorded]
     usual = [curve for curve in curves if curve is not None]
     if not usual:
         return ["Answers do not slow each other down."] if curves else []

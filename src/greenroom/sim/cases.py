@@ -127,6 +127,8 @@ def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
 
 def _with_sleep(model: SimModel, green_room_mib: int) -> SimModel:
     """Asleep, a model keeps all its memory on the host."""
+    if model.spec.is_remote:
+        return model
     need = model.spec.need
     asleep = Need(0, need.gpu_mib + need.host_mib) if green_room_mib else None
     return replace(model, spec=replace(model.spec, need_asleep=asleep))

@@ -128,7 +128,7 @@ BOTTLENECKS = {
     Cause.FULL: ("models are there but full", "a higher concurrency"),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", "another GPU or a faster one"),
 }
-TOO_LARGE = ("models are larger than any GPU", "larger GPUs")
+TOO_LARGE = ("models fit on no GPU that they may use", "larger GPUs")
 
 
 def bottleneck(delays: Delays) -> Cause | None:
@@ -173,9 +173,10 @@ def _too_large(stats: Stats) -> list[str]:
         return []
     first = sorted(lost, key=lambda model: (-lost[model], model))[:NAMED_MAX]
     more = f" and {len(lost) - NAMED_MAX} more" if len(lost) > NAMED_MAX else ""
-    are, them = ("is", "it") if len(lost) == 1 else ("are", "them")
+    fit, they, them = ("fits", "it", "it") if len(lost) == 1 else ("fit", "they", "them")
     requests = counted(sum(lost.values()), "request")
-    return [f"{', '.join(first)}{more} {are} larger than any GPU: {requests} for {them} cannot be served."]
+    named = f"{', '.join(first)}{more}"
+    return [f"{named} {fit} on no GPU that {they} may use: {requests} for {them} cannot be served."]
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------
