@@ -53,19 +53,6 @@ class AnswerWire(Protocol):
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport: ...
 
 
-class RequestIds:
-    """Ids for requests. The prefix keeps those of different runs apart; within a run they are counted."""
-
-    __slots__ = ("_number", "_prefix")
-
-    def __init__(self) -> None:
-        self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
-
-    def next(self) -> str:
-        self._number += 1
-        return f"{self._prefix}{self._number}"
-
-
 class Exchange:
     """`on_gone` is called once if the client leaves before the answer is complete, and never after that."""
 
@@ -236,6 +223,19 @@ class Exchange:
         self._chunked = False
         self.body.close()
         self._connection.exchange_over(self._keep_alive)
+
+
+class RequestIds:
+    """Ids for requests. The prefix keeps those of different runs apart; within a run they are counted."""
+
+    __slots__ = ("_number", "_prefix")
+
+    def __init__(self) -> None:
+        self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
+
+    def next(self) -> str:
+        self._number += 1
+        return f"{self._prefix}{self._number}"
 
 
 # --- writes that are made together ----------------------------------------------------------------------------------
