@@ -345,6 +345,15 @@ def cpu_ticks(pid: str) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
+def test_options_without_effect_are_warned_of(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "-c", config, "--trace", str(trace), "--rate", "5", "--workload", "bursty"]) == 0
+    assert "warning: --workload, --rate without effect: the requests are those of the trace" in capsys.readouterr().err
+    assert main(["simulate", "-c", config, *SHORT, "--stretch", "2", "--skip-unknown"]) == 0
+    assert "warning: --stretch, --skip-unknown without effect: there is no --trace" in capsys.readouterr().err
+    assert main(["simulate", "-c", config, "--trace", str(trace), "--stretch", "2"]) == 0
+    assert "without effect" not in capsys.readouterr().err
+
+
 def test_a_remote_model_is_always_ready_and_slows_nothing_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,13 +19,24 @@ DIGITS_MAX = 12
 TOKENS_PER_S_MIN, TOKENS_PER_S_MAX = 0.001, 1_000_000_000
 
 
+# Options that only drawn requests have, and options that only a trace has; with their defaults.
+OF_DRAWN = {"workload": "poisson", "rate": 1.0, "agents": 8, "seconds": 3600.0}
+OF_TRACES = {"stretch": 1.0, "time_unit": None, "skip_unknown": False, "spread": False}
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """The options that were given though nothing here depends on them."""
+    others = OF_DRAWN if args.trace else OF_TRACES
+    return [f"--{name.replace('_', '-')}" for name, usual in others.items() if getattr(args, name) != usual]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
     _add_trace_options(parser)
-    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests arrive")
-    parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
-    parser.add_argument("--agents", type=_agents, default=8, help="number of loops that alternate models (agents)")
-    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests arrive")
+    parser.add_argument("--workload", choices=WORKLOADS, help="without a trace: how requests arrive")
+    parser.add_argument("--rate", type=_above_zero, help="requests a second (poisson, bursty)")
+    parser.add_argument("--agents", type=_agents, help="number of loops that alternate models (agents)")
+    parser.add_argument("--seconds", type=_above_zero, help="how long requests arrive")
     parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
     _add_case_options(parser)
     _add_timing_options(parser)
@@ -33,11 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
     parser.add_argument("--out", type=_path, metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    parser.set_defaults(**OF_DRAWN, **OF_TRACES)
 
 
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=_path, metavar="FILE", help="requests to play, as CSV or lines of JSON")
-    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
+    parser.add_argument("--stretch", type=_above_zero, help="multiply the trace's times by this")
     parser.add_argument(
         "--time-unit", choices=("s", "ms", "us", "ns"), help="of the trace's times (default: found from the trace)"
     )

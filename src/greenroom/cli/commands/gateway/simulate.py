@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
-from greenroom.cli.simulation_options import add_options
+from greenroom.cli.simulation_options import add_options, without_effect
 
 if TYPE_CHECKING:
     from greenroom.sim.cases import Case, CaseResult
@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
         _require_writable(args.out)
+    if needless := without_effect(args):
+        why = "the requests are those of the trace" if args.trace else "there is no --trace"
+        screen.note(f"warning: {', '.join(needless)} without effect: {why}")
     prepared = prepare(config, args)
     if args.trace:
         screen.note(f"trace: {prepared.assumed[0]}")
