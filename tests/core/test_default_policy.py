@@ -15,13 +15,14 @@ from greenroom.core.model import ModelId, RequestId, SlotId, TenantId, Tier
 from greenroom.core.policy.default import ALIKE_S, BoundedFirstCome
 from greenroom.core.policy.swapper import ByMemory, Resident
 from greenroom.core.queue.waiter import Accounts
-from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
+from greenroom.core.queue.waitlist import FLOODS_FROM, Queue, Waiter, WaiterKind
 
 from .test_order import ready
 from .world import World, model
 
-POLICY = BoundedFirstCome(Limits(), ByMemory())
-LIFT_S = Limits().lift_s
+LIMITS = Limits(lift_s=60.0, deadlines_s=(5.0, 120.0, 480.0))
+POLICY = BoundedFirstCome(LIMITS, ByMemory())
+LIFT_S = LIMITS.lift_s
 # The resident's drain, the newcomer's swap and answer, and the resident's reload: ten times that is the due time.
 AWAY_S, DUE_S = 1.0 + 10.0 + 1.0 + 8.0, 200.0
 
@@ -41,7 +42,7 @@ def queue(*arrived: float, priority: int = 1, tenant: str = "", swap_s: float = 
 
 def flooded(oldest: float, aged_from: float, priority: int = 1) -> Queue:
     """The queue of a tenant that asked too fast: its next request came then, but counts as if it had come later."""
-    result = queue(oldest, oldest, priority=priority, tenant="flood")
+    result = queue(*[oldest] * FLOODS_FROM, priority=priority, tenant="flood")
     accounts = Accounts()
     accounts.settle(TenantId("flood"), used_s=1e6, estimate_s=0.0)
     result.remove(result.heads()[0], accounts, served_at=aged_from)
@@ -94,15 +95,17 @@ def in_turn(*waiters: tuple[Waiter, float]) -> list[int]:
     return [one.sequence for one, served_s in sorted(waiters, key=lambda both: POLICY.turn(*both, 1_000.0))]
 
 
-def test_requests_of_other_ages_go_by_age_whatever_their_tenants_were_served() -> None:
-    rich, poor = waiter(2, 100.0), waiter(1, 100.0 + ALIKE_S)
+def test_requests_go_by_age_whatever_their_tenants_were_served() -> None:
+    rich, poor = waiter(2, 100.0), waiter(1, 100.1)
     assert in_turn((rich, 99.0), (poor, 0.0)) == [2, 1]
 
 
-def test_requests_of_nearly_the_same_age_go_by_their_tenants_shares_and_then_by_arrival() -> None:
-    came = 100.0 + 0.9 * ALIKE_S
-    rich, poor, later = waiter(1, 100.0), waiter(2, came), waiter(3, 100.0)
+def test_tenants_that_flood_a_model_take_turns_by_what_they_were_served_and_then_by_arrival() -> None:
+    rich, poor, later = waiter(1, 1.0), waiter(2, ALIKE_S), waiter(3, 1.0)
+    rich.is_flood = poor.is_flood = later.is_flood = True
     assert in_turn((rich, 5.0), (later, 1.0), (poor, 1.0)) == [2, 3, 1]
+    other = waiter(4, ALIKE_S - 0.1)
+    assert in_turn((rich, 0.0), (other, 9.0)) == [4, 1], "one that does not flood is not pushed back"
 
 
 @pytest.mark.parametrize("classes", [1, 2])

@@ -15,7 +15,7 @@ from greenroom.core.policy.swapper import ByMemory
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 
 PACING = Pacing(Limits(away_share=0.1))
-DEFAULT = BoundedFirstCome(Limits(), ByMemory())
+DEFAULT = BoundedFirstCome(Limits(lift_s=60.0, deadlines_s=(5.0, 120.0, 480.0)), ByMemory())
 M = ModelId("m")
 
 

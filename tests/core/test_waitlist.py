@@ -19,7 +19,7 @@ from greenroom.core.queue.waiter import Accounts
 from greenroom.core.queue.waitlist import FLOODS_FROM, PriorityClass, Queue, Waiter, WaiterKind, Waitlist
 
 M, N = ModelId("m"), ModelId("n")
-POLICY = BoundedFirstCome(Limits(), ByMemory())
+POLICY = BoundedFirstCome(Limits(lift_s=60.0, deadlines_s=(5.0, 120.0, 480.0)), ByMemory())
 
 
 def waiter(
@@ -51,6 +51,12 @@ def queue_of(*waiters: Waiter) -> Queue:
     for one in waiters:
         queue.add(one)
     return queue
+
+
+def flooded_by(*waiters: Waiter) -> Queue:
+    """These, and so many more of the same tenant that it floods the model."""
+    more = [waiter(900 + number, arrived=900.0) for number in range(FLOODS_FROM)]
+    return queue_of(*waiters, *more)
 
 
 # --- one queue ------------------------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ def test_a_question_about_one_more_leaves_the_queue_as_it_is() -> None:
 
 
 def test_a_question_about_one_more_knows_from_when_the_first_ages() -> None:
-    queue = queue_of(waiter(0, arrived=10.0), waiter(1, arrived=20.0))
+    queue = flooded_by(waiter(0, arrived=10.0), waiter(1, arrived=20.0))
     queue.remove(queue.heads()[0], charged(10.0), 50.0)
     assert queue.joined_by(waiter(2, arrived=60.0), (2.0, 1.0, 4)).aged_from == 32.0
     assert queue.joined_by(waiter(2, arrived=30.0, tenant="t"), (2.0, 1.0, 4)).aged_from == 30.0
@@ -186,7 +192,7 @@ def test_a_request_after_one_that_was_served_counts_as_younger_if_its_tenant_ask
     served_at: float | None, usual_s: float, aged_from: float
 ) -> None:
     first, second = waiter(0, arrived=0.0), waiter(1, arrived=5.0)
-    queue = queue_of(first, second)
+    queue = flooded_by(first, second)
     assert (queue.aged_from, queue.lift_at) == (0.0, 60.0)
     queue.remove(first, charged(usual_s), served_at)
     assert (second.aged_from, queue.aged_from, queue.lift_at) == (aged_from, aged_from, aged_from + 60.0)
@@ -195,14 +201,14 @@ def test_a_request_after_one_that_was_served_counts_as_younger_if_its_tenant_ask
 
 def test_the_first_counts_as_younger_at_once_when_one_behind_it_was_served() -> None:
     first, second = waiter(0), waiter(1)
-    queue = queue_of(first, second)
+    queue = flooded_by(first, second)
     queue.remove(second, charged(90.0), 100.0)
     assert (first.aged_from, queue.aged_from, queue.lift_at) == (100.0, 100.0, 160.0)
 
 
 def test_pauses_add_up_over_requests_that_come_together() -> None:
     waiters = [waiter(number, arrived=0.0) for number in range(4)]
-    queue = queue_of(*waiters)
+    queue = flooded_by(*waiters)
     for number in range(3):
         queue.remove(waiters[number], charged(10.0), 500.0)
     assert waiters[3].aged_from == 66.0
@@ -210,7 +216,7 @@ def test_pauses_add_up_over_requests_that_come_together() -> None:
 
 def test_other_tenants_do_not_count_as_younger() -> None:
     first, second, other = waiter(0), waiter(1), waiter(2, tenant="t")
-    queue = queue_of(first, second, other)
+    queue = flooded_by(first, second, other)
     queue.remove(first, charged(10.0), 50.0)
     assert (second.aged_from, other.aged_from, queue.aged_from) == (22.0, 0.0, 0.0)
 
@@ -227,12 +233,18 @@ def test_a_tenant_may_ask_less_often_the_more_tenants_flood_the_model(more: int,
     assert waiters[1].aged_from == pytest.approx(aged_from)
 
 
-@pytest.mark.parametrize(("own", "tenants"), [(4, 2), (2, 7), (2, 2 * FLOODS_FROM)])
+@pytest.mark.parametrize(("own", "tenants"), [(FLOODS_FROM, 2), (FLOODS_FROM, 7), (FLOODS_FROM, 2 * FLOODS_FROM)])
 def test_a_tenant_that_has_no_more_than_half_of_what_waits_is_one_of_a_crowd(own: int, tenants: int) -> None:
     waiters = [waiter(number) for number in range(own)]
     others = [waiter(50 + number, tenant=f"t{number % tenants}") for number in range(max(own, tenants))]
     queue = queue_of(*waiters, *others)
     queue.remove(waiters[0], charged(10.0), 500.0)
+    assert waiters[1].aged_from == 0.0 and not waiters[1].is_flood
+
+
+def test_few_requests_are_no_flood_though_they_are_all_that_waits() -> None:
+    waiters = [waiter(number) for number in range(FLOODS_FROM - 1)]
+    queue_of(*waiters).remove(waiters[0], charged(10.0), 500.0)
     assert waiters[1].aged_from == 0.0 and not waiters[1].is_flood
 
 
@@ -309,7 +321,7 @@ def test_another_standing_counts_for_those_who_wait_already() -> None:
 
 def test_another_standing_does_not_make_a_flow_older_than_it_is() -> None:
     waitlist = Waitlist(POLICY.priority_class)
-    for number in range(3):
+    for number in range(FLOODS_FROM):
         waitlist.add(waiter(number, arrived=float(number)))
     waitlist.remove("w0", charged(10.0), served_at=100.0)
     lift_at = waitlist.queues[M].lift_at

@@ -99,7 +99,7 @@ class Configuration:
 
     def _renew(self, old: ModelRecord | None, spec: ModelSpec, now: float) -> None:
         """A new process is needed. What was learned about the old revision is the best estimate for the new one."""
-        record = ModelRecord(spec, spec.need)
+        record = ModelRecord(spec, spec.need, since=now)
         if old is not None:
             record.inherit(old)
             self._slots.forget_timer(Timer(TimerKind.RETRY, spec.id))

@@ -65,8 +65,8 @@ class Limits:
     others_share_depth: bool = False  # It holds for all tenants not named together: callers make their names up.
     away_share: float = 0.1  # A busy model is sent away for others at most this share of the time.
     wait_max_s: float | None = None  # Callers give up after this long.
-    lift_s: float = 60.0  # Waiting this long lifts a request by one class.
-    deadlines_s: tuple[float, float, float] = (5.0, 120.0, 480.0)  # Before that no busy model is closed.
+    lift_s: float = 240.0  # Waiting this long lifts a request by one class.
+    deadlines_s: tuple[float, float, float] = (5.0, 240.0, 480.0)  # Before that no busy model is closed.
     recency_s: float = 600.0  # A request this old counts 1/e in the rate of its model.
     backoff_s: float = 5.0
     backoff_max_s: float = 300.0

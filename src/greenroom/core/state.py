@@ -42,6 +42,9 @@ GUESS_MIB_PER_S = 1024.0
 # A wake copies what is in host memory already.
 GUESS_WAKE_MIB_PER_S = 10_240.0
 
+# A rate is taken over no less than this: a burst right after the start says little.
+RATE_MIN_S = 60.0
+
 # Number of answers over which a typical answer is averaged.
 TYPICAL_OF = 100
 
@@ -62,10 +65,16 @@ class Claimant:
     # Exponentially decayed count of requests, as of `heat_at`. Not counted for leases.
     heat: float = 0.0
     heat_at: float = 0.0
+    # When counting began.
+    since: float = 0.0
 
     def rate(self, recency_s: float, now: float) -> float:
-        """Requests per second; older requests count less."""
-        return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / recency_s
+        """Requests per second; older requests count less.
+
+        A steady stream has filled only a part of the count when counting began less than `recency_s` ago.
+        """
+        filled = 1.0 - exp(-max(RATE_MIN_S, now - self.since) / recency_s)
+        return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / (recency_s * filled)
 
     def move_s(self, kind: MoveKind) -> float:
         """Seconds that this move takes, as learned or else estimated from its size."""
@@ -109,7 +118,7 @@ class ModelRecord(Claimant):
             old.answers,
             old.share_s,
         )
-        self.heat, self.heat_at = old.heat, old.heat_at
+        self.heat, self.heat_at, self.since = old.heat, old.heat_at, old.since
 
     def warm_up(self, now: float, recency_s: float) -> None:
         """Count one more request."""

@@ -127,9 +127,9 @@ class Order(Check):
         if self._limits.policy == "fifo":
             return (one.priority, one.number) < (other.priority, other.number)
         lift_s = self._limits.lift_s
-        # It may be of a tenant that floods the model: then it is as old as the youngest within a lift.
-        aged_from = one.aged_from_max + (one.priority + 1) * lift_s
-        return aged_from + ALIKE_S + STALE_S < other.aged_from + other.priority * lift_s
+        # It may be of a tenant that floods the model: then it is as old as the youngest that came within ALIKE_S.
+        aged_from = one.aged_from_max + ALIKE_S + one.priority * lift_s
+        return aged_from + STALE_S < other.aged_from + other.priority * lift_s
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ from greenroom.core.policy.base import Turn
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
-# Requests that came within this time of each other go by their tenants' shares, others by age. Small, so that a tenant
-# that asks for much waits little longer than if all were one tenant.
-ALIKE_S = 5.0
+# Requests of tenants that flood a model are of one age if they came within this time, and go by their tenants' shares.
+ALIKE_S = 60.0
 # A resident that is used more than this hardly catches up. Its use is an estimate, so it counts as no more.
 USE_MAX = 0.95
 # A busy model is closed this many times the switch before callers give up: it may take longer than usual.
@@ -36,13 +35,9 @@ class BoundedFirstCome:
     # --- order ----------------------------------------------------------------------------------------------------
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
-        """By age, where a class counts as `lift_s`; those of nearly the same age by fair share; then by arrival.
-
-        Tenants that flood the model are all alike for as long as a class counts, so that they share by what they got.
-        """
-        lift_s = self._limits.lift_s
-        came = ceil(waiter.aged_from / lift_s) * lift_s if waiter.is_flood else waiter.aged_from
-        return ((came + waiter.priority * lift_s) // ALIKE_S, served_s, waiter.sequence)
+        """By age, where a class counts as `lift_s`, then by arrival. Tenants that flood the model take fair turns."""
+        came = ceil(waiter.aged_from / ALIKE_S) * ALIKE_S if waiter.is_flood else waiter.aged_from
+        return (came + waiter.priority * self._limits.lift_s, served_s, waiter.sequence)
 
     def rank(self, queue: Queue, now: float) -> Turn:
         """By the age of the oldest request, where a class counts as `lift_s`."""
@@ -55,8 +50,8 @@ class BoundedFirstCome:
 
         It is due at the class's deadline, or when those that wait outweigh those that would have to, if that is later;
         at the latest when the resident was there for so long that it is away for at most `away_share` of the time, or
-        when callers would soon give up. So a request is overtaken only by requests that came at most that much later,
-        and by those that waited when the resident came.
+        when callers would soon give up, which brings the deadline forward by up to a half. So a request is overtaken
+        only by requests that came at most that much later, and by those that waited when the resident came.
         """
         if not resident.is_busy:
             return now
@@ -67,10 +62,13 @@ class BoundedFirstCome:
         if steps < 0:
             return queue.deadline_at
         away_s = resident.drain_s + queue.swap_s + queue.service_s + resident.reload_s
-        latest_s = away_s / self._limits.away_share
+        oldest, deadline_at = queue.oldest, queue.deadline_at
+        latest_at = oldest + away_s / self._limits.away_share
         if self._limits.wait_max_s is not None:
-            latest_s = min(latest_s, self._limits.wait_max_s - IN_TIME * (resident.drain_s + queue.swap_s))
-        due_at = max(queue.deadline_at, min(queue.oldest + latest_s, _outweighs_at(queue, resident, away_s)))
+            in_time_at = oldest + self._limits.wait_max_s - IN_TIME * (resident.drain_s + queue.swap_s)
+            latest_at = min(latest_at, in_time_at)
+            deadline_at = min(deadline_at, max(in_time_at, (oldest + deadline_at) / 2))
+        due_at = max(deadline_at, min(latest_at, _outweighs_at(queue, resident, away_s)))
         if own is None:
             return due_at
         if resident.owes:
@@ -78,7 +76,7 @@ class BoundedFirstCome:
         if own.tenants.keys().isdisjoint(queue.tenants) and own.aged_from - own.oldest > away_s:
             # More waits there than a tenant may ask for, and it has nothing to gain here: each has half of the time.
             # While it drains, it still serves its own.
-            due_at = min(due_at, queue.oldest + steps * self._limits.lift_s + away_s - resident.drain_s)
+            due_at = min(due_at, oldest + steps * self._limits.lift_s + away_s - resident.drain_s)
         return due_at
 
     # --- worth ----------------------------------------------------------------------------------------------------

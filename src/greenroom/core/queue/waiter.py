@@ -163,11 +163,6 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._served_s)
 
-    @property
-    def are_shared(self) -> bool:
-        """True if more than one tenant has work here."""
-        return len(self._active) > 1
-
     def served_s(self, tenant: TenantId) -> float:
         return self._served_s.get(tenant, self.level_s)
 

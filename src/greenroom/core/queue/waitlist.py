@@ -20,7 +20,7 @@ from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 # Seconds until a model is ready from its tier, seconds per answer, and its concurrency.
 Prices = tuple[float, float, int]
 
-# A tenant shares a flood if it has this many waiting requests, and this part of all.
+# A tenant floods a model if it has this many waiting requests, and this part of all.
 FLOODS_FROM, FLOODS_PART = 8, 0.2
 
 # With more waiting models than this, each round ranks only some of them anew: ranking takes microseconds per model.
@@ -159,7 +159,7 @@ class Queue:
             # A tenant that asks for more than its share counts as if it had asked more slowly. It ages from this turn
             # on at the latest: having used what others left is no debt.
             may_ask_at = waiter.aged_from + accounts.pause_s(waiter.tenant, floods)
-            flow[0].is_flood = accounts.are_shared and may_ask_at >= served_at
+            flow[0].is_flood = may_ask_at >= served_at
             if flow[0].aged_from < (age_from := min(served_at, may_ask_at)):
                 flow[0].aged_from = age_from
                 head_changed = True
@@ -177,9 +177,9 @@ class Queue:
         Empty otherwise: then it is no flood but a crowd, which goes by age.
         """
         part = self.waiting * FLOODS_PART
-        if self.tenants[tenant] < part:
+        if tenant not in self._floods or self.tenants[tenant] < part:
             return []
-        floods = [tenant, *(one for one in self._floods if one != tenant and self.tenants[one] >= part)]
+        floods = [one for one in self._floods if self.tenants[one] >= part]
         return floods if 2 * sum(self.tenants[one] for one in floods) > self.waiting else []
 
     def _count(self, waiter: Waiter, sign: int) -> None:
