@@ -8,13 +8,13 @@ from math import sqrt
 
 from benchmarks.scheduling.figures import Figures, figures_of
 from benchmarks.scheduling.machines import Machine
-from benchmarks.scheduling.references import policies_for
+from benchmarks.scheduling.references import CHANCE, policies_for
 from benchmarks.scheduling.traffic import Named, Traffic
 from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
 
-# How much the times of moves vary.
-JITTER = 0.1
+# How much the times of moves vary; and what is added to the seed that they are drawn by where chance is looked at.
+JITTER, OTHER_CHANCE = 0.1, 100
 # The search for the stretch that gives a wanted load goes between these.
 STRETCH_MIN, STRETCH_MAX = 1.0, 64.0
 
@@ -45,7 +45,7 @@ def run_cell(cell: Cell) -> Figures:
     config = SimConfig(
         machine.sim_models(), machine.devices(), machine.limits(), cell.policy, JITTER, policies=policies
     )
-    world = World(config, cell.seed)
+    world = World(config, cell.seed + (OTHER_CHANCE if cell.policy == CHANCE else 0))
     workload.begin(world)
     world.run()
     if world.calls or any(call.code is not None for call in world.ended):

@@ -10,7 +10,8 @@ goals: a starved model, priority classes, a flooding tenant, kept cases, and tha
     python -m benchmarks.scheduling.quality --goals more --save     # 2,000 pairs: about ten minutes of one core
     python -m benchmarks.scheduling.quality --cell 'steady#3' --cell dominant --cell 'more#12' --policy default,strict
 
-`--policy` names the policies that are judged: built-in, `strict` or `clairvoyant` (references), or `module:class`.
+`--policy` names the policies that are judged: built-in, `strict`, `clairvoyant` or `chance` (references), or
+`module:class`. `chance` is FIFO with other load times: it shows how many cells are worse by chance alone.
 """
 
 from __future__ import annotations

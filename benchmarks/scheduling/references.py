@@ -1,7 +1,8 @@
 """Policies that only serve as references, and policies named by their module.
 
-Neither reference is of use in a gateway: strict first-come thrashes, and the clairvoyant needs tomorrow's arrivals.
-They show what such rules would gain; neither is a bound.
+None of the references is of use in a gateway: strict first-come thrashes, the clairvoyant needs tomorrow's arrivals,
+and `chance` is first-come itself, with loads that take a little more or less time. They show what such rules would
+gain, and what chance alone does; none is a bound.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import Queue
 from greenroom.sim.workloads import Recorded, Workload
 
-STRICT, CLAIRVOYANT = "strict", "clairvoyant"
-KNOWN = {*BUILT_IN, STRICT, CLAIRVOYANT}
+STRICT, CLAIRVOYANT, CHANCE = "strict", "clairvoyant", "chance"
+KNOWN = {*BUILT_IN, STRICT, CLAIRVOYANT, CHANCE}
 
 # A model that is never requested again counts as requested after this many seconds.
 NEVER_S = 1e9
@@ -79,7 +80,7 @@ def policies_for(name: str, workload: Workload) -> Policies:
         known[name] = getattr(import_module(module), attribute)
     future = _future(workload) if name == CLAIRVOYANT else {}
     clairvoyant = {CLAIRVOYANT: lambda limits, swapper: Clairvoyant(limits, swapper, future)}
-    return {**BUILT_IN, STRICT: StrictFirstCome, **clairvoyant, **known}
+    return {**BUILT_IN, STRICT: StrictFirstCome, CHANCE: FirstCome, **clairvoyant, **known}
 
 
 def _future(workload: Workload) -> dict[str, list[float]]:

@@ -77,7 +77,7 @@ def test_no_key_of_the_configuration_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait_max_s", "deadlines_s"), [(600, (5.0, 120.0, 480.0)), (200, (5.0, 120.0, 200.0)), (3, (3.0, 3.0, 3.0))]
+    ("wait_max_s", "deadlines_s"), [(600, (5.0, 240.0, 480.0)), (300, (5.0, 240.0, 300.0)), (3, (3.0, 3.0, 3.0))]
 )
 def test_nobody_insists_later_than_it_would_have_been_refused(
     loads: Loads, wait_max_s: int, deadlines_s: tuple[float, float, float]

@@ -68,8 +68,8 @@ ONE_PROBLEM = [
         "2: scheduler.deadline_normal_s: may not be more than deadline_low_s (30)",
     ),
     (
-        "scheduler:\n  deadline_high_s: 121\n",
-        "2: scheduler.deadline_high_s: may not be more than deadline_normal_s (120)",
+        "scheduler:\n  deadline_high_s: 241\n",
+        "2: scheduler.deadline_high_s: may not be more than deadline_normal_s (240)",
     ),
 ]
 

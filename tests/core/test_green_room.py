@@ -13,7 +13,7 @@ from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Tier
 
 from .test_order import ready
-from .world import HOST, Fate, World, gpu, host, model
+from .world import HOST, Engine, Fate, World, gpu, host, model
 
 DEVICES = (gpu(0, 8_000), host(64_000))
 TWO_GPUS = (gpu(0, 4_000), gpu(1, 4_000), host(64_000))
@@ -235,6 +235,21 @@ def test_a_sleeper_whose_gpu_is_busy_is_loaded_on_another_one_and_its_copy_leave
     world.run(30.0)
     assert call.granted_at - call.arrived < 30.0
     assert world.kinds("a")[-2:] == ["unload a", "load a"] and tiers(world, "abc") == "rrc"
+
+
+def test_a_sleeper_waits_for_its_gpu_for_as_long_as_a_load_elsewhere_would_take_longer() -> None:
+    world = World([model("a", 4_000, asleep=Need(0, 4_000)), model("b"), model("c")], TWO_GPUS, LIMITS)
+    world.engines["a"] = Engine(load_s=10.0, wake_s=1.0)
+    asleep(world, "a")
+    ready(world, "b", "c")
+    for takes_s, comes_by in ((8.5, "wake a"), (9.5, "load a")):
+        world.arrive(f"b for {takes_s}", "b", takes_s=takes_s)
+        call = world.arrive(f"a beside {takes_s}", "a", takes_s=1.0)
+        world.run(30.0)
+        assert world.kinds("a")[-1] == comes_by and call.granted_at - call.arrived < 9.0 + 10.0 + 2.0
+        world.ask(f"back after {takes_s}", MoveKind.SLEEP, "a")
+        world.run(30.0)
+        ready(world, "b")
 
 
 @pytest.mark.parametrize(("others", "more"), [("bc", {}), ("b", {"pinned": True})])

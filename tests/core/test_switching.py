@@ -477,6 +477,21 @@ def test_no_device_is_kept_where_a_lease_stays() -> None:
     assert [call.fate for call in calls] == [Fate.SERVED] * 5
 
 
+@pytest.mark.parametrize("after_s", [100.0, 3_000.0])
+def test_a_steady_stream_has_the_same_rate_soon_after_the_start_as_later(after_s: float) -> None:
+    world = World([model("a", 6_000, concurrency=4)])
+    stream(world, "a", 0.5, after_s)
+    world.run(after_s)
+    assert world.scheduler.state.models[ModelId("a")].rate(600.0, world.now) == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_burst_at_the_start_is_no_rate() -> None:
+    world = World([model("a", 6_000, concurrency=4)])
+    for number in range(6):
+        world.arrive(f"r{number}", "a", takes_s=0.1)
+    assert world.scheduler.state.models[ModelId("a")].rate(600.0, world.now) <= 0.11
+
+
 def test_a_busy_model_is_closed_before_those_that_wait_give_up() -> None:
     """Ten times a slow switch is longer than callers wait: without this no rare request would ever be served."""
     specs = [model("a", 6_000, concurrency=4), model("b", 6_000, concurrency=4)]
