@@ -252,6 +252,16 @@ def test_a_sleeper_waits_for_its_gpu_for_as_long_as_a_load_elsewhere_would_take_
         ready(world, "b")
 
 
+def test_a_sleeper_that_is_preloaded_beside_a_busy_model_is_loaded_elsewhere() -> None:
+    world = World([model("a", 4_000, asleep=Need(0, 4_000)), model("b")], TWO_GPUS, LIMITS)
+    asleep(world, "a")
+    ready(world, "b")
+    world.arrive("b busy", "b", takes_s=600.0)
+    world.config(model("a", 4_000, asleep=Need(0, 4_000), preload=True))
+    world.run(60.0)
+    assert tiers(world, "ab") == "rr"
+
+
 @pytest.mark.parametrize(("others", "more"), [("bc", {}), ("b", {"pinned": True})])
 def test_a_sleeper_wakes_where_it_sleeps_if_all_gpus_are_busy_or_it_is_pinned(
     others: str, more: dict[str, object]

@@ -188,8 +188,9 @@ def _decide_swap(
     target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if asleep is not None and (eviction is None or eviction.is_blocked):
-        # Wait for the wake until that has cost as much as a load costs more than it.
-        load_from = queue.oldest + record.move_s(MoveKind.LOAD) - record.move_s(MoveKind.WAKE)
+        # Wait for the wake until that has cost as much as a load costs more than it. A queue does not count preloads.
+        since = min(queue.oldest, waiter.arrived)
+        load_from = since + record.move_s(MoveKind.LOAD) - record.move_s(MoveKind.WAKE)
         if now < load_from:
             until = min(until, load_from)
         elif (elsewhere := _load_elsewhere(state, waiter, record, asleep, residents, now)) is not None:
