@@ -112,10 +112,14 @@ def sentences(error: ValidationError) -> Iterator[str]:
 
 
 def _in_configuration(where: Where, title: str) -> Where:
-    """Where the configuration has the same field of a key."""
+    """Where the configuration has the same field of a key, so that the same values are hidden."""
+    keys: Where = ("server", "api_keys")
     if title == FileKey.__name__:
-        return ("server", "api_keys", 0, *where)
-    return ("server", "api_keys", *where[1:]) if where[:1] == ("keys",) else where
+        return (*keys, 0, *where)
+    if where and where[0] not in _Document.model_fields:
+        return where
+    # Also what stands in the place of the whole document or of its version may be a key.
+    return (*keys, *(where[1:] if where[:1] == ("keys",) else where))
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
