@@ -247,7 +247,7 @@ async def test_llama_cpps_routes_tell_of_the_first_model_of_a_task_and_load_no_t
 
 async def test_orders_for_a_task_are_told_its_models(gate: Gate) -> None:
     named = [("POST", f"/v1/models/{order}", {"model": "coding"}) for order in ("load", "unload")]
-    named += [("POST", f"/api/v1/models/coding/{order}", {}) for order in ("load", "unload", "sleep", "prepare")]
+    named += [("POST", f"/api/v1/models/coding/{order}", {}) for order in ("load", "unload", "sleep", "prepare", "pin")]
     for method, path, body in [
         *named,
         ("GET", "/api/v1/models/coding/logs", None),

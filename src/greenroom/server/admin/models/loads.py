@@ -294,6 +294,7 @@ class PinRoutes:
 
         It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
         """
+        refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
         entry, pinned = addressed(self._gateway.catalog, request, MODELS, model_id, "/pin"), True
         if order is not None:
             pinned = order.pinned
