@@ -256,7 +256,13 @@ def test_where_the_report_goes_is_checked_before_anything_is_read(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = f"there is no folder {tmp_path}/no"
-    wrong = ((tmp_path, "it is a folder"), (tmp_path / "no" / "r.html", missing), (f"{tmp_path}/no/", missing))
+    (tmp_path / "loop").symlink_to("loop")
+    wrong: list[tuple[Path | str, str]] = [
+        (tmp_path, "it is a folder"),
+        (tmp_path / "no" / "r.html", missing),
+        (f"{tmp_path}/no/", missing),
+    ]
+    wrong += [(tmp_path / "loop", "Too many levels of symbolic links"), (tmp_path / ("x" * 300), "File name too long")]
     for out, told in wrong:
         assert main(["simulate", "-c", config, "--trace", "/nowhere.csv", "--out", str(out)]) == 1
         assert f"--out {out} cannot be written: {told}" in capsys.readouterr().err

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     config = loader.load(path).config
     compared = _cases(args, config.scheduler.policy)
     if args.out:
-        _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
         _require_writable(args.out)
+        _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
     if needless := without_effect(args):
         why = "the requests are those of the trace" if args.trace else "there is no --trace"
         screen.note(f"warning: {', '.join(needless)} without effect: {why}")
@@ -267,6 +267,13 @@ def _refuse_to_overwrite(out: str, inputs: Mapping[str, str | Path | None]) -> N
 def _require_writable(out: str) -> None:
     """Raises CommandFailed if the report could not be written there, before a simulation that may take long."""
     path = Path(os.path.expanduser(out))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        # A name that is too long, or a link to itself.
+        raise CommandFailed(f"--out {out} cannot be written: {error.strerror}") from error
     # A slash at the end means a folder, and a path does not keep it.
     folder = path.resolve() if out.endswith("/") else path.resolve().parent
     if path.is_dir():
