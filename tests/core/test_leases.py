@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
-from greenroom.core.model import NO_TENANT, DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId, lease_name
+from greenroom.core.model import DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId, lease_name
 
 from .test_memory import victims
 from .test_order import ready
-from .world import Call, Fate, World, gpu, host, model
+from .world import Fate, World, gpu, host, model
 
 GPU1 = DeviceId("gpu1")
 
@@ -105,8 +105,7 @@ def test_a_lease_that_has_waited_elsewhere_keeps_its_place() -> None:
     world.end_move(world.moves[-1].id, Outcome.DONE)
     world.run(10.0)
     world.ask_lease("here", 6_000)
-    world.calls_by_id["there"] = Call("there", 99, (), 1, NO_TENANT, None, is_lease=True)
-    world.post(ev.LeaseAsked(world.now, LeaseId("there"), Need(6_000), waits_since=world.now - 100.0))
+    world.ask_lease("there", 6_000, waits_since=world.now - 100.0)
     world.finish("r")
     world.end_move(world.moves[-1].id, Outcome.DONE)
     assert (world.fate("there"), world.fate("here")) == (Fate.GRANTED, Fate.WAITING)

@@ -480,9 +480,9 @@ def test_no_device_is_kept_where_a_lease_stays() -> None:
 @pytest.mark.parametrize("after_s", [100.0, 3_000.0])
 def test_a_steady_stream_has_the_same_rate_soon_after_the_start_as_later(after_s: float) -> None:
     world = World([model("a", 6_000, concurrency=4)])
-    stream(world, "a", 0.5, after_s)
+    stream(world, "a", 1.0, after_s)
     world.run(after_s)
-    assert world.scheduler.state.models[ModelId("a")].rate(600.0, world.now) == pytest.approx(2.0, rel=0.02)
+    assert world.scheduler.state.models[ModelId("a")].rate(600.0, world.now) == pytest.approx(1.0, rel=0.02)
 
 
 def test_a_burst_at_the_start_is_no_rate() -> None:

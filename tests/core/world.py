@@ -174,6 +174,8 @@ class World(Recorder):
         self.plays = plays
         self.events: list[ev.Event] = []
         self.calls_by_id: dict[str, Call] = {}
+        # Those that may be waiting or granted, so that a long run need not look at all that ever came.
+        self._open: list[Call] = []
         self.places: dict[SlotId, Place] = {}
         self.moving: dict[MoveId, Move] = {}
         self.moves: list[Move] = []
@@ -253,6 +255,7 @@ class World(Recorder):
         call = Call(name, next(self._numbers), wanted, priority, TenantId(tenant), takes_s, arrived=self.now)
         assert name not in self.calls_by_id
         self.calls_by_id[name] = call
+        self._open.append(call)
         give_up_at = None if within_s is None else self.now + within_s
         answer_by = None if budget_s is None else self.now + budget_s
         self.post(self.arrival(call, give_up_at, patient, answer_by, keep_alive_s, choice))
@@ -324,9 +327,11 @@ class World(Recorder):
         within_s: float | None = None,
         devices: tuple[DeviceId, ...] = (),
         gpus: int = 1,
+        waits_since: float | None = None,
     ) -> Call:
         call = Call(name, next(self._numbers), (), priority, NO_TENANT, None, is_lease=True)
         self.calls_by_id[name] = call
+        self._open.append(call)
         give_up_at = None if within_s is None else self.now + within_s
         self.post(
             ev.LeaseAsked(
@@ -338,6 +343,7 @@ class World(Recorder):
                 preemptible,
                 give_up_at=give_up_at,
                 gpus=gpus,
+                waits_since=waits_since,
             )
         )
         return call
@@ -465,14 +471,16 @@ class World(Recorder):
         place = self.places[slot]
         assert place.tier is Tier.READY and place.move is None, f"{call.id} is granted {slot}, which is not ready"
         assert place.model in call.candidates, f"{call.id} is granted {place.model}"
-        running = sum(1 for other in self.calls_by_id.values() if other.slot == slot and other.fate is Fate.GRANTED)
+        others = self.open_calls()
+        running = sum(1 for other in others if other.slot == slot and other.fate is Fate.GRANTED)
         limit = self.specs[place.model].concurrency or 1
         assert running < limit, f"{slot} serves {running} and is given {call.id}"
         if call.grants == 0 and len(call.candidates) == 1:
-            for other in self.calls_by_id.values():
-                same = (other.tenant, other.priority, other.candidates) == (call.tenant, call.priority, call.candidates)
-                passed = same and other.fate is Fate.WAITING and other.number < call.number and not other.is_lease
-                assert not passed, f"{call.id} passed {other.id}"
+            line = (call.tenant, call.priority, call.candidates)
+            for other in others:
+                if other.fate is Fate.WAITING and other.number < call.number and not other.is_lease:
+                    passed = (other.tenant, other.priority, other.candidates) == line
+                    assert not passed, f"{call.id} passed {other.id}"
 
     def _grant_lease(self, call: Call, slot: SlotId) -> None:
         claim = self.scheduler.state.slots[slot].claim
@@ -527,7 +535,7 @@ class World(Recorder):
             assert others + mib + outside <= usable, f"{slot} does not fit {device}"
 
     def _judge_leaving(self, move: Move, reason: Reason) -> None:
-        running = [call.id for call in self.calls_by_id.values() if call.slot == move.slot]
+        running = [call.id for call in self.open_calls() if call.slot == move.slot]
         assert not running, f"{move.slot} leaves while it serves {running}"
         spec = self.specs[move.model]
         if reason.why in ("evicted", "ttl") and spec.pinned:
@@ -583,9 +591,13 @@ class World(Recorder):
         """Who was granted, in order."""
         return [str(call[1]) for call in self.calls if call[0] == "grant"]
 
+    def open_calls(self) -> list[Call]:
+        """All that wait or are granted, in the order they came."""
+        self._open = [call for call in self._open if call.fate in (Fate.WAITING, Fate.GRANTED)]
+        return self._open
+
     def is_at_rest(self) -> bool:
-        open_calls = [call for call in self.calls_by_id.values() if call.fate in (Fate.WAITING, Fate.GRANTED)]
-        return not open_calls and not self.moving and None not in self.ops.values()
+        return not self.open_calls() and not self.moving and None not in self.ops.values()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
