@@ -54,11 +54,30 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, o
     return cases
 
 
-def test_a_trace_may_come_through_a_pipe(config: str, trace: Path, tmp_path: Path) -> None:
+def test_a_trace_may_come_through_a_pipe(
+    config: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["cp", trace, pipe]):
         assert main(["simulate", "-c", config, "--trace", str(pipe)]) == 0
+    assert f"--trace {pipe} is a pipe: waiting for a program that writes to it" in capsys.readouterr().err
+
+
+def test_a_report_may_go_through_a_pipe(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
+        assert main(["simulate", "-c", config, *SHORT, "--out", str(pipe)]) == 0
+        assert reader.communicate()[0].startswith("<!DOCTYPE html>") and pipe.is_fifo()
+    assert f"--out {pipe} is a pipe: waiting for a program that reads from it" in capsys.readouterr().err
+
+
+def test_a_pipe_that_is_open_already_is_not_waited_for(config: str, trace: Path) -> None:
+    """As the shell gives it for `<(…)`."""
+    words = (sys.executable, "-m", "greenroom", "simulate", "-c", config, "--trace", "/dev/stdin")
+    played = subprocess.run(words, input=trace.read_text(), capture_output=True, text=True, check=True)
+    assert "trace: 60 requests" in played.stderr and "waiting" not in played.stderr
 
 
 @pytest.mark.parametrize("endless", ["/dev/zero", "/dev/urandom"])
@@ -261,6 +280,8 @@ def test_where_the_report_goes_is_checked_before_anything_is_read(
         (tmp_path, "it is a folder"),
         (tmp_path / "no" / "r.html", missing),
         (f"{tmp_path}/no/", missing),
+        (f"{config}/r.html", f"{config} is not a folder"),
+        (f"{config}/", f"{config} is not a folder"),
     ]
     wrong += [(tmp_path / "loop", "Too many levels of symbolic links"), (tmp_path / ("x" * 300), "File name too long")]
     for out, told in wrong:
@@ -439,6 +460,8 @@ def test_what_is_wrong_with_a_trace_is_told(config: str, trace: Path, capsys: py
         ("--seed", "1e5", "'1e5' is not a whole number of at most 12 digits"),
         ("--out", "", "it is empty: give the name of a file, or leave the option out"),
         ("--trace", "", "it is empty: give the name of a file"),
+        ("--out", "-", "figures are printed to standard output; name a file for the report"),
+        ("--trace", "-", "standard input is /dev/stdin"),
         ("--workload", "storm", "invalid choice: 'storm'"),
     ],
 )

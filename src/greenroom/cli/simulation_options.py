@@ -42,13 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_timing_options(parser)
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers")
     parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
-    parser.add_argument("--out", type=_path, metavar="HTML", help="write a report with plots")
+    parser.add_argument("--out", type=_report, metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     parser.set_defaults(**OF_DRAWN, **OF_TRACES)
 
 
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=_path, metavar="FILE", help="requests to play, as CSV or lines of JSON")
+    parser.add_argument("--trace", type=_trace, metavar="FILE", help="requests to play, as CSV or lines of JSON")
     parser.add_argument("--stretch", type=_above_zero, help="multiply the trace's times by this")
     parser.add_argument(
         "--time-unit", choices=("s", "ms", "us", "ns"), help="of the trace's times (default: found from the trace)"
@@ -110,9 +110,20 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _path(text: str) -> str:
+def _trace(text: str) -> str:
+    return _path(text, "standard input is /dev/stdin")
+
+
+def _report(text: str) -> str:
+    return _path(text, "figures are printed to standard output; name a file for the report")
+
+
+def _path(text: str, instead: str) -> str:
+    """`-` is not taken as the name of a file: other programs mean standard input or output by it."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give the name of a file, or leave the option out")
+    if text == "-":
+        raise argparse.ArgumentTypeError(f"{instead} (a file of this name is ./-)")
     return text
 
 

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if needless := without_effect(args):
         why = "the requests are those of the trace" if args.trace else "there is no --trace"
         screen.note(f"warning: {', '.join(needless)} without effect: {why}")
+    if args.trace and _may_block(args.trace):
+        screen.note(f"--trace {args.trace} is a pipe: waiting for a program that writes to it")
     prepared = prepare(config, args)
     if args.trace:
         screen.note(f"trace: {prepared.assumed[0]}")
@@ -58,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         case, _, why = str(error).partition(":")
         raise CommandFailed(f"the case {case} could not be played", why.strip()) from error
     if args.out:
+        if _may_block(os.path.expanduser(args.out)):
+            screen.note(f"--out {args.out} is a pipe: waiting for a program that reads from it")
         _write(args.out, html(results, prepared.assumed, prepared.wait_max_s))
     said = advice(results, prepared.wait_max_s)
     if args.json:
@@ -82,6 +87,13 @@ COMMAND = Subcommand(
     add_options,
     run,
 )
+
+
+def _may_block(path: str) -> bool:
+    """True for a named pipe, which opens when its other side does. Pipes that a shell gives are open already."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISFIFO(os.stat(os.path.realpath(path)).st_mode)
+    return False
 
 
 def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
@@ -279,7 +291,8 @@ def _require_writable(out: str) -> None:
     if path.is_dir():
         raise CommandFailed(f"--out {out} cannot be written: it is a folder; name a file in it")
     if not folder.is_dir():
-        raise CommandFailed(f"--out {out} cannot be written: there is no folder {folder}")
+        why = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
+        raise CommandFailed(f"--out {out} cannot be written: {why}")
     # A file is replaced, for which its folder counts; a device or a pipe is written to.
     target = path if path.exists() and not path.is_file() else folder
     if not os.access(target, os.W_OK):
