@@ -27,6 +27,9 @@ from tests.waiting import until
 schemathesis = Later("schemathesis")
 
 
+HOLDER = {"host": "h", "pid": 1, "start_ticks": 1, "pid_ns": 1}
+
+
 def _gateway(**server: Any) -> FakeGateway:
     return FakeGateway({"a": model()}, **server)
 
@@ -71,6 +74,28 @@ async def test_a_method_that_a_path_does_not_take_is_refused(method: str, target
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
     assert answer.headers["allow"] == allowed
     assert allowed in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "param"),
+    [
+        *(("/api/v1/models/a/pin", {"pinned": said}, "pinned") for said in ("yes", "off", 1, 0, "true", None)),
+        ("/api/v1/models/a/unload", {"grace_s": "5"}, "grace_s"),
+        ("/api/v1/models/a/sleep", {"grace_s": True}, "grace_s"),
+        ("/v1/models/load", {"modelId": "a", "maxContextLength": "4096"}, "maxContextLength"),
+        ("/api/v1/leases", {"mib": "10"}, "mib"),
+        ("/api/v1/leases", {"mib": 10, "preemptible": "yes"}, "preemptible"),
+        ("/api/v1/leases", {"mib": 10, "holder": {**HOLDER, "pid": "1"}}, "holder.pid"),
+        ("/api/v1/explain", {"model": "a", "stream": "on"}, "stream"),
+        ("/api/v1/simulate", {"gpus": ["2"]}, "gpus.0"),
+        ("/update-model", {"model_repo_id": "org/name", "allow_gap": 1}, "allow_gap"),
+    ],
+)
+async def test_a_body_has_json_booleans_and_numbers_and_no_texts_of_them(
+    target: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await Client(_gateway()).post(target, body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", param)
 
 
 async def test_a_bug_is_told_without_its_words_and_raised_to_be_logged() -> None:

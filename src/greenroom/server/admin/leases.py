@@ -16,15 +16,15 @@ from ipaddress import ip_address
 from typing import Annotated, Literal, cast
 
 from fastapi import FastAPI, Query
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
-from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label, NotBool
+from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label
 from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.views import GovernedOrder, Order, Priority, View
+from greenroom.server.admin.views import FromList, GovernedOrder, Order, Priority, View
 from greenroom.tenancy.keys import Caller, cap, parse_priority
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
@@ -36,30 +36,32 @@ GPUS_MAX = 1_024
 LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=PROGRAM_ID)]
 # Without the prefix of a tenant's ids in the store.
 LeaseInPath = Annotated[str, Field(min_length=1, max_length=PROGRAM_ID_MAX, pattern=PROGRAM_ID)]
-_Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), NotBool]
+_Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)]
 
 
 class HolderView(View):
     """The process that holds a lease. If the gateway can see it, its end frees the memory at once."""
 
+    model_config = ConfigDict(strict=True)
+
     host: Annotated[str, Field(max_length=256)]
-    pid: Annotated[int, Field(ge=1, le=_PID_MAX), NotBool]
-    start_ticks: Annotated[int, Field(ge=0, le=_NUMBER_MAX), NotBool]
+    pid: Annotated[int, Field(ge=1, le=_PID_MAX)]
+    start_ticks: Annotated[int, Field(ge=0, le=_NUMBER_MAX)]
     """When it started, in ticks since boot: field 22 of /proc/PID/stat."""
-    pid_ns: Annotated[int, Field(ge=0, le=_NUMBER_MAX), NotBool]
+    pid_ns: Annotated[int, Field(ge=0, le=_NUMBER_MAX)]
     """The inode of /proc/PID/ns/pid: process ids differ inside a container."""
 
 
 class LeaseOrder(GovernedOrder):
     """Memory on GPUs for a program that is not a model."""
 
-    mib: Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
+    mib: Annotated[int, Field(ge=1, le=MIB_MAX)]
     """On each GPU."""
-    gpus: Annotated[int, Field(ge=1, le=GPUS_MAX), NotBool] = 1
+    gpus: Annotated[int, Field(ge=1, le=GPUS_MAX)] = 1
     """The number of different GPUs, all or nothing."""
     name: Label = "lease"
     """A name for people."""
-    devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX)] = ()
+    devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX), FromList] = ()
     """Only on these (gpu0, or a UUID or its beginning); on any when not given."""
     priority: Priority = "normal"
     """high, normal, low or a number. Decides what it may evict, and its place in the queue."""
@@ -67,11 +69,11 @@ class LeaseOrder(GovernedOrder):
     """Whether it may be recalled for something more urgent."""
     grace_s: _Seconds = 30.0
     """How long the holder may stay after a recall."""
-    ttl_s: Annotated[float, Field(ge=1, le=3_600, allow_inf_nan=False), NotBool] | None = None
+    ttl_s: Annotated[float, Field(ge=1, le=3_600, allow_inf_nan=False)] | None = None
     """The lease is lost if it is not renewed for this long; the gateway's leases.ttl_s when not given."""
     wait_s: _Seconds = 0.0
     """How long to wait; the answer comes when the lease is held. 0 takes only free memory and evicts nothing."""
-    pid: Annotated[int, Field(ge=1, le=_PID_MAX), NotBool] | None = None
+    pid: Annotated[int, Field(ge=1, le=_PID_MAX)] | None = None
     """The holder's process id on this machine; its end frees the memory at once."""
     holder: HolderView | None = None
     """The holder, if it may run on another machine or in a container, where process ids differ."""
@@ -108,7 +110,7 @@ class LeaseList(View):
 
 
 class RenewOrder(Order):
-    token: Annotated[int, Field(ge=0, le=_NUMBER_MAX), NotBool]
+    token: Annotated[int, Field(ge=0, le=_NUMBER_MAX)]
 
 
 PATH = "/api/v1/leases"

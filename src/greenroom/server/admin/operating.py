@@ -41,7 +41,7 @@ from greenroom.server.admin.reports.streams import (
     refuse_head,
     shown_line,
 )
-from greenroom.server.admin.views import GovernedOrder, View
+from greenroom.server.admin.views import FromList, GovernedOrder, View
 from greenroom.server.asgi import caller_of
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.server.inference.routes import name_before
@@ -61,7 +61,9 @@ NoHistory = Annotated[str | None, Query(alias="no-history", description="Only li
 
 
 class LoadOrder(GovernedOrder):
-    evict: Annotated[tuple[Annotated[str, Field(max_length=ID_CHARS_MAX)], ...], Field(max_length=EVICT_MAX)] = ()
+    evict: Annotated[
+        tuple[Annotated[str, Field(max_length=ID_CHARS_MAX)], ...], Field(max_length=EVICT_MAX), FromList
+    ] = ()
     """Models that must leave first."""
 
 

@@ -6,11 +6,9 @@ Neither tells anything of a provider's key.
 from __future__ import annotations
 
 from fastapi import FastAPI
-from pydantic import ConfigDict, StrictBool
 
-from greenroom.config.described import Described
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.views import View
+from greenroom.server.admin.views import Order, View
 
 CONFIG_PATH = "/api/v1/config"
 REMOTES_PATH = "/api/v1/remotes"
@@ -21,10 +19,8 @@ class RuntimeConfig(View):
     """Whether a request for a task may fall to a remote model that is not the first of its candidates."""
 
 
-class RuntimeConfigChange(Described):
-    model_config = ConfigDict(extra="forbid")
-
-    allowCloudFallback: StrictBool  # noqa: N815
+class RuntimeConfigChange(Order):
+    allowCloudFallback: bool  # noqa: N815
     """As in the answer."""
 
 

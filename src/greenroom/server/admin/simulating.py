@@ -27,7 +27,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, Overload
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.views import Order, View
+from greenroom.server.admin.views import FromList, Order, View
 from greenroom.telemetry.activity import Record
 
 PATH: Final = "/api/v1/simulate"
@@ -57,17 +57,21 @@ class SimulationOrder(Order):
     """What to compare: every combination of these, at most 12. The first value of each is what the others are compared
     with; what is not given is as it is now."""
 
-    gpus: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=VALUES_MAX)] = ()
+    gpus: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=VALUES_MAX), FromList] = ()
     """How many GPUs."""
-    gpu_mib: Annotated[tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...], Field(max_length=VALUES_MAX)] = ()
+    gpu_mib: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...], Field(max_length=VALUES_MAX), FromList
+    ] = ()
     """The memory of each."""
     green_room_mib: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=100_000_000)], ...], Field(max_length=VALUES_MAX)
+        tuple[Annotated[int, Field(ge=0, le=100_000_000)], ...], Field(max_length=VALUES_MAX), FromList
     ] = ()
     """Host memory where models may sleep."""
-    concurrency: Annotated[tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Field(max_length=VALUES_MAX)] = ()
+    concurrency: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Field(max_length=VALUES_MAX), FromList
+    ] = ()
     """Requests that a model answers at once."""
-    policy: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=VALUES_MAX)] = ()
+    policy: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=VALUES_MAX), FromList] = ()
     rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """Draw so many requests a second for an hour, instead of those that were recorded."""
 

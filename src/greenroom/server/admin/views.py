@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from greenroom.config.described import Described
 from greenroom.tenancy.keys import parse_priority
@@ -399,7 +399,13 @@ class LogLines(View):
 
 
 class Order(Described):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """The body of a request. No text is read as a number or a boolean, and no number as a boolean."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+# An array of JSON is a list, which a strict tuple would refuse.
+FromList = Field(strict=False)
 
 
 class GovernedOrder(Order):

@@ -21,7 +21,7 @@ from greenroom.errors import NotFound, shown
 from greenroom.library.orders import PATTERNS_MAX, read_order
 from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
-from greenroom.server.admin.views import GovernedOrder
+from greenroom.server.admin.views import FromList, GovernedOrder
 from greenroom.tenancy.keys import Caller
 
 LISTED_MAX: Final = 1_000
@@ -46,9 +46,9 @@ class DownloadAsked(GovernedOrder):
     """A branch, tag or commit; `main` when not given."""
     quantization: str | None = None
     """Fetches the GGUF files with this word in their names, such as Q4_K_M, and what `include` adds."""
-    include: Annotated[tuple[str, ...], Field(max_length=PATTERNS_MAX)] = ()
+    include: Annotated[tuple[str, ...], Field(max_length=PATTERNS_MAX), FromList] = ()
     """Patterns of file names to fetch, such as `*.json`; all when not given."""
-    exclude: Annotated[tuple[str, ...], Field(max_length=PATTERNS_MAX)] = ()
+    exclude: Annotated[tuple[str, ...], Field(max_length=PATTERNS_MAX), FromList] = ()
     """Patterns of file names to leave out."""
     destination: str | None = None
     """A folder below one of the roots; when not given, the hub's cache if it is a root, else the first root."""

@@ -37,7 +37,7 @@ _STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]
     OperationStatus.FAILED: "failed",
     OperationStatus.CANCELLED: "failed",
 }
-Number = Annotated[int, Field(ge=1, le=NUMBER_MAX, strict=True)]
+Number = Annotated[int, Field(ge=1, le=NUMBER_MAX)]
 ModelName = Annotated[
     str | None, Query(max_length=ID_CHARS_MAX, description="Which model, where several are under version control.")
 ]
