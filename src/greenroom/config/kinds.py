@@ -107,7 +107,7 @@ ID_CHARS_MAX = 256
 RESERVED_IDS = frozenset({"load", "unload", "loaded", "stats", "inventory", "download"})
 
 # These words follow /models/{id}/ there: an id that ends in one could be read as a shorter id and an action.
-RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare", "update", "rollback", "versions"})
+RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare", "pin", "update", "rollback", "versions"})
 
 
 def id_problem(name: str) -> str | None:

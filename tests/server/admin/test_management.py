@@ -12,6 +12,7 @@ import fastapi.routing
 import jsonschema_rs
 import pytest
 
+from greenroom.config.kinds import id_problem
 from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.model_openapi import DOCUMENTED
@@ -64,6 +65,11 @@ async def test_a_path_with_invisible_characters_leads_nowhere(target: str) -> No
         ("DELETE", "/v1/models", "GET"),
         ("PUT", "/v1/models/a", "GET"),
         ("GET", "/api/v1/models/a/load", "POST"),
+        ("GET", "/api/v1/models/a/pin", "POST"),
+        ("GET", "/v1/models/unload", "POST"),
+        ("GET", "/v1/models/inventory/a", "DELETE"),
+        ("PUT", "/api/v1/leases", "GET, POST"),
+        ("POST", "/api/v1/requests/r-1", "DELETE, GET"),
         ("GET", "/api/v1/reload", "POST"),
         ("OPTIONS", "/api/v1/status", "GET"),
         ("BREW", "/health", "GET"),
@@ -153,6 +159,12 @@ async def test_a_stream_has_no_head(target: str) -> None:
 def schema() -> dict[str, Any]:
     """Read only, and the same for every gateway. To make it takes half a second."""
     return asyncio.run(Client(_gateway()).get("/api/v1/openapi.json")).json
+
+
+def test_no_id_ends_in_a_word_that_follows_an_id_in_a_path(schema: dict[str, Any]) -> None:
+    orders = [path.partition("/{model_id}/")[2] for path in schema["paths"]]
+    assert "pin" in orders
+    assert all(id_problem(f"a/{order}") is not None for order in orders if order)
 
 
 def test_the_schema_names_every_route_once_with_its_shapes(schema: dict[str, Any]) -> None:

@@ -101,11 +101,16 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_answer(request.scope, nothing_at(path))
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return error_answer(
-            request.scope, MethodNotAllowed(f"{asked} is not possible; it takes {allowed}."), error.headers
-        )
+        allowed = _allowed(request)
+        refusal = MethodNotAllowed(f"{asked} is not possible; it takes {allowed}.")
+        return error_answer(request.scope, refusal, {"Allow": allowed})
     return error_answer(request.scope, BadRequest(f"{asked}: {error.detail}"))
+
+
+def _allowed(request: Request) -> str:
+    """Each method has a route of its own; the framework names those of the first one only."""
+    routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 def nothing_at(path: str) -> NotFound:

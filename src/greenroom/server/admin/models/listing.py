@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
+from greenroom.config.kinds import RESERVED_ENDINGS, RESERVED_IDS
 from greenroom.core.model import Tier
 from greenroom.dialects.anthropic_answer import model_card, model_list
 from greenroom.errors import ModelNotFound
@@ -37,7 +38,8 @@ class Listing:
     def add_to(self, app: FastAPI) -> None:
         app.get(MODELS, response_model=ModelList)(self.list_models)
         app.get("/models", include_in_schema=False)(self.list_models_of)
-        app.get(MODELS + "/{model_id:path}", response_model=ModelCard)(self.show_model)
+        one = MODELS + "/{model_id:path}"
+        app.router.add_api_route(one, self.show_model, response_model=ModelCard, route_class_override=OneModel)
 
     async def list_models(self, request: Request) -> ModelList | Response:
         """Every model and task that is not `unlisted`, with its state; then models on disk that can be asked for, too.
@@ -149,18 +151,18 @@ def refuse_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> 
 
 
 PATH = "/api/v1/models"
-# Orders for a model follow its id and have routes of their own.
-_BELOW = (
-    *(b"/load", b"/unload", b"/sleep", b"/prepare", b"/logs", b"/logs/stream", b"/"),
-    *(b"/update", b"/rollback", b"/versions"),
-)
+# Words that stand before or behind a model's id have routes of their own.
+_BEFORE = tuple(f"{MODELS}/{word}/".encode() for word in RESERVED_IDS)
+_BEHIND = (*(f"/{word}".encode() for word in RESERVED_ENDINGS), b"/logs/stream", b"/")
 
 
 class OneModel(LazyRoute):
-    """Matches a model's id, which may have slashes, but not the orders that follow an id."""
+    """Matches a model's id, which may have slashes, but no order that stands before or behind an id."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return (Match.NONE, {}) if scope["raw_path"].endswith(_BELOW) else super().matches(scope)
+        raw = scope["raw_path"]
+        is_order = raw.endswith(_BEHIND) or (raw + b"/").startswith(_BEFORE)
+        return (Match.NONE, {}) if is_order else super().matches(scope)
 
 
 class ModelStatuses:
