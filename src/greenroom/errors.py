@@ -388,7 +388,7 @@ class PictureStoreFull(OperationStoreFull):
 
 
 class ModelLoading(Overload):
-    """The wait ended before the model was ready. The model continues to load."""
+    """The wait ended before the model could answer. If it was loading, it goes on."""
 
     code = "model_loading"
 

@@ -152,6 +152,17 @@ async def test_wait_ends_at_wait_max_s_with_model_loading_and_the_load_goes_on(t
         assert (await chat(app, "slow")).text == "slow 1 2 3"
 
 
+async def test_wait_that_ends_before_the_load_has_begun_is_not_told_as_a_load(tmp_path: Path) -> None:
+    models = {"busy": fake("busy", "--token-s", "0.5", "--tokens", "100"), "next": fake("next")}
+    async with gateway(tmp_path, models, budget_mib=150, server={"wait_max_s": 2}) as app, await Raw.open(app) as raw:
+        raw.ask(asking("busy", stream=True))
+        await raw.head()
+        answer = await chat(app, "next")
+        assert (answer.status, answer.error["code"]) == (503, "model_loading")
+        assert answer.error["loading"]["state"] == "waiting"
+        assert answer.error["message"] == "next is not ready yet; it waits for room or for its turn. Ask again."
+
+
 async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Path) -> None:
     """The first load taught how long one takes; with a budget below that no request waits in vain."""
     models = {"slow": fake("slow", "--load-s", "2.5"), "other": fake("other")}

@@ -1,9 +1,11 @@
 """Every rejection becomes an error that says what to do."""
 
+from typing import Any
+
 import pytest
 
 from greenroom.core.effects import RejectCode, Rejection, because
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, ModelSpec, Move, MoveId, MoveKind, Need, Slot, SlotId, Tier
 from greenroom.errors import (
     BudgetPassed,
     GreenroomError,
@@ -25,16 +27,24 @@ def rejections(
     *,
     failed: GreenroomError | None = None,
     is_draining: bool = False,
-    is_ready: bool = False,
+    slots: tuple[Slot, ...] = (),
     why_whole: str = "",
 ) -> Rejections:
-    return Rejections(
-        {M: failed} if failed else {}, lambda: is_draining, lambda model: is_ready, lambda model: why_whole
-    )
+    return Rejections({M: failed} if failed else {}, lambda: is_draining, lambda _: slots, lambda _: why_whole)
 
 
-def error(code: RejectCode, *, is_ready: bool = False, **numbers: float) -> GreenroomError:
-    return rejections(is_ready=is_ready).error_for(Rejection(code, M, **numbers))  # type: ignore[arg-type]
+def error(code: RejectCode, *slots: Slot, **numbers: float) -> GreenroomError:
+    return rejections(slots=slots).error_for(Rejection(code, M, **numbers))  # type: ignore[arg-type]
+
+
+def slot(tier: Tier = Tier.COLD, move: MoveKind | None = None, **said: Any) -> Slot:
+    spec = ModelSpec(id=M, need=Need(1))
+    begun = None if move is None else Move(MoveId("m-1"), move, SlotId("s-1"), M, 1, {}, 0.0)
+    return Slot(SlotId("s-1"), spec, {}, tier=tier, move=begun, **said)
+
+
+READY, LOADING, WAKING = slot(Tier.READY), slot(move=MoveKind.LOAD), slot(Tier.ASLEEP, MoveKind.WAKE)
+LEAVING = slot(Tier.READY, leaving_to=Tier.COLD)
 
 
 @pytest.mark.parametrize("code", list(RejectCode))
@@ -87,7 +97,7 @@ def test_who_waited_for_memory_hears_how_much() -> None:
     said = error(RejectCode.EXPIRED, retry_after_s=9.0, needs_mib=6_000, free_mib=2_000, capacity_mib=8_000)
     assert "needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
     assert said.public == "qwen waits for memory. Ask again."
-    assert said.beside["loading"]["state"] == "loading"
+    assert said.beside["loading"]["state"] == "waiting"
     assert said.beside["memory"] == {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000}
 
 
@@ -132,16 +142,38 @@ def test_answer_cut_for_its_callers_budget_says_so(is_draining: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_ready", "eta_s", "says"),
-    [(True, 0.0, "cannot give this answer"), (True, 7.2, "busy"), (False, 7.2, "goes on loading")],
+    ("slots", "eta_s", "state", "says"),
+    [
+        ((READY,), 0.0, "ready", "cannot give this answer"),
+        ((READY,), 7.2, "ready", "busy"),
+        ((LOADING,), 7.2, "loading", "goes on loading"),
+        ((WAKING,), 7.2, "waking", "goes on waking up"),
+        ((slot(move=MoveKind.PREPARE),), 7.2, "preparing", "read into the green room"),
+        ((), 7.2, "waiting", "waits for room or for its turn"),
+        ((slot(planned=MoveKind.LOAD),), 7.2, "waiting", "waits for room or for its turn"),
+        ((slot(Tier.ASLEEP),), 7.2, "waiting", "waits for room or for its turn"),
+        ((LEAVING,), 7.2, "leaving", "is leaving"),
+        ((slot(Tier.READY, MoveKind.UNLOAD, leaving_to=Tier.COLD),), 7.2, "leaving", "is leaving"),
+        ((slot(Tier.COLD, MoveKind.LOAD, leaving_to=Tier.COLD),), 7.2, "leaving", "is leaving"),
+        # An older revision may leave beside a newer one.
+        ((LEAVING, WAKING, LOADING), 7.2, "loading", "goes on loading"),
+        ((LOADING, READY), 7.2, "ready", "busy"),
+    ],
 )
-def test_only_a_model_that_loads_is_said_to_load(is_ready: bool, eta_s: float, says: str) -> None:
-    said = error(RejectCode.EXPIRED, is_ready=is_ready, retry_after_s=eta_s)
+def test_a_wait_that_ended_tells_what_the_model_does(
+    slots: tuple[Slot, ...], eta_s: float, state: str, says: str
+) -> None:
+    said = error(RejectCode.EXPIRED, *slots, retry_after_s=eta_s)
     assert says in said.message
-    assert said.beside["loading"] == {"state": "ready" if is_ready else "loading", "eta_s": eta_s}
+    assert said.beside["loading"] == {"state": state, "eta_s": eta_s}
+
+
+def test_a_model_that_would_fit_does_not_wait_for_memory() -> None:
+    said = error(RejectCode.EXPIRED, retry_after_s=9.0, needs_mib=2_000, free_mib=6_000, capacity_mib=8_000)
+    assert said.message == "qwen is not ready yet; it waits for room or for its turn. Ask again."
 
 
 def test_who_gives_up_on_a_load_hears_how_far_it_is() -> None:
-    halfway = Rejections({}, lambda: False, lambda _: False, lambda _: "", lambda model: 0.5)
+    halfway = Rejections({}, lambda: False, lambda _: (LOADING,), lambda _: "", lambda _: 0.5)
     said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
     assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Final
 
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.view import SlotFacts
 from greenroom.errors import (
     BudgetPassed,
     EngineLost,
@@ -26,8 +29,44 @@ from greenroom.errors import (
 RETRY_AFTER_MAX_S = 120.0
 
 
+class Phase(StrEnum):
+    """Where a model is when the wait of a request ends: `loading.state` of the error."""
+
+    READY = "ready"
+    LOADING = "loading"
+    WAKING = "waking"
+    PREPARING = "preparing"
+    LEAVING = "leaving"
+    WAITING = "waiting"
+
+
+# In the order in which they count where a model has several slots.
+_MOVING: Final = {
+    MoveKind.LOAD: Phase.LOADING,
+    MoveKind.WAKE: Phase.WAKING,
+    MoveKind.PREPARE: Phase.PREPARING,
+}
+_NOT_READY: Final = {
+    Phase.LOADING: "is not ready yet; it goes on loading",
+    Phase.WAKING: "is not ready yet; it goes on waking up",
+    Phase.PREPARING: "is not ready yet; it is being read into the green room",
+    Phase.LEAVING: "is leaving the memory that it has, and can come back after that",
+    Phase.WAITING: "is not ready yet; it waits for room or for its turn",
+}
+
+
+def phase_of(slots: Iterable[SlotFacts]) -> Phase:
+    """What the slots of one model do. A move that is only planned has not begun."""
+    slots = tuple(slots)
+    if any(slot.is_serving for slot in slots):
+        return Phase.READY
+    moves = {slot.move.kind for slot in slots if slot.move is not None and not slot.is_going}
+    begun = (phase for kind, phase in _MOVING.items() if kind in moves)
+    return next(begun, Phase.LEAVING if any(slot.is_going for slot in slots) else Phase.WAITING)
+
+
 class Rejections:
-    """`is_draining` tells whether the gateway shuts down, `is_ready` whether a model serves, even if it is busy.
+    """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
 
     `why_whole` says why only one of several GPUs is used for a model, if so; `progress` which share of a model is
     loaded, where that is known.
@@ -37,13 +76,13 @@ class Rejections:
         self,
         failures: Mapping[ModelId, GreenroomError],
         is_draining: Callable[[], bool],
-        is_ready: Callable[[ModelId], bool],
+        slots_of: Callable[[ModelId], Iterable[SlotFacts]],
         why_whole: Callable[[ModelId], str],
         progress: Callable[[ModelId], float | None] = lambda _: None,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
-        self._is_ready = is_ready
+        self._slots_of = slots_of
         self._why_whole = why_whole
         self._progress = progress
 
@@ -63,7 +102,7 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                return _late(rejection, retry_s, self._is_ready(model), self._progress(model))
+                return _late(rejection, retry_s, phase_of(self._slots_of(model)), self._progress(model))
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -135,30 +174,30 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
     return {"memory": named} if rejection.needs_mib else {}
 
 
-def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress: float | None) -> ModelLoading:
-    """The error of a request that waited too long. It must not say that a model loads if that is ready and busy."""
+def _late(rejection: Rejection, retry_s: float | None, phase: Phase, progress: float | None) -> ModelLoading:
+    """The error of a request that waited too long. It says what the model does, which need not be to load."""
     eta_s, public = rejection.retry_after_s, None
-    if not is_ready and rejection.needs_mib:
+    if phase is Phase.READY and eta_s:
+        message = (
+            f"{rejection.model} is ready, but busy: this answer could begin in about {eta_s:.0f} s, too late for it."
+        )
+    elif phase is Phase.READY:
+        message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
+    elif phase is Phase.WAITING and rejection.needs_mib > rejection.free_mib:
         message = (
             f"{rejection.model} waits for memory: it needs {rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of "
             f"{rejection.capacity_mib:,} MiB are free{_held(rejection)}. Ask again, or unload another model."
         )
         public = f"{rejection.model} waits for memory. Ask again."
-    elif not is_ready and rejection.beside:
+    elif rejection.beside:
         message = (
             f"{rejection.model} waits: scheduler.company does not let it be ready beside {', '.join(rejection.beside)}."
             " Ask again, or unload what is in the way."
         )
         public = f"{rejection.model} waits until other models have left. Ask again."
-    elif not is_ready:
-        message = f"{rejection.model} is not ready yet; it goes on loading. Ask again."
-    elif eta_s:
-        message = (
-            f"{rejection.model} is ready, but busy: this answer could begin in about {eta_s:.0f} s, too late for it."
-        )
     else:
-        message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
-    state = {"state": "ready" if is_ready else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
+        message = f"{rejection.model} {_NOT_READY[phase]}. Ask again."
+    state = {"state": phase.value, "eta_s": None if eta_s is None else round(eta_s, 1)}
     if progress is not None:
         state["progress"] = round(progress, 3)
     return ModelLoading(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.engines.registry import spread_by
 from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
@@ -235,14 +234,10 @@ def wire_rejections(common: CommonParts, moves: MoveParts, is_draining: Callable
     return Rejections(
         moves.mover.failures,
         is_draining,
-        lambda model: _is_ready(common.state, model),
+        common.state.slots_of,
         lambda model: _why_whole(common, model),
         common.hosted_slots.progress_of,
     )
-
-
-def _is_ready(state: SchedulerView, model: ModelId) -> bool:
-    return any(slot.is_serving for slot in state.slots_of(model))
 
 
 def _largest_part(entry: Entry) -> str:
