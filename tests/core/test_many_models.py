@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from greenroom.core.apply import ASKED_MAX, ROUND_WITH_MANY_S
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.queue.index import LEADING_MIN, REFRESHED_BY_LEADING
-from greenroom.core.queue.rounds import ASKED_MAX, ROUND_WITH_MANY_S
 from greenroom.core.queue.waitlist import MODELS_FEW, Queue
 
 from .test_order import ready

@@ -5,13 +5,13 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
+from greenroom.core.apply import ASKED_MAX
 from greenroom.core.decide import green_room
 from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
-from greenroom.core.queue.rounds import ASKED_MAX
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from greenroom.core import events as ev
-from greenroom.core.apply import Actions
+from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.ladder import (
@@ -36,7 +36,6 @@ from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Ti
 from greenroom.core.moves import Moves
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers, make_policy
 from greenroom.core.policy.base import Policies
-from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State

@@ -1,4 +1,4 @@
-"""What the scheduler knows. Plain tables: event handlers, `apply.py`, `slots.py` and `Rounds` write; others read."""
+"""What the scheduler knows. Plain tables: event handlers, `apply.py` and `slots.py` write; others read."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from greenroom.core import events, ledger, model, scheduler, state
-from greenroom.core.apply import Actions
+from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide import ladder, placement, residents
 from greenroom.core.decide.decision import Serve
@@ -28,7 +28,6 @@ from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import Resident
-from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waiter import WEIGHT_MIN, Accounts
 from greenroom.core.queue.waitlist import Queue, Waiter
 from greenroom.core.scheduler import Dirty, Scheduler
