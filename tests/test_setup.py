@@ -99,6 +99,19 @@ def test_no_compiled_coroutine_waits_while_it_handles_an_exception(build: Module
     assert {file: lines for file in build.hot_files() if (lines := awaits_while_handling(Path(file).read_text()))} == {}
 
 
+def slices_of_expressions(source: str) -> list[int]:
+    """The lines that take the first few of a generator expression."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    slices = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("islice", "takewhile")]
+    return [node.lineno for node in slices if any(isinstance(one, ast.GeneratorExp) for one in node.args)]
+
+
+def test_compiled_code_does_not_take_the_first_few_of_a_generator_expression(build: ModuleType) -> None:
+    """Compiled, a generator expression is a list that is made at once, however many of it are asked for."""
+    assert slices_of_expressions("islice((x for x in y if x), 4)") == [1] and not slices_of_expressions("islice(y, 4)")
+    assert {file: lines for file in build.hot_files() if (lines := slices_of_expressions(Path(file).read_text()))} == {}
+
+
 @pytest.mark.parametrize(("said", "needed"), [("1", True), ("0", False), ("", False)])
 def test_compiler_is_required_only_when_asked_for(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, said: str, needed: bool

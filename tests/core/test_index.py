@@ -26,10 +26,9 @@ def test_the_order_is_that_of_what_was_last_seen(steps: list[tuple[str, float | 
         else:
             order.put(key, (number,))
             seen[key] = (number,)
-        assert list(order) == sorted(seen, key=lambda one: (seen[one], one)) and len(order) == len(seen)
-        assert {one: order.turn(one) for one in order} == seen and all(
-            (one in order) == (one in seen) for one in "abcj"
-        )
+        keys = [key for _, key in order.entries]
+        assert keys == sorted(seen, key=lambda one: (seen[one], one)) and len(order) == len(seen)
+        assert {one: order.turn(one) for one in keys} == seen and all((one in order) == (one in seen) for one in "abcj")
     if seen:
         assert order.first == min((turn, key) for key, turn in seen.items())
 
@@ -51,7 +50,7 @@ def test_a_key_that_is_not_there_can_be_dropped() -> None:
     order: KeptOrder[str] = KeptOrder()
     order.put("a", (1.0,))
     order.drop("b")
-    assert list(order) == ["a"]
+    assert order.entries == [((1.0,), "a")]
 
 
 def test_a_group_that_nobody_is_left_in_is_forgotten() -> None:
@@ -173,3 +172,20 @@ def test_what_has_left_is_forgotten_after_a_while_though_it_never_came_first() -
     assert index.first(lambda item: (float(item),), TURNS_FRESH_S) == 0
     gc.collect()
     assert last() is None
+
+
+def test_of_many_items_only_a_few_are_looked_at() -> None:
+    index: TurnIndex[int, int] = TurnIndex(8)
+    for key in range(1_000):
+        index.put(key, key)
+    looked_at = []
+
+    def counts(item: int, now: float) -> bool:
+        looked_at.append(item)
+        return True
+
+    for _ in range(100):
+        index.leading(lambda item, now: (float(item),), counts, 0.0)
+    looked_at.clear()
+    index.leading(lambda item, now: (float(item),), counts, 0.0)
+    assert len(looked_at) <= REFRESHED_BY_LEADING + LEADING_MIN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -115,7 +115,13 @@ class TurnIndex(Generic[Key, Item]):
         self._rank(changed, turn, counts, now)
         oldest = order.longest_unseen(REFRESHED_BY_LEADING)
         self._rank(oldest, turn, counts, now)
-        firsts = list(islice((key for key in order if key in items and counts(items[key], now)), LEADING_MIN))
+        firsts: list[Key] = []
+        # A loop: a compiled generator expression would go through all keys first.
+        for _, key in order.entries:
+            if key in items and counts(items[key], now):
+                firsts.append(key)
+                if len(firsts) == LEADING_MIN:
+                    break
         others = sorted((key for key in oldest if key in order and key not in firsts), key=order.turn)
         return [items[key] for key in (*firsts, *others)]
 
@@ -204,22 +210,19 @@ class KeptOrder(Generic[Key]):
     def __init__(self) -> None:
         # The keys that were not seen for longest come first.
         self._seen: OrderedDict[Key, Turn] = OrderedDict()
-        self._order: list[tuple[Turn, Key]] = []
+        # In order, for reading only.
+        self.entries: list[tuple[Turn, Key]] = []
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.entries)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._seen
 
-    def __iter__(self) -> Iterator[Key]:
-        """Keys in order of turn. Valid only until something changes."""
-        return (key for _, key in self._order)
-
     @property
     def first(self) -> tuple[Turn, Key]:
         """The first key, and its turn as last seen."""
-        return self._order[0]
+        return self.entries[0]
 
     def turn(self, key: Key) -> Turn:
         """The turn of this key as last seen."""
@@ -231,7 +234,7 @@ class KeptOrder(Generic[Key]):
         if seen != turn:
             if seen is not None:
                 self._take_out(seen, key)
-            insort(self._order, (turn, key))
+            insort(self.entries, (turn, key))
             self._seen[key] = turn
         self._seen.move_to_end(key)
 
@@ -247,10 +250,10 @@ class KeptOrder(Generic[Key]):
 
     def clear(self) -> None:
         self._seen.clear()
-        self._order.clear()
+        self.entries.clear()
 
     def _take_out(self, seen: Turn, key: Key) -> None:
-        del self._order[bisect_left(self._order, (seen, key))]
+        del self.entries[bisect_left(self.entries, (seen, key))]
 
 
 class Least(Generic[Key]):
