@@ -412,6 +412,8 @@ def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.C
     assert "--gpu-mib" in capsys.readouterr().err
     (case,) = figures(capsys, "-c", str(file), *SHORT, "--gpus", "1", "--gpu-mib", "10000")
     assert set(case["devices"]) == {"gpu0"}  # type: ignore[call-overload]
+    assert main(["simulate", "-c", str(file), *SHORT, "--gpus", "2", "--gpu-mib", "10000,20000"]) == 0
+    assert "In the first case (default, 2 GPUs of 10,000 MiB), " in capsys.readouterr().out
 
 
 def test_a_model_of_unknown_size_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from tests.harness import fake, gateway
+from tests.harness import fake, gateway, served
 from tests.integration.raw import Answer, chat, http
 
 PATH = "/api/v1/simulate"
@@ -47,6 +47,18 @@ async def test_recorded_requests_are_played_with_other_hardware(tmp_path: Path) 
     assert said["bottom_line"]
     assert "after 1,234 s (server.stream_wait_max_s)" in "\n".join(said["assumed"])
     assert not [sentence for sentence in said["assumed"] if "/tmp" in sentence or str(tmp_path) in sentence]
+
+
+async def test_models_sleep_in_the_green_room_of_the_gateway(tmp_path: Path) -> None:
+    models: dict[str, Any] = {name: served("vllm", tmp_path / name) for name in ("a", "b")}
+    models |= {"on_host": fake("on_host", memory_mib=5_000, device="cpu")}
+    budget: dict[str, Any] = {"gpus": [{"memory_mib": 2_500, "margin_mib": 0}], "memory": {"green_room_mib": 9_000}}
+    async with gateway(tmp_path, models, **budget, host={"memory_mib": 20_000}) as app:
+        said = (await post(app, PATH, {"rate": 0.02})).json()
+        none = (await post(app, PATH, {"rate": 0.02, "green_room_mib": [0]})).json()
+    assert said["cases"][0]["wakes"] and said["bottom_line"][0].startswith("As it is (default), all ")
+    assert not none["cases"][0]["wakes"] and none["bottom_line"][0].startswith("In the first case (default, no green")
+    assert [one for one in said["assumed"] if "gpu0 2,500 MiB, host 20,000 MiB" in one]
 
 
 async def test_orders_that_cannot_be_played_are_refused(tmp_path: Path) -> None:

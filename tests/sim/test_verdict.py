@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from greenroom.core.events import Limits
+from greenroom.core.model import ModelId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
+from greenroom.sim.results.stats import stats_of
 from greenroom.sim.results.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.truth import Delays
 from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
-from tests.sim.settings import gpu, host, names, setting, sim_model
+from greenroom.sim.world import World
+from tests.sim.settings import gpu, host, names, setting, sim_model, sleeper
 
 SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), host(9_000)))
 WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
@@ -59,6 +63,29 @@ def test_what_changes_nothing_is_said_to_change_nothing() -> None:
     assert said.changes[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
     assert said.changes[0].endswith(": no request waits either way.")
     assert "None of the changes tried helps noticeably by itself." in said.bottom_line
+
+
+def said_of_first(case: Case, base: SimConfig) -> str:
+    (result,) = run_all((case,), base, Poisson(Mix(zipf(names(4))), 0.2, 10.0), 0, lambda case, share: None)
+    return advice([result]).bottom_line[0].partition(" (")[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"policy": "fifo"}, {"gpus": 1}, {"gpu_mib": 2_000}, {"green_room_mib": 8_000}, {"concurrency": 4}],
+)
+def test_a_first_case_that_is_not_the_configured_machine_is_not_called_that(other: dict[str, Any]) -> None:
+    base = replace(SMALL, devices=(gpu(1_000), gpu(1_000, 1), host(9_000)))
+    same = Case("default", 2, 0, 1_000, 16)
+    for case in (Case("default"), same):
+        assert said_of_first(case, base) == "As it is"
+    assert said_of_first(replace(same, **other), base) == "In the first case"
+
+
+def test_a_green_room_is_the_configured_one_if_models_sleep_in_it_as_configured() -> None:
+    base = replace(SMALL, models=tuple(map(sleeper, names(4))), limits=Limits(green_room_mib=2_000))
+    assert said_of_first(Case("default", green_room_mib=2_000), base) == "As it is"
+    assert said_of_first(Case("default", green_room_mib=4_000), base) == "In the first case"
 
 
 def test_one_case_alone_is_summed_up() -> None:
@@ -188,6 +215,32 @@ def test_a_bottleneck_found_by_lost_requests_names_those_and_not_the_waits_of_th
     delays = Delays(100, 70.0, 0.0, 90.0, lost_not_there=30, lost_full=20)
     line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
     assert "(requests lost: not there 30, full 20)" in line and "on average" not in line
+
+
+def test_first_loads_are_not_mended_by_memory() -> None:
+    base = replace(SMALL, devices=(gpu(4_000),))
+    one, patient = (
+        run_all((Case("fifo"),), tried, Poisson(Mix(zipf(names(4))), 0.2, 100.0), 0, lambda case, share: None)[0]
+        for tried in (replace(base, patience_s=3.0), base)
+    )
+    assert (one.stats.loads, one.stats.unloads) == (4, 0) and one.stats.lost
+    told = "What may help: preloading them (preload: true) or faster loads, but not more memory."
+    for result, shares in ((one, "requests lost: not there"), (patient, "on average not there")):
+        line = advice([result]).bottom_line[1]
+        assert line.startswith(f"The bottleneck: models are loaded for the first time ({shares} ")
+        assert line.endswith(told)
+
+
+def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> None:
+    """The first request is answered for 100 s; the second model is there 5 s after it has left."""
+    world = World(setting(sim_model("a"), sim_model("b")))
+    for name in ("a", "b"):
+        world.arrive(ModelId(name), 0, 10_000)
+    world.run()
+    delays = stats_of(world).delays
+    assert (delays["a"].first_load_s, delays["a"].not_there_s) == (5.0, 5.0)
+    assert (delays["b"].first_load_s, delays["b"].not_there_s) == (5.0, 111.0)
+    assert "more GPU memory" in advice([CaseResult(Case("fifo"), stats_of(world))]).bottom_line[1]
 
 
 def test_models_that_fit_nowhere_are_named() -> None:

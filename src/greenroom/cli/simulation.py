@@ -56,8 +56,8 @@ class SimulationPlan:
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
-    there = _devices(config, args)
-    gpus = [device for device in there if device.kind is DeviceKind.GPU]
+    there = devices(config)
+    gpus = _gpus(there, args)
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
     needs.usable_mib = {gpu.id: gpu.usable_mib for gpu in gpus}
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
@@ -108,7 +108,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
     spec = ModelSpec(
         ModelId(name),
         need=need if fits else Need(),
-        need_asleep=None if not facts.can_sleep else needs.asleep_of(subject) if fits else Need(),
+        need_asleep=_asleep(args.asleep.get(name, needs.asleep_of(subject) if facts.can_sleep else None), fits),
         devices=tuple(DeviceId(device) for device in model.devices),
         **split_keys(facts),
         sizes_itself=facts.sizes_itself,
@@ -119,6 +119,10 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         preload=model.preload,
     )
     return SimModel(spec, timings)
+
+
+def _asleep(need: Need | None, fits: bool) -> Need | None:
+    return need if need is None or fits else Need()
 
 
 def _remote_model(name: str, model: Model, config: Config, args: argparse.Namespace) -> SimModel:
@@ -165,14 +169,14 @@ def _priority(model: Model) -> int:
     return model.priority if isinstance(model.priority, int) else PRIORITY_NAMES[model.priority]
 
 
-def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
-    there = devices(config)
+def _gpus(there: Sequence[Device], args: argparse.Namespace) -> list[Device]:
+    """The GPUs that models are sized for; one of those to be tried on a machine without."""
     gpus = [device for device in there if device.kind is DeviceKind.GPU]
     if not gpus and args.gpu_mib:
-        gpus = [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib[0])]
-    elif not gpus and (args.gpus or args.green_room_mib):
+        return [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib[0])]
+    if not gpus and (args.gpus or args.green_room_mib):
         raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
-    return (*gpus, *(device for device in there if device.kind is DeviceKind.HOST))
+    return gpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,11 @@ Owns the bounds of each value: what no machine has is refused here, before anyth
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from pathlib import Path
+
+from greenroom.core.model import Need
 
 WORKLOADS = ("poisson", "bursty", "agents")
 
@@ -43,6 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers")
     parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
     parser.add_argument("--out", type=_report, metavar="HTML", help="write a report with plots")
+    # For the gateway, which knows what a configuration cannot say.
+    parser.add_argument("--asleep", type=_needs_asleep, metavar="FILE", default={}, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     parser.set_defaults(**OF_DRAWN, **OF_TRACES)
 
@@ -125,6 +131,11 @@ def _path(text: str, instead: str) -> str:
     if text == "-":
         raise argparse.ArgumentTypeError(f"{instead} (a file of this name is ./-)")
     return text
+
+
+def _needs_asleep(path: str) -> dict[str, Need]:
+    """What models that can sleep need meanwhile: a JSON object with MiB of GPU and of host for each."""
+    return {name: Need(*mibs) for name, mibs in json.loads(Path(path).read_text(encoding="utf-8")).items()}
 
 
 def _from_zero(text: str) -> float:

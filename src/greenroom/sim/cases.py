@@ -67,6 +67,8 @@ def short_labels(compared: Iterable[Case]) -> dict[Case, str]:
 class CaseResult:
     case: Case
     stats: Stats
+    # False if the configuration has other GPUs, another green room, concurrency or policy.
+    is_as_configured: bool = True
 
 
 # One option of a case: its values, the first of which is what the others are compared with. None: as configured.
@@ -94,10 +96,10 @@ def cases(
 def config_for(case: Case, base: SimConfig) -> SimConfig:
     """The base configuration with the case's policy, GPUs, green room and concurrency."""
     models, devices = base.models, base.devices
+    if case.gpu_mib is not None:
+        devices = _of_size(devices, case.gpu_mib)
     if case.gpus is not None:
         devices = _with_gpus(devices, case.gpus)
-    if case.gpu_mib is not None:
-        devices = tuple(_of_size(device, case.gpu_mib) for device in devices)
     if case.concurrency is not None:
         models = tuple(_with_concurrency(model, case.concurrency) for model in models)
     if case.green_room_mib is None:
@@ -108,8 +110,28 @@ def config_for(case: Case, base: SimConfig) -> SimConfig:
     return replace(base, policy=case.policy, models=models, devices=devices, limits=limits)
 
 
-def _of_size(device: Device, gpu_mib: int) -> Device:
-    return replace(device, capacity_mib=gpu_mib) if device.kind is DeviceKind.GPU else device
+def is_as_configured(case: Case, base: SimConfig) -> bool:
+    """True if this case, though it may name values, is the machine of the base configuration."""
+    tried = config_for(case, base)
+    sleeps = any(model.spec.need_asleep is not None for model in base.models)
+    return (
+        case.policy == base.limits.policy
+        and [model.told for model in tried.models] == [model.told for model in base.models]
+        and _gpu_sizes(tried) == _gpu_sizes(base)
+        and not (sleeps and tried.limits.green_room_mib != base.limits.green_room_mib)
+    )
+
+
+def _gpu_sizes(config: SimConfig) -> list[tuple[int, int]]:
+    gpus = (device for device in config.devices if device.kind is DeviceKind.GPU)
+    return [(gpu.capacity_mib, gpu.margin_mib) for gpu in gpus]
+
+
+def _of_size(devices: Sequence[Device], gpu_mib: int) -> tuple[Device, ...]:
+    """All GPUs of this size, and one where there is none."""
+    gpus = [replace(device, capacity_mib=gpu_mib) for device in devices if device.kind is DeviceKind.GPU]
+    others = (device for device in devices if device.kind is not DeviceKind.GPU)
+    return (*(gpus or [Device(DeviceId("gpu0"), DeviceKind.GPU, gpu_mib)]), *others)
 
 
 def _with_concurrency(model: SimModel, concurrency: int) -> SimModel:
@@ -149,7 +171,10 @@ def run_all(
     on_progress: Callable[[Case, float], None],
 ) -> list[CaseResult]:
     """Run every case with the same callers. `on_progress` gets the case and the share of its time that has passed."""
-    return [CaseResult(case, _run(case, base, workload, seed, on_progress)) for case in compared]
+    return [
+        CaseResult(case, _run(case, base, workload, seed, on_progress), is_as_configured(case, base))
+        for case in compared
+    ]
 
 
 def _run(

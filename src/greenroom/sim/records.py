@@ -146,6 +146,7 @@ class SimCall:
         "code",
         "ended_at",
         "fate",
+        "first_load_s",
         "granted_at",
         "grants",
         "id",
@@ -194,6 +195,8 @@ class SimCall:
         self.ended_at = 0.0
         # The part of its wait before its slot was ready.
         self.not_there_s = 0.0
+        # The part of that in which its model was loaded for the first time.
+        self.first_load_s = 0.0
         # How long its answer takes alone on the GPU.
         self.work_s = 0.0
         self.was_cut = False
@@ -291,11 +294,13 @@ class SimPlace:
         "asleep_claim",
         "concurrency",
         "fell",
+        "first_load_s",
         "held",
         "holds",
         "id",
         "model",
         "move",
+        "moving_since",
         "ready_claim",
         "ready_since",
         "revision",
@@ -314,7 +319,10 @@ class SimPlace:
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
         self.ready_since = 0.0
+        # How long its last load took, if it was the first of its model.
+        self.first_load_s = 0.0
         self.move: Move | None = None
+        self.moving_since = 0.0
         self.running: dict[str, SimCall] = {}
         self.concurrency = 1
         # Its process died during its current move.

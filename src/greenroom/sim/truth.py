@@ -44,6 +44,8 @@ class GroundTruth:
         self.held_mib: dict[DeviceId, int] = {}
         self.places: dict[SlotId, SimPlace] = {}
         self.moving: dict[str, Move] = {}
+        # Models that were ready at some time.
+        self._been_ready: set[ModelId] = set()
         self.meters = Meters()
 
     def set_devices(self, devices: Iterable[Device]) -> None:
@@ -104,7 +106,7 @@ class GroundTruth:
         place.held = place.holds
         if move.kind is not MoveKind.UNLOAD:
             self.take(place, larger(place.holds, move.claim))
-        place.move = move
+        place.move, place.moving_since = move, now
         self.moving[move.id] = move
         self.meters.move_began(place, now)
         self.meters.tiers_changed(self.places.values(), now)
@@ -136,6 +138,8 @@ class GroundTruth:
         place.tier, claim = LEGAL_MOVES[move.kind][1], move.claim
         if place.tier is Tier.READY:
             place.ready_claim, place.ready_since = claim, now
+            place.first_load_s = 0.0 if place.model in self._been_ready else now - place.moving_since
+            self._been_ready.add(place.model)
         else:
             # Folded weights take less host memory than planned, until the model is loaded again.
             told = {on: mib for on, mib in (seen or NO_CLAIM).items() if self._is_host(on)}
@@ -158,6 +162,7 @@ class GroundTruth:
             raise Violation(f"{call.id} is granted {slot}, which serves {len(place.running)} already")
         place.running[call.id] = call
         call.not_there_s = max(0.0, place.ready_since - call.arrived)
+        call.first_load_s = min(call.not_there_s, place.first_load_s)
         if len(place.running) == 1:
             self.meters.became_busy(place, now)
         return place
@@ -195,6 +200,10 @@ class GroundTruth:
         tiers = {place.tier for place in self.places.values() if place.model == model}
         return next((tier for tier in Tier if tier in tiers), Tier.COLD)
 
+    def is_first_load(self, model: ModelId) -> bool:
+        """True while a model is on its way to be ready for the first time."""
+        return model not in self._been_ready and any(move.model == model for move in self.moving.values())
+
 
 def _require_idle(place: SimPlace) -> None:
     if place.running:
@@ -205,8 +214,9 @@ def _require_idle(place: SimPlace) -> None:
 class Delays:
     """Why requests took longer than alone on a GPU, in seconds over all that were served; and those that were not.
 
-    *Not there*: until its slot was ready. *Full*: the slot was ready, but served as many as it can. *Slow*: beside
-    others, its answer took longer. A request that was not served counts by what it would have waited for then.
+    *Not there*: until its slot was ready; a part of that is the model's first load, which no memory would spare.
+    *Full*: the slot was ready, but served as many as it can. *Slow*: beside others, its answer took longer. A request
+    that was not served counts by what it would have waited for then.
     """
 
     served: int = 0
@@ -217,20 +227,25 @@ class Delays:
     lost_full: int = 0
     # Of those not there: refused because the model is larger than any GPU.
     lost_too_large: int = 0
+    # Of those not there: their model was loaded for the first time.
+    first_load_s: float = 0.0
+    lost_first_load: int = 0
 
     def add(self, call: SimCall) -> None:
         """A served request has ended."""
         self.served += 1
         not_there_s = min(call.not_there_s, call.wait_s)
         self.not_there_s += not_there_s
+        self.first_load_s += call.first_load_s
         self.full_s += call.wait_s - not_there_s
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
 
-    def lose(self, is_there: bool, is_too_large: bool) -> None:
+    def lose(self, is_there: bool, is_too_large: bool, is_first_load: bool) -> None:
         """A request that waited was refused, or its caller gave up."""
         self.lost_full += is_there
         self.lost_not_there += not is_there
         self.lost_too_large += is_too_large
+        self.lost_first_load += is_first_load
 
     @property
     def lost(self) -> int:

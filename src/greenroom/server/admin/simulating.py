@@ -25,6 +25,7 @@ from pydantic import Field
 from greenroom.config.limits import POLICIES
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, Overload
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, Order, View
@@ -146,9 +147,11 @@ class Simulating:
 
     async def _played(self, options: list[str], rows: list[list[str]], order: SimulationOrder) -> Simulated:
         with tempfile.TemporaryDirectory(prefix="greenroom-simulate-") as folder:
-            config, trace = Path(folder, "greenroom.json"), Path(folder, "trace.csv")
-            written = json.dumps(self._configuration())
+            config, asleep, trace = (Path(folder, name) for name in ("greenroom.json", "asleep.json", "trace.csv"))
+            written, needs = json.dumps(self._configuration()), json.dumps(self._needs_asleep())
             await asyncio.to_thread(config.write_text, written, "utf-8")
+            await asyncio.to_thread(asleep.write_text, needs, "utf-8")
+            options += ["--asleep", str(asleep)]
             if order.rate is None:
                 await asyncio.to_thread(trace.write_text, _csv(rows), "utf-8")
                 options += ["--trace", str(trace), "--skip-unknown"]
@@ -176,36 +179,54 @@ class Simulating:
         devices = self._gateway.loop.scheduler.view.devices
         return [device for device in devices if device.kind is DeviceKind.GPU]
 
+    def _host(self) -> dict[str, int]:
+        devices = self._gateway.loop.scheduler.view.devices
+        hosts = (device for device in devices if device.kind is DeviceKind.HOST)
+        return next(({"memory_mib": host.capacity_mib, "margin_mib": host.margin_mib} for host in hosts), {})
+
     def _configuration(self) -> dict[str, Any]:
         """The models as the scheduler knows them: no command, path or key of the real configuration is in it."""
         gpus, server = self._gpus(), self._gateway.config.server
+        green_room_mib = self._gateway.loop.scheduler.view.limits.green_room_mib
         names = {gpu.id: f"gpu{number}" for number, gpu in enumerate(gpus)}
         return {
             "gpus": [{"memory_mib": gpu.capacity_mib, "margin_mib": gpu.margin_mib} for gpu in gpus],
+            "host": self._host(),
+            "memory": {} if green_room_mib is None else {"green_room_mib": green_room_mib},
             "models": dict(self._models(names)),
             "scheduler": self._gateway.config.scheduler.model_dump(mode="json", exclude_unset=True),
             "server": {"wait_max_s": server.wait_max_s, "stream_wait_max_s": server.stream_wait_max_s},
         }
 
+    def _needs_asleep(self) -> dict[str, tuple[int, int]]:
+        """MiB of GPU and of host, for models that can sleep."""
+        asleep = {name: entry.spec.need_asleep for name, entry in self._entries()}
+        return {name: (need.gpu_mib, need.host_mib) for name, need in asleep.items() if need is not None}
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
+        """The configured models that run here."""
+        for name in self._gateway.config.models:
+            entry = self._gateway.catalog.find(name)
+            if entry is not None and not entry.spec.is_remote:
+                yield name, entry
+
     def _models(self, gpus: dict[DeviceId, str]) -> Iterator[tuple[str, dict[str, Any]]]:
         known = self._gateway.loop.scheduler.view.models
-        for name, model in self._gateway.config.models.items():
-            entry = self._gateway.catalog.find(name)
-            if entry is None or entry.spec.is_remote:
-                continue
+        for name, entry in self._entries():
             spec, record = entry.spec, known.get(entry.id)
             need = spec.need if record is None else record.need
+            on_gpu = {"memory_mib": need.gpu_mib, "host_memory_mib": need.host_mib}
+            on_host = {"memory_mib": need.host_mib, "device": "cpu"}
             told: dict[str, Any] = {
                 "cmd": ["true", "${PORT}"],
-                "aliases": list(model.aliases),
+                "aliases": list(entry.config.aliases),
                 "priority": spec.priority,
                 "ttl_s": spec.ttl_s,
                 "pinned": spec.pinned,
                 "preload": spec.preload,
                 "devices": [gpus[device] for device in spec.devices if device in gpus],
             }
-            # What runs on the host takes nothing of a GPU.
-            told |= {"memory_mib": need.gpu_mib} if need.gpu_mib else {}
+            told |= on_gpu if need.gpu_mib else on_host if need.host_mib else {}
             told |= {} if spec.concurrency is None else {"concurrency": spec.concurrency}
             yield name, told
 

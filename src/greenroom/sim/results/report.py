@@ -120,7 +120,7 @@ def _changes(said: Advice) -> list[str]:
 def _which(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
     if len(chosen) == len(results):
         return []
-    return ['<p class="note">Shown from here on: the case as it is, and the best ones.</p>']
+    return ['<p class="note">Shown from here on: the first case, and the best ones.</p>']
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What a comparison of cases says, in words: each change by itself, what requests wait for, and the bottom line.
 
 Owns the judgement. Requests that are refused or given up count first, waits second: a machine that turns requests away
-serves the rest quickly. The first case is the machine as it is; every other is a change to it. Every sentence names its
-figures. Nothing here knows what hardware costs.
+serves the rest quickly. The first case is usually the machine as it is; every other is a change to it. Every sentence
+names its figures. Nothing here knows what hardware costs.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ BOTTLENECKS = {
     Cause.FULL: ("models are there but full", "a higher concurrency"),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", "another GPU or a faster one"),
 }
+FIRST_LOADS = (
+    "models are loaded for the first time",
+    "preloading them (preload: true) or faster loads, but not more memory",
+)
 TOO_LARGE = ("models fit on no GPU that they may use", "larger GPUs")
 
 
@@ -153,7 +157,16 @@ def _why(stats: Stats, begins: str = "The bottleneck") -> str:
     why, what_helps = BOTTLENECKS[cause]
     if delays.lost_too_large > delays.lost / 2:
         why, what_helps = TOO_LARGE
+    elif cause is Cause.NOT_THERE and _are_first_loads(delays):
+        why, what_helps = FIRST_LOADS
     return f"{begins}: {why} ({_shares(delays)}). What may help: {what_helps}."
+
+
+def _are_first_loads(delays: Delays) -> bool:
+    """True if models are not there mostly because they never were: no memory would help."""
+    if _loses(delays):
+        return delays.lost_first_load > delays.lost_not_there / 2
+    return delays.first_load_s > delays.not_there_s / 2
 
 
 def _shares(delays: Delays) -> str:
@@ -199,7 +212,7 @@ class Advice:
 def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Advice:
     """Callers that do not stream are refused after `wait_max_s`, if that is given."""
     first = results[0]
-    said = [_as_it_is(first), *_too_late(first.stats, wait_max_s), _why(first.stats), *_too_large(first.stats)]
+    said = [_first_case(first), *_too_late(first.stats, wait_max_s), _why(first.stats), *_too_large(first.stats)]
     if len(results) == 1:
         return Advice(said, [], None, [first])
     known = {result.case: result for result in results}
@@ -314,13 +327,13 @@ def _best_of_all(best: CaseResult, results: Sequence[CaseResult]) -> CaseResult:
     return reduce(lambda one, other: other if _improves(one, other, results[0]) else one, results, best)
 
 
-def _as_it_is(result: CaseResult) -> str:
-    stats = result.stats
+def _first_case(result: CaseResult) -> str:
+    stats, which = result.stats, "As it is" if result.is_as_configured else "In the first case"
     if not stats.requests:
-        return f"As it is ({result.case.label}), no request arrives."
+        return f"{which} ({result.case.label}), no request arrives."
     verb = "is" if 1 in (stats.served, stats.requests) else "are"
     with_swaps = f"with {counted(stats.swaps, 'swap')}"
-    return f"As it is ({result.case.label}), {served(stats)} {verb} served{_how_long(stats.waits)}, {with_swaps}."
+    return f"{which} ({result.case.label}), {served(stats)} {verb} served{_how_long(stats.waits)}, {with_swaps}."
 
 
 def _too_late(stats: Stats, wait_max_s: float | None) -> list[str]:
