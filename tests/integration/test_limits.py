@@ -45,6 +45,13 @@ def is_limited(answer: Answer) -> bool:
     return True
 
 
+async def test_limits_hold_for_a_tenant_beyond_ascii(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m")}, tenants={"müller": {"requests_per_minute": 1}}) as app:
+        # As on the wire: UTF-8.
+        headers = by("müller".encode().decode("latin-1"))
+        assert [is_limited(await chat(app, "m", headers=headers)) for _ in range(2)] == [False, True]
+
+
 @pytest.mark.slow
 async def test_refused_before_the_body_is_sent_and_others_go_on(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, tenants={"lab": {"requests_per_minute": 2}}) as app:

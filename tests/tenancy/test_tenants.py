@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
+from greenroom.config.kinds import Name
 from greenroom.core.model import NO_TENANT
 from greenroom.errors import BadRequest
 from greenroom.tenancy.keys import OTHER, Tenants, cap, parse_priority
@@ -33,7 +37,10 @@ def test_nobody_named_is_no_tenant(raw: bytes | None) -> None:
     assert len(tenants) == 0
 
 
-@pytest.mark.parametrize("raw", [b"a" * 129, b"a\nb", b"a\x00", b"\x7f", "müller".encode(), b"\t"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"a" * 257, "é".encode() * 257, b"a\nb", b"a\x00", b"\x7f", "müller".encode("latin-1"), b"\t", b" lab", b"lab "],
+)
 def test_name_that_cannot_be_one_is_refused_and_not_kept(raw: bytes) -> None:
     tenants = Tenants()
     with pytest.raises(BadRequest) as refused:
@@ -42,8 +49,24 @@ def test_name_that_cannot_be_one_is_refused_and_not_kept(raw: bytes) -> None:
     assert len(tenants) == 0
 
 
-def test_longest_name_is_allowed() -> None:
-    assert Tenants().name(b"a" * 128) == "a" * 128
+@pytest.mark.parametrize("name", ["é", "müller", "研究室", "a" * 256, "é" * 256, "physics lab/2"])
+def test_a_header_can_name_every_tenant_that_the_configuration_can(name: str) -> None:
+    assert TypeAdapter(Name).validate_python(name) == name
+    assert Tenants().name(name.encode()) == name
+
+
+@patient
+@given(st.text(max_size=300))
+def test_header_and_configuration_agree_on_names(name: str) -> None:
+    def is_taken(take: Callable[[], object]) -> bool:
+        try:
+            take()
+        except (BadRequest, ValidationError):
+            return False
+        return True
+
+    configured = is_taken(lambda: TypeAdapter(Name).validate_python(name))
+    assert not name or is_taken(lambda: Tenants().name(name.encode())) == configured
 
 
 def test_whoever_does_not_fit_shares_one_name() -> None:

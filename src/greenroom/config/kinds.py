@@ -46,10 +46,10 @@ def _printable(name: str) -> str:
     return name
 
 
-def _unpadded(name: str) -> str:
-    """Refuse spaces around a name: `" lab"` would be a second `lab`, without its limits. No other space prints."""
-    if name != name.strip():
-        raise PydanticCustomError("name", "may not begin or end with a space")
+def _name(name: str) -> str:
+    why = name_problem(name)
+    if why is not None:
+        raise PydanticCustomError("name", "{why}", {"why": why})
     return name
 
 
@@ -97,9 +97,23 @@ TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
 MibPerSecond = Annotated[float, Field(gt=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
-Label = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+NAME_CHARS_MAX = 256
+Label = Annotated[str, StringConstraints(min_length=1, max_length=NAME_CHARS_MAX), AfterValidator(_printable)]
 # Of tenants, keys, signers and whatever else is looked up by its name.
-Name = Annotated[Label, AfterValidator(_unpadded)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=NAME_CHARS_MAX), AfterValidator(_name)]
+
+
+def name_problem(name: str) -> str | None:
+    """Why this text cannot be such a name, in a file or in a header; None if it can."""
+    if not 0 < len(name) <= NAME_CHARS_MAX:
+        return f"must have 1 to {NAME_CHARS_MAX} characters"
+    if not name.isprintable():
+        return "may not contain control or invisible characters"
+    # `" lab"` would be a second `lab`, without its limits. No other space prints.
+    if name != name.strip():
+        return "may not begin or end with a space"
+    return None
+
 
 ID_CHARS_MAX = 256
 

@@ -144,7 +144,7 @@ async def test_full_queue_would_refuse() -> None:
         ({"model": "a", "x_budget_s": 0}, 400, "x_budget_s"),
         ({"model": "a", "x_budget_s": -2}, 400, "x_budget_s"),
         ({"model": "a", "prompt": "hello"}, 400, "prompt"),
-        ({"model": "a", "tenant": "x" * 200}, 400, "tenant"),
+        ({"model": "a", "tenant": "x" * 257}, 400, "tenant"),
     ],
 )
 async def test_wrong_question_names_what_is_wrong(ask: dict[str, Any], status: int, param: str) -> None:

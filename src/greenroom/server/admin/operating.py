@@ -17,7 +17,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
 from greenroom.process.logs import LINES_MAX
@@ -248,7 +248,6 @@ class Operating:
 
 
 PATH: Final = "/v1/cache/flush"
-TENANT_CHARS_MAX: Final = 256
 MIB: Final = 1024 * 1024
 
 _log = get_logger("server")
@@ -258,7 +257,7 @@ class FlushOrder(GovernedOrder):
     """What to flush. `tenantId` and `modelId` also narrow the other scopes."""
 
     scope: Literal["all", "model", "tenant", "tag"]
-    tenantId: Annotated[str, Field(min_length=1, max_length=TENANT_CHARS_MAX)] | None = None  # noqa: N815
+    tenantId: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = None  # noqa: N815
     """The tenant; a key without `admin` can only name its own."""
     modelId: Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)] | None = None  # noqa: N815
     tag: Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)] | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
+from greenroom.config.kinds import NAME_CHARS_MAX as TENANT_CHARS_MAX
 from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
 from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.dialects.shapes import Dialect
@@ -240,7 +241,7 @@ def _header(name: str, about: str, **schema: Any) -> Schema:
 
 _HEADERS: Final = [
     _header("X-Priority", _PRIORITY, pattern=f"^({'|'.join(PRIORITY_NAMES)}|-?[0-9]{{1,2}})$"),
-    _header("X-Tenant-ID", "The tenant, where the key has none.", maxLength=keys.TENANT_CHARS_MAX, pattern=_PRINTABLE),
+    _header("X-Tenant-ID", "The tenant, where the key has none. UTF-8.", maxLength=TENANT_CHARS_MAX),
     _header("X-Client-ID", "The caller's program, for logs."),
     _header("X-Heartbeat", "What is sent while a stream waits.", enum=[kind.value for kind in Heartbeat]),
     _header(

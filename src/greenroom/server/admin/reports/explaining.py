@@ -11,7 +11,7 @@ from typing import Annotated, Literal, assert_never
 from fastapi import FastAPI
 from pydantic import Field
 
-from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
@@ -22,7 +22,7 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.server.inference.headers import smaller
-from greenroom.tenancy.keys import TENANT_CHARS_MAX, parse_priority
+from greenroom.tenancy.keys import parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
 
@@ -34,7 +34,7 @@ class ExplainAsk(Order):
     """Its id, an alias, or a task."""
     priority: Priority | None = None
     """high, normal, low or a number; that of the model or task when not given."""
-    tenant: Annotated[str, Field(max_length=TENANT_CHARS_MAX)] = ""
+    tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
     stream: bool = False
     """Whether the answer would be a stream; its caller can wait longer."""
     x_budget_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
