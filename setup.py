@@ -34,7 +34,6 @@ HOT = (
     "server/inference/ask_reader.py",
     "server/inference/body/media.py",
     "server/inference/body/peek.py",
-    "server/inference/headers.py",
     "server/inference/prefix_cache.py",
     "server/inference/request_log.py",
     "server/inference/requests.py",

@@ -60,7 +60,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/inference/ask_reader.py",
         "server/inference/body/media.py",
         "server/inference/body/peek.py",
-        "server/inference/headers.py",
         "server/inference/prefix_cache.py",
         "server/inference/request_log.py",
         "server/inference/requests.py",

@@ -20,7 +20,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.inference.headers import said_tenant
+from greenroom.server.inference.ask import said_tenant
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import (
     MODEL_ROUTES,

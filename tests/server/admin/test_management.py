@@ -17,9 +17,9 @@ from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.model_openapi import DOCUMENTED
 from greenroom.server.asgi import AsgiBridge
+from greenroom.server.inference.ask import OUR_HEADERS
 from greenroom.server.inference.body import model_options
 from greenroom.server.inference.body.peek import BUDGET_S, CLIENT_ID, KEEP_ALIVE, KEEP_ALIVE_S, PRIORITY
-from greenroom.server.inference.headers import OUR_HEADERS
 from greenroom.server.inference.routes import GENERATE, MODEL_ROUTES
 from tests.later import Later
 from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model

@@ -26,22 +26,25 @@ from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
 from greenroom.server.inference.answers import AS_BASE64, AS_URL, RESPONSE_FORMAT, PictureUrls, expect_no_stream
-from greenroom.server.inference.ask import Ask, Settings, kept_alive_s, set_by_profile
-from greenroom.server.inference.body import model_options, multipart, peek
-from greenroom.server.inference.body.media import check_body, check_media, is_upload
-from greenroom.server.inference.headers import (
+from greenroom.server.inference.ask import (
     CLIENT_HEADER,
     TENANT_HEADER,
+    Ask,
+    Settings,
     budget_s_of,
     client_named,
     client_of,
     heartbeat_of,
+    kept_alive_s,
     said_in,
     said_priority,
     said_tenant,
+    set_by_profile,
     smaller,
     wants_facts,
 )
+from greenroom.server.inference.body import model_options, multipart, peek
+from greenroom.server.inference.body.media import check_body, check_media, is_upload
 from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
 from greenroom.server.inference.routes import (
     GENERATE,

@@ -1,19 +1,29 @@
-"""Writes each request down when it has ended: in the activity, the metrics, the usage, and for its client."""
+"""What is known of a request when it has ended: told to its caller, and written down.
+
+Owns the headers by which answers tell something, and when each is sent: how long they waited, which model and version
+they are of, and what they cost. The cost is also told in a comment at the end of a stream. What is not known is left
+out; `false` and 0 stand where no cache is used, not where nothing is known of one. `RequestLog` writes each request
+down: in the activity, the metrics, the usage, and for its client.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from typing import Final
+from urllib.parse import quote
 
+from greenroom.engines.base import Engine
+from greenroom.engines.usage import Usage, estimated
 from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.library.versions import Version, told_as
+from greenroom.runtime.loop import Ticket
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
-from greenroom.server.inference.headers import usage_of
 from greenroom.server.inference.routes import UPSTREAM, answers_with_text
-from greenroom.server.inference.running import Running
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.keys import ANYONE, Caller
@@ -28,6 +38,20 @@ AUDIO_MAX_S: Final = 864_000.0
 # By it an engine tells how many pictures it made.
 PICTURES_HEADER: Final = b"x-pictures"
 _PICTURES_DIGITS_MAX: Final = 6
+
+
+class Served:
+    """One request that is or was served, as its answer and its record tell. `relay` is the last one."""
+
+    __slots__ = ("ask", "exchange", "facts", "record", "relay", "ticket")
+
+    exchange: Exchange
+    ask: Ask
+    record: Record
+    ticket: Ticket
+    relay: Relay | None
+    # Of an answer with text that can be read.
+    facts: AnswerFacts | None
 
 
 class RequestLog:
@@ -88,10 +112,10 @@ class RequestLog:
         if self._usage is not None:
             self._usage.refused(key, tenant, model, error.status)
 
-    def ended(self, running: Running, error: GreenroomError | None) -> None:
-        ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
+    def ended(self, served: Served, error: GreenroomError | None) -> None:
+        ask, record, ticket, relay = served.ask, served.record, served.ticket, served.relay
         record.total_s = total_s = max(0.0, self._wall() - record.arrived_at)
-        record.status = _status(running.exchange, relay, error)
+        record.status = _status(served.exchange, relay, error)
         if error is not None:
             record.error_code = error.code
             record.error_message = render.words(error, record.id, to_operator=False).message
@@ -101,7 +125,7 @@ class RequestLog:
         if ticket.slot is not None:
             record.slot = ticket.slot.id
         if relay is not None:
-            self._read_answer(running, relay)
+            self._read_answer(served, relay)
         self._activity.end(record)
         if self._write_down is not None:
             self._write_down(record)
@@ -109,7 +133,7 @@ class RequestLog:
             key, model = _key_of(ask.caller), ask.entry.base_id
             self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
             if self._usage is not None:
-                self._usage.ended(key, ask.tenant, model, record, _is_uncounted(running))
+                self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
         self._metrics.request_done(
             model=ask.entry.public_id,
             tenant=ask.tenant,
@@ -121,20 +145,20 @@ class RequestLog:
             first_byte_s=record.first_byte_s,
         )
 
-    def _read_answer(self, running: Running, relay: Relay) -> None:
+    def _read_answer(self, served: Served, relay: Relay) -> None:
         """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
-        ask, record = running.ask, running.record
+        ask, record = served.ask, served.record
         record.chunks = relay.events
         if relay.first_data_at is not None:
-            record.first_byte_s = max(0.0, relay.first_data_at - running.ticket.arrived)
-        if relay.status != 200 or (ask.route is UPSTREAM and running.exchange.head.method != b"POST"):
+            record.first_byte_s = max(0.0, relay.first_data_at - served.ticket.arrived)
+        if relay.status != 200 or (ask.route is UPSTREAM and served.exchange.head.method != b"POST"):
             return
         if relay.outcome is RelayOutcome.COMPLETE and not ask.route.is_text:
             self._count_media(ask, record, relay)
         if ask.route.is_sound:
             return
         estimates = ask.route.is_text or (ask.route is UPSTREAM and answers_with_text(ask.target))
-        said = usage_of(ask.entry.engine, relay, ask.stream, running.facts, estimates=estimates)
+        said = usage_of(ask.entry.engine, relay, ask.stream, served.facts, estimates=estimates)
         if said is None:
             return
         record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
@@ -161,9 +185,9 @@ def _key_of(caller: Caller) -> str:
     return "" if caller is ANYONE else caller.name
 
 
-def _is_uncounted(running: Running) -> bool:
+def _is_uncounted(served: Served) -> bool:
     """True if an engine worked for this request and nothing tells how much."""
-    record, relay, ask = running.record, running.relay, running.ask
+    record, relay, ask = served.record, served.relay, served.ask
     if relay is None or not (relay.status == 200 or (relay.status == 0 and relay.outcome is RelayOutcome.CLIENT_GONE)):
         return False
     if record.completion_tokens is not None or record.audio_s is not None or record.pictures is not None:
@@ -171,10 +195,10 @@ def _is_uncounted(running: Running) -> bool:
     return ask.route is not UPSTREAM or answers_with_text(ask.target)
 
 
-def tokens_used(running: Running) -> int | None:
+def tokens_used(served: Served) -> int | None:
     """None if they are not known although an engine worked: a caller that leaves does not get its tokens back."""
-    record = running.record
-    if record.completion_tokens is None and _is_uncounted(running):
+    record = served.record
+    if record.completion_tokens is None and _is_uncounted(served):
         return None
     return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
 
@@ -195,3 +219,94 @@ def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | Non
         return CLIENT_CLOSED
     # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
     return relay.status or SWITCHED
+
+
+# --- what answers tell ----------------------------------------------------------------------------------------------
+
+WAIT: Final = b"x-queue-wait-ms"
+MODEL: Final = b"x-model"
+VERSION: Final = b"x-model-version"
+REPO_ID: Final = b"x-model-repo-id"
+CACHE_HIT: Final = b"x-cache-hit"
+TOKENS_REUSED: Final = b"x-cache-tokens-reused"
+GPU_TIME: Final = b"x-gpu-time-ms"
+NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
+# Longer numbers are no figures.
+_DIGITS_MAX: Final = 12
+# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
+_PLAIN: Final = "/:@._-+,= "
+
+
+def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
+    """Two headers; none for a model that is not under version control."""
+    if version is None:
+        return []
+    repo_id = quote(told_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
+    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
+
+
+def model_header(name: str) -> tuple[bytes, bytes]:
+    return MODEL, quote(name, safe=_PLAIN).encode("ascii")
+
+
+class AnswerFacts:
+    """Of one answer with text. The last bytes are read once, at the first question."""
+
+    __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
+
+    def __init__(self, engine: Engine, stream: bool, wait_ms: int) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._wait_ms = wait_ms
+        self.is_read = False
+        self.usage: Usage | None = None
+
+    def of(self, tail: bytes) -> Usage | None:
+        """Tokens and time, from the last bytes of a complete answer; None if they do not tell."""
+        if not self.is_read:
+            self.is_read = True
+            self.usage = self._engine.usage(tail, stream=self._stream)
+        return self.usage
+
+    def headers(self, tail: bytes) -> Headers:
+        said = self.of(tail)
+        if said is None:
+            return []
+        headers: Headers = []
+        if said.cached is not None:
+            headers.append((CACHE_HIT, b"true" if said.cached else b"false"))
+            headers.append((TOKENS_REUSED, b"%d" % said.cached))
+        if said.gpu_ms is not None:
+            headers.append((GPU_TIME, b"%d" % round(said.gpu_ms)))
+        return headers
+
+    def comment(self, tail: bytes) -> bytes:
+        """`: facts cache_hit=true cache_tokens_reused=512 gpu_time_ms=40 queue_wait_ms=0`, as a whole event."""
+        known = {name[2:].replace(b"-", b"_"): value for name, value in self.headers(tail)}
+        known[b"queue_wait_ms"] = b"%d" % self._wait_ms
+        return b": facts %b\n\n" % b" ".join(b"%b=%b" % pair for pair in known.items())
+
+
+def usage_of(
+    engine: Engine, relay: Relay, stream: bool, facts: AnswerFacts | None, *, estimates: bool = True
+) -> Usage | None:
+    """Tokens and time of an answer that has ended, as far as it and its headers tell.
+
+    Of a stream that does not tell, or was left, the events are counted if `estimates`.
+    """
+    said = engine.usage(relay.tail(), stream=stream) if facts is None else facts.of(relay.tail())
+    if said is None and not relay.events and (first := relay.first()):
+        # llama.cpp tells the tokens of embeddings before the embeddings.
+        said = engine.usage(first, stream=stream)
+    if said is None:
+        return estimated(relay.events) if estimates and relay.events else None
+    if said.gpu_ms is None and (gpu_ms := _number(relay.headers, GPU_TIME)) is not None:
+        said.gpu_ms = float(gpu_ms)
+    return said
+
+
+def _number(headers: Headers, wanted: bytes) -> int | None:
+    for name, value in headers:
+        if name == wanted:
+            return int(value) if value.isdigit() and len(value) <= _DIGITS_MAX else None
+    return None

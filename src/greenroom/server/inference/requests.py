@@ -21,10 +21,9 @@ from greenroom.runtime.loop import SchedulerLoop, Tickets
 from greenroom.runtime.remote.spending import settle
 from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.server import render
-from greenroom.server.inference.ask import Ask, Settings
+from greenroom.server.inference.ask import Ask, Settings, client_named
 from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.headers import client_named, version_headers
-from greenroom.server.inference.request_log import RequestLog, tokens_used
+from greenroom.server.inference.request_log import RequestLog, tokens_used, version_headers
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, Running
 from greenroom.telemetry.logs import get_logger

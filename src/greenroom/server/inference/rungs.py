@@ -11,9 +11,8 @@ from greenroom.core.model import ModelId
 from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
 from greenroom.routing.tasks import CandidateFacts, FactsOf, Ladder
 from greenroom.runtime.catalogue import Catalog
-from greenroom.server.inference.ask import Ask, Rungs
+from greenroom.server.inference.ask import Ask, Rungs, smaller
 from greenroom.server.inference.body import peek
-from greenroom.server.inference.headers import smaller
 from greenroom.tenancy.limits import Charge, Meter
 
 

@@ -38,14 +38,21 @@ from greenroom.http.relays.translated import Renamed, Translated
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.versions import Version
-from greenroom.runtime.loop import Ticket, Tickets
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, arrival
-from greenroom.server.inference.headers import NOT_CACHED, WAIT, AnswerFacts, model_header, version_headers
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
+from greenroom.server.inference.request_log import (
+    NOT_CACHED,
+    WAIT,
+    AnswerFacts,
+    Served,
+    model_header,
+    version_headers,
+)
 from greenroom.server.inference.routes import UPSTREAM, is_open
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
@@ -81,8 +88,8 @@ class RequestServices:
     ended: Callable[[Running, GreenroomError | None], None]
 
 
-class Running:
-    """One request being served. `relay` is the last one, kept for its counts and its last bytes."""
+class Running(Served):
+    """One request being served. The last `relay` is kept for its counts and its last bytes."""
 
     __slots__ = (
         "_beat_at",
@@ -95,14 +102,8 @@ class Running:
         "_settings",
         "_shared",
         "_task",
-        "ask",
         "bill",
-        "exchange",
-        "facts",
-        "record",
-        "relay",
         "request_id",
-        "ticket",
     )
 
     def __init__(
@@ -112,10 +113,8 @@ class Running:
         self.ask = ask
         self.request_id = request_id
         self.record = record
-        self.ticket: Ticket
-        self.relay: Relay | None = None
-        # Of an answer with text that can be read.
-        self.facts: AnswerFacts | None = None
+        self.relay = None
+        self.facts = None
         # What it is expected to cost at a provider; None if nothing is known of that.
         self.bill: Bill | None = None
         self._settings = settings

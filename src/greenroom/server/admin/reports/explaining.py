@@ -20,8 +20,7 @@ from greenroom.routing.tasks import Ladder
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, Tier, View
-from greenroom.server.inference.ask import Settings, arrival
-from greenroom.server.inference.headers import smaller
+from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.tenancy.keys import parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]

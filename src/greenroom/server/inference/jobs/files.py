@@ -16,7 +16,7 @@ from greenroom.http.exchange import RawReceiver
 from greenroom.http.headers import NEVER_FORWARDED
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import ResultPart
-from greenroom.server.inference.headers import OUR_HEADERS
+from greenroom.server.inference.ask import OUR_HEADERS
 from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
 
 # Headers that the answer with the result has of its own.
