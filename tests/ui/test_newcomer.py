@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.harness import fake, gateway_process
-from tests.integration.test_readme import until_healthy
+from tests.integration.operating.test_readme import until_healthy
 from tests.ports import free_port
 from tests.ui.browser import Tab, tab
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests import comfyui_installation
+from tests.integration.hosted.test_speech import speaking
 from tests.integration.raw import request_bytes
-from tests.integration.test_speech import speaking
 from tests.models import tiny_ears, tiny_pipelines
 from tests.sounds import FORM, form, heard, noise, silence
 from tests.torch_python import painter

@@ -22,8 +22,8 @@ from tests.harness import gateway, url
 from tests.integration import orders
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive
+from tests.integration.jobs.test_jobs import ended, job, submit
 from tests.integration.raw import Answer, Raw, http, request_bytes
-from tests.integration.test_jobs import ended, job, submit
 from tests.waiting import PATIENCE_S, until
 
 GENERATIONS = "/v1/images/generations"

@@ -17,8 +17,8 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from tests.harness import gateway, url
 from tests.integration import orders
+from tests.integration.jobs.test_jobs import post
 from tests.integration.raw import http
-from tests.integration.test_jobs import post
 from tests.integration.transformers.facts import says
 from tests.models import tiny_hf, tiny_pipelines
 from tests.torch_python import hosted, painter

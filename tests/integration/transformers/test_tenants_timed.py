@@ -9,7 +9,13 @@ import pytest
 from greenroom.core.model import MoveKind
 from tests.harness import gateway
 from tests.integration.raw import http
-from tests.integration.timed_tenants import KEYS, ask, assert_nothing_is_left, assert_time_tells_nothing, prompt_of
+from tests.integration.tenants.timed_tenants import (
+    KEYS,
+    ask,
+    assert_nothing_is_left,
+    assert_time_tells_nothing,
+    prompt_of,
+)
 from tests.models import tiny_hf
 from tests.torch_python import hosted
 from tests.waiting import until
