@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.core.decide.ladder import TRY_AGAIN_S
+from greenroom.core.decide.arrival import TRY_AGAIN_S
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import ModelId, Tier

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from greenroom.core import events as ev
-from greenroom.core.decide.ladder import decide
+from greenroom.core.decide.arrival import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.model import ModelId, RequestId, TenantId

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from math import inf
 
+from greenroom.core.decide.arrival import decide, is_able
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.decide.ladder import decide, is_able
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because

@@ -1,12 +1,14 @@
 """What a caller can be told of a request that waits, or that would come now: position, estimate, explanation.
 
-Changes nothing. Explanations are built from the plan that a real arrival would get (`decide/ladder.py`).
+Changes nothing. Explanations are built from the plan that a real arrival would get (`decide/arrival.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from greenroom.core.decide.arrival import Option as Option
+from greenroom.core.decide.arrival import called_off, eta_s, plan_for, too_late
 from greenroom.core.decide.decision import Join as Join
 from greenroom.core.decide.decision import Plan as Plan
 from greenroom.core.decide.decision import Refuse as Refuse
@@ -14,8 +16,6 @@ from greenroom.core.decide.decision import Serve as Serve
 from greenroom.core.decide.decision import Swap as Swap
 from greenroom.core.decide.decision import Wait as Wait
 from greenroom.core.decide.decision import WaitReason
-from greenroom.core.decide.ladder import Option as Option
-from greenroom.core.decide.ladder import called_off, eta_s, plan_for, too_late
 from greenroom.core.decide.placement import Places
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import DeviceId, ModelId, OtherLease, RequestId, SlotId, Tier

@@ -14,8 +14,7 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
-from greenroom.core.decide.ladder import (
+from greenroom.core.decide.arrival import (
     Option,
     called_off,
     choose,
@@ -28,6 +27,7 @@ from greenroom.core.decide.ladder import (
     waiter_for,
     weigh,
 )
+from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because

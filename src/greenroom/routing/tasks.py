@@ -1,7 +1,7 @@
 """From the name of a task to the models that may serve a request: the one place where tasks are resolved.
 
 Requests, explanations and listings ask here. Which of the candidates a request gets, the scheduler decides
-(`core/decide/ladder.py`); here is only said which there are, in which order, and by which rule it chooses.
+(`core/decide/arrival.py`); here is only said which there are, in which order, and by which rule it chooses.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from greenroom.core import events as ev
+from greenroom.core.decide.arrival import Option
 from greenroom.core.decide.decision import Refuse
-from greenroom.core.decide.ladder import Option
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, Outcome, RequestId, SlotId
 from greenroom.sim.records import Violation

@@ -21,7 +21,7 @@ from typing import Any
 from greenroom.core import events, ledger, model, scheduler, state
 from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide import ladder, placement, residents
+from greenroom.core.decide import arrival, placement, residents
 from greenroom.core.decide.decision import Serve
 from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
@@ -75,11 +75,11 @@ def nothing(*_: Any, **__: Any) -> None:
 # --- choosing -------------------------------------------------------------------------------------------------------
 
 
-@planted(ladder, "choose")
+@planted(arrival, "choose")
 def cloud_too_early(original: Callable[..., int]) -> Any:
     """A remote model serves whatever no local one can serve at once."""
 
-    def choose(options: list[ladder.Option], waiter: Waiter) -> int:
+    def choose(options: list[arrival.Option], waiter: Waiter) -> int:
         best = original(options, waiter)
         spare = [place for place, one in enumerate(options) if one.is_last_resort and isinstance(one.plan, Serve)]
         return spare[0] if spare and not isinstance(options[best].plan, Serve) else best

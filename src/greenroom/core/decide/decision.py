@@ -1,6 +1,6 @@
 """One decision tree: what should happen to this waiter now, for one model. Pure.
 
-The answer is a Plan, which `apply.py` carries out. Nothing here changes anything. `ladder.py` chooses among the models
+The answer is a Plan, which `apply.py` carries out. Nothing here changes anything. `arrival.py` chooses among the models
 of a waiter that has several.
 """
 
