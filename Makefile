@@ -156,13 +156,16 @@ test-ui: setup $(UI_STAMP) ## everything about the dashboard in a real Chromium
 test-vllm: setup $(VLLM_STAMP) ## the real vLLM on the CPU: minutes, and part of no other target
 	@$(BIN)/python -m pytest tests/vllm/real_vllm.py
 
-# Beside mypy, which keeps one core busy, every test is imported and only the layers are tested. So a file that cannot be
-# imported is found at once, and the many processes of later stages find all bytecode written.
+# All at once, which keeps two cores busy. Every test is imported: a file that cannot be is found early, and the many
+# processes of later stages find all bytecode written. What is only imported says something only if it fails.
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest tests -k test_layers --ignore=$(TORCH_TESTS); layers=$$?; \
-	  wait $$types && exit $$layers
+	@$(BIN)/mypy & types=$$!; \
+	{ said=$$($(BIN)/python -m pytest tests --collect-only -q --ignore=$(TORCH_TESTS) 2>&1) || \
+	  { grep -v '^tests/.*: [0-9]*$$' <<<"$$said"; exit 1; }; } & imports=$$!; \
+	$(BIN)/python -m pytest tests/test_layers.py; failed=$$?; \
+	wait $$types || failed=1; wait $$imports || failed=1; exit $$failed
 
 format: setup
 	@$(BIN)/ruff format src tests benchmarks examples

@@ -47,7 +47,9 @@ def stage(command: str) -> Stage:
 
 def stages(target: str) -> list[Stage]:
     told = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [stage(command) for command in re.findall(r"-m pytest ([^;\n]*)", told.replace("\\\n", " "))]
+    commands = re.findall(r"-m pytest ([^;\n]*)", told.replace("\\\n", " "))
+    # What is only collected is not run.
+    return [stage(command) for command in commands if "--collect-only" not in command]
 
 
 @pytest.fixture(scope="module")
