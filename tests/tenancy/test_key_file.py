@@ -90,16 +90,45 @@ def test_a_document_that_is_cut_short_anywhere_is_refused() -> None:
         (b'"s3cret"', "a mapping (key: value) is wanted"),
         (b'["s3cret"]', "a mapping (key: value) is wanted"),
         (b'{"version": "s3cret", "keys": []}', "version: one of 1 is wanted"),
-        (b'{"version": 1, "keys": [], "kys": "s3cret"}', "kys: unknown key"),
+        (b'{"version": 1, "keys": [], "kys": "s3cret"}', "kys: unknown key, did you mean keys?"),
+        (b'{"version": 1, "keys": [], "host": "s3cret"}', "keys.json: host: unknown key"),
+        (document({"name": "a", "sha256": HASH, "cmd": "s3cret"}), "line 1: keys[0].cmd: unknown key"),
+        (document({"name": "a", "sha256": HASH, "revokd": "x"}), "keys[0].revokd: unknown key, did you mean revoked?"),
+        (document({"name": "a", "sha256": HASH, "limits": {"host": 1}}), "keys[0].limits.host: unknown key"),
         (b"\xff\xfe", "wrong"),
         (b"[" * 200_000, "nested too deeply"),
         (document() + document(), "no JSON"),
+        (b'{"version": 1, "k\\u0065ys": [{"name": " a"}]}', "keys.json: keys[0].name: may not begin"),
+        (
+            b'{"x": {"keys": []}, "version": 1, "keys": [{"name": " a", "sha256": "%s"}]}' % HASH.encode(),
+            "keys.json: keys[0].name: may not begin",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_without_secrets(data: bytes, said: str) -> None:
     told = why(data)
     assert said in told and told.startswith("the key file keys.json")
+    assert "belongs" not in told, "that is said of keys of the configuration"
     assert "s3cret" not in told and HASH not in told and "\n" not in told
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_the_line_to_mend_is_named(wrong: int) -> None:
+    names = ["[a, {b}]", "keys", "c"]
+    keys = [FileKey(name=name, sha256=f"{number:064x}") for number, name in enumerate(names)]
+    data = rendered(keys).replace(f'"name": "{names[wrong]}'.encode(), f'"name": " {names[wrong]}'.encode())
+    for text, line in (
+        (data, wrong + 2),
+        (b"\n\n" + data, wrong + 4),
+        (data.replace(b",\n", b"\n,\n\n"), 3 * wrong + 2),
+    ):
+        assert why(text).startswith(f"the key file keys.json, line {line}: keys[{wrong}].name: may not begin or end")
+
+
+@pytest.mark.parametrize("moment", [20270131, "20270131", 0, "2000-12-31T23:59:59Z", "2001-01-01T00:30:00+01:00"])
+def test_a_date_that_was_read_as_seconds_since_1970_is_refused(moment: object) -> None:
+    said = why(document({"name": "a", "sha256": HASH, "expires": moment}))
+    assert "keys[0].expires: is in the year" in said and "as in 2027-01-31" in said
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o644, 0o666])

@@ -145,9 +145,14 @@ def _unknown_key(where: Where) -> str:
         return f"is gone; {_GONE[key]}"
     if home := _home_of(key):
         return f"unknown key here; {key} belongs {home}"
+    return nearest_key(where, Config)
+
+
+def nearest_key(where: Where, document: type[Section]) -> str:
+    """What to say of a key that its section of this document does not have."""
     # Other tools write ctxSize or ctx-size: compare without case and separators.
-    spellings = {_spelling(name): name for name in _section_at(where[:-1]).model_fields}
-    near = difflib.get_close_matches(_spelling(key), spellings, n=1)
+    spellings = {_spelling(name): name for name in _section_at(where[:-1], document).model_fields}
+    near = difflib.get_close_matches(_spelling(str(where[-1])), spellings, n=1)
     return f"unknown key, did you mean {spellings[near[0]]}?" if near else "unknown key"
 
 
@@ -155,8 +160,8 @@ def _spelling(key: str) -> str:
     return key.replace("_", "").replace("-", "").lower()
 
 
-def _section_at(where: Where) -> type[Section]:
-    kind: Any = Config
+def _section_at(where: Where, document: type[Section]) -> type[Section]:
+    kind: Any = document
     for step in where:
         if isinstance(kind, type) and issubclass(kind, Section):
             kind = kind.model_fields[str(step)].annotation

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import ValidationError, model_validator
 
 from greenroom.config.kinds import Section
-from greenroom.config.mistakes import told
+from greenroom.config.mistakes import nearest_key, told
 from greenroom.config.plain_file import NotPrivate, read_private, why
 from greenroom.config.reader import Problem, Where, break_on, dotted
 from greenroom.config.sections.keys import ApiKey, Moment, digest_of, equal_api_keys
@@ -69,15 +69,33 @@ def parsed(data: bytes, path: str | Path) -> tuple[FileKey, ...]:
         tree = json.loads(data.decode(), object_pairs_hook=_mapping, parse_constant=_refuse)
         return _Document.model_validate(tree).keys
     except ValidationError as error:
-        first, *others = sentences(error)
+        first, *others = _problems(error)
         more = f" (and {len(others)} more)" if others else ""
-        raise ConfigError(f"the key file {path}: {first}{more}") from None
+        raise ConfigError(f"the key file {path}{_line(data, first.where)}: {_sentence(first)}{more}") from None
     except json.JSONDecodeError as error:
         said = "is empty" if not data.strip() else f"is cut short or no JSON (line {error.lineno})"
         raise ConfigError(f"the key file {path} {said}") from None
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"the key file {path} is wrong: {said}") from None
+
+
+def _line(data: bytes, where: Where) -> str:
+    """The line of the key at this place, for people who have to mend it; empty if it is no place of a key."""
+    text, decoder, start = data.decode(), json.JSONDecoder(), 0
+    if where[:1] != ("keys",) or len(where) < 2:
+        return ""
+    try:
+        end = text.index("[", text.index('"keys"')) + 1
+        for _ in range(int(where[1]) + 1):
+            while text[end] in ", \t\r\n":
+                end += 1
+            start = end
+            _, end = decoder.raw_decode(text, start)
+    except (ValueError, IndexError):
+        # It is written in another way: with escapes, or with more of this word.
+        return ""
+    return f", line {text.count(chr(10), 0, start) + 1}"
 
 
 def rendered(keys: Iterable[FileKey]) -> bytes:
@@ -103,12 +121,24 @@ def joined(api_keys: Sequence[ApiKey], file_keys: Iterable[FileKey]) -> tuple[li
 
 def sentences(error: ValidationError) -> Iterator[str]:
     """What is wrong with a file or with one key, in words. Shows no value that may be a secret."""
+    return (_sentence(problem) for problem in _problems(error))
+
+
+def _sentence(problem: Problem) -> str:
+    where = dotted(problem.where)
+    return f"{where}: {problem.message}" if where else problem.message
+
+
+def _problems(error: ValidationError) -> Iterator[Problem]:
     for detail in error.errors(include_url=False):
         said: Where = detail["loc"]
+        if detail["type"] == "extra_forbidden":
+            document = FileKey if error.title == FileKey.__name__ else _Document
+            yield Problem(said, nearest_key(said, document))
+            continue
         place = _in_configuration(said, error.title)
         for problem in told(place, [detail]):
-            where = dotted((*said, *problem.where[len(place) :]))
-            yield f"{where}: {problem.message}" if where else problem.message
+            yield Problem((*said, *problem.where[len(place) :]), problem.message)
 
 
 def _in_configuration(where: Where, title: str) -> Where:
@@ -116,8 +146,6 @@ def _in_configuration(where: Where, title: str) -> Where:
     keys: Where = ("server", "api_keys")
     if title == FileKey.__name__:
         return (*keys, 0, *where)
-    if where and where[0] not in _Document.model_fields:
-        return where
     # Also what stands in the place of the whole document or of its version may be a key.
     return (*keys, *(where[1:] if where[:1] == ("keys",) else where))
 

@@ -44,11 +44,18 @@ class Verb(StrEnum):
 _OF_ALL_MODELS: Final = frozenset((Verb.READ, Verb.FLUSH, Verb.DOWNLOAD, Verb.DELETE, Verb.RELOAD))
 
 
+# No key is as old. A date without its hyphens is read as seconds since 1970.
+_EARLIEST: Final = datetime(2001, 1, 1, tzinfo=UTC)
+
+
 def _in_utc(moment: datetime) -> datetime:
     try:
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except OverflowError:
         raise ValueError("in UTC it lies before the year 1 or after the year 9999") from None
+    if moment < _EARLIEST:
+        raise ValueError(f"is in the year {moment.year}; a date is written with hyphens, as in 2027-01-31")
+    return moment
 
 
 ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=NO_CONTROLS)]
