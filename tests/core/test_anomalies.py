@@ -1,6 +1,6 @@
 """The anomaly loop: one thing goes wrong, at the first opportunity, the second, the third … until it no longer occurs.
 
-Every run must end: everybody served, rejected or gone, nothing left in the world or in the scheduler's tables.
+Every run must end: each request served, rejected or gone, nothing left in the world or in the scheduler's tables.
 """
 
 from __future__ import annotations
@@ -117,5 +117,5 @@ def test_whatever_goes_wrong_whenever_it_does_everything_ends(fault: Fault, ever
         if not fired[0]():
             assert n > 10, "the scenario should give the fault a chance"
             codes = {call.rejection.code for call in world.calls_by_id.values() if call.rejection}
-            assert codes <= {RejectCode.UNLOADED}, "untouched, only the operator's unloads reject anybody"
+            assert codes <= {RejectCode.UNLOADED}, "without anomalies only the operator's unloads reject requests"
             return

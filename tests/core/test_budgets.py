@@ -59,7 +59,7 @@ def test_a_ready_model_refuses_what_cannot_end_in_time() -> None:
     assert world.arrive("enough", "a", budget_s=10.0).fate is Fate.GRANTED
 
 
-def test_one_slow_answer_does_not_lock_out_everybody_with_a_budget() -> None:
+def test_one_slow_answer_does_not_lock_out_all_requests_with_a_budget() -> None:
     world = learned("a")
     record = world.scheduler.state.models[ModelId("a")]
     assert world.arrive("too-soon", "a", budget_s=9.0).fate is Fate.REJECTED
@@ -87,12 +87,12 @@ def test_a_load_that_takes_too_long_is_begun_for_the_next_caller() -> None:
     assert world.tier("a") is Tier.READY
 
 
-def test_nobody_is_refused_for_what_is_not_known() -> None:
+def test_a_budget_refuses_no_request_before_times_are_known() -> None:
     world = World([model("a")])
     assert world.arrive("r", "a", budget_s=0.5).fate is Fate.WAITING
 
 
-def test_who_still_waits_when_the_budget_is_over_hears_so() -> None:
+def test_a_request_that_still_waits_when_its_budget_ends_expires() -> None:
     world = World([model("a")])
     call = world.arrive("r", "a", budget_s=3.0)
     world.run(3.1)
@@ -131,7 +131,7 @@ def test_the_timer_goes_with_the_answer() -> None:
     assert not world.timers
 
 
-def test_a_budget_timer_that_fires_early_cuts_nobody() -> None:
+def test_a_budget_timer_that_fires_early_cuts_no_answer() -> None:
     world = learned("a")
     call = world.arrive("r", "a", budget_s=50.0)
     world.fire(Timer(TimerKind.BUDGET, "r"))

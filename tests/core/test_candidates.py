@@ -56,7 +56,7 @@ def test_the_second_candidate_is_brought_when_the_first_fails() -> None:
     assert world.fate("both") is Fate.SERVED and world.fate("later") is Fate.SERVED
 
 
-def test_who_turns_to_a_second_candidate_joins_its_load() -> None:
+def test_a_request_that_turns_to_its_second_candidate_joins_that_load() -> None:
     world = World([model("a", 30_000), model("b", 3_000)])
     world.arrive("first", "b", takes_s=0.0)
     world.arrive("r", "a", "b", takes_s=0.0)
@@ -97,7 +97,7 @@ def test_those_behind_one_that_turned_elsewhere_are_decided_on_in_the_same_breat
     assert world.code("second") is RejectCode.TOO_LARGE and world.fate("first") is Fate.WAITING
 
 
-def test_a_request_that_another_candidate_serves_at_once_holds_up_nobody_who_waits_for_its_first() -> None:
+def test_a_request_served_by_its_second_candidate_delays_no_request_for_its_first() -> None:
     world = World([model("a", 6_000, concurrency=9), model("b", 6_000)])
     ready(world, "a")
     world.arrive("running", "a", takes_s=3.0)

@@ -234,7 +234,7 @@ def test_new_limits_count_from_then_on() -> None:
     assert world.arrive("r2", "a").fate is Fate.REJECTED
 
 
-def test_a_device_with_more_memory_wakes_who_waits_for_it() -> None:
+def test_more_memory_on_a_device_serves_a_request_that_waits_for_it() -> None:
     world = World([model("a", 6_000), model("b", 6_000, asleep=Need(0, 1))], devices=(gpu(0, 8_000), host(100)))
     ready(world, "a")
     world.arrive("running", "a")

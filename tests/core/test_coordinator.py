@@ -1,4 +1,4 @@
-"""The swapper with few rules: who is idle, neither pinned nor more urgent leaves, the least urgent and oldest first."""
+"""The swapper with few rules: evicts idle models, neither pinned nor more urgent, least urgent and oldest first."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_busy_and_pinned_ones_are_left_alone() -> None:
     assert victims(world) == ["c"]
 
 
-def test_nobody_leaves_where_that_would_not_help() -> None:
+def test_no_model_is_evicted_where_that_would_not_help() -> None:
     world = World(
         [model("a", 4_000, devices=(GPU0,)), model("b", 6_000, devices=(GPU1,)), model("n", 7_000, devices=(GPU1,))],
         (gpu(0, 8_000), gpu(1, 8_000)),
@@ -81,7 +81,7 @@ def test_nobody_leaves_where_that_would_not_help() -> None:
 def test_of_two_gpus_the_tighter_fit_then_where_fewer_leave_then_whose_turn_it_is() -> None:
     world = World([model("a", 7_000), model("b", 3_000), model("c", 2_000)], (gpu(0, 8_000), gpu(1, 4_000)), LIMITS)
     used(world, a=1, b=1)
-    assert [dict(move.claim) for move in world.moves] == [{GPU0: 7_000}, {GPU1: 3_000}], "nobody leaves: tighter"
+    assert [dict(move.claim) for move in world.moves] == [{GPU0: 7_000}, {GPU1: 3_000}], "no eviction: the tighter fit"
     used(world, c=1)
     assert victims(world) == ["a"], "one leaves in either case: the least recently used"
     world.arrive("r", "a", takes_s=0.0)
@@ -89,7 +89,7 @@ def test_of_two_gpus_the_tighter_fit_then_where_fewer_leave_then_whose_turn_it_i
     assert victims(world) == ["a", "c"]
 
 
-def test_sleepers_count_as_idle_and_who_falls_asleep_gives_less() -> None:
+def test_a_sleeping_model_is_unloaded_for_the_memory_that_it_keeps() -> None:
     world = World(
         [model("a", 6_000, asleep=Need(1_000, 2_000)), model("b", 8_000)], (gpu(0, 8_000), host(8_000)), LIMITS
     )
@@ -101,7 +101,7 @@ def test_sleepers_count_as_idle_and_who_falls_asleep_gives_less() -> None:
     assert world.kinds("a") == ["load a", "sleep a", "unload a"] and world.fate("r") is Fate.SERVED
 
 
-def test_rules_about_company_hold_as_everywhere() -> None:
+def test_rules_of_coresidency_hold_for_this_swapper_too() -> None:
     rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
     world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules))
     used(world, a=1)
@@ -117,7 +117,7 @@ def test_rules_about_company_hold_as_everywhere() -> None:
     assert world.fate("r") is Fate.WAITING
 
 
-def test_who_may_not_be_asked_yet_blocks_the_rules_about_company() -> None:
+def test_the_rules_of_coresidency_evict_a_loading_model_only_when_it_is_loaded() -> None:
     rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
     world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules))
     world.arrive("first", "a", takes_s=0.0)
@@ -128,7 +128,7 @@ def test_who_may_not_be_asked_yet_blocks_the_rules_about_company() -> None:
     assert world.fate("r") is Fate.SERVED and victims(world) == ["a"]
 
 
-def test_a_model_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:
+def test_a_model_is_as_urgent_as_the_most_urgent_request_that_waits_for_it() -> None:
     world = World([model("a", 6_000), model("new", 6_000)], limits=LIMITS)
     used(world, a=0)
     world.arrive("running", "a", priority=0)
@@ -151,7 +151,7 @@ def test_the_stay_of_sleepers_is_over_however_urgent_they_were() -> None:
     assert victims(world)[-1:] == ["a"] and world.fate("r") is Fate.SERVED
 
 
-def test_sleepers_stay_where_those_who_leave_the_stage_give_enough() -> None:
+def test_sleeping_models_stay_where_evicting_a_ready_one_frees_enough() -> None:
     models = [model(name, 2_000, asleep=Need(300, 500)) for name in ("s1", "s2")] + [
         model("a", 6_000),
         model("n", 6_500),

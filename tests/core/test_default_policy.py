@@ -50,7 +50,7 @@ def flooded(oldest: float, aged_from: float, priority: int = 1) -> Queue:
     return result
 
 
-def wish() -> Queue:
+def preload_queue() -> Queue:
     result = Queue(ModelId("w"), POLICY.priority_class)
     result.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
     return result
@@ -142,7 +142,7 @@ def test_cold_models_go_by_the_age_of_their_oldest_request_however_many_wait() -
 
 
 def test_models_that_are_only_to_be_preloaded_come_last() -> None:
-    assert POLICY.rank(queue(999.0, priority=2), 1_000.0) < POLICY.rank(wish(), 1_000.0)
+    assert POLICY.rank(queue(999.0, priority=2), 1_000.0) < POLICY.rank(preload_queue(), 1_000.0)
 
 
 # --- switching ------------------------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_a_resident_is_as_urgent_as_its_most_urgent_waiter() -> None:
 
 
 def test_a_preload_never_closes_a_busy_resident() -> None:
-    assert POLICY.takes_at(wish(), resident(), 1e6) == inf
-    assert POLICY.takes_at(wish(), resident(queue=queue(9.0)), 1e6) == inf
+    assert POLICY.takes_at(preload_queue(), resident(), 1e6) == inf
+    assert POLICY.takes_at(preload_queue(), resident(queue=queue(9.0)), 1e6) == inf
 
 
 # --- those that wait against those that would have to ---------------------------------------------------------------

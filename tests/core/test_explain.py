@@ -57,7 +57,7 @@ def test_a_load_under_way_is_joined() -> None:
     assert answer.position == 2 and answer.eta_s == pytest.approx(3.0 + 2.0), "three of five seconds and one answer"
 
 
-def test_a_swap_names_who_leaves_where_to_and_why() -> None:
+def test_a_swap_names_its_victims_their_next_tier_and_why() -> None:
     world = one_ready()
     answer = explained(world, "a", priority=0)
     assert isinstance(answer.plan, Swap) and answer.plan.kind is MoveKind.LOAD and answer.eta_s == 5.0
@@ -97,7 +97,7 @@ def test_a_busy_resident_that_may_not_be_asked_yet_is_waited_for_until_it_may() 
     assert world.scheduler.state.ledger.promises, "it is closed when it was said"
 
 
-def test_who_can_sleep_is_said_to_fall_asleep_only_if_the_green_room_has_room() -> None:
+def test_a_victim_is_said_to_fall_asleep_only_if_the_green_room_has_room() -> None:
     for host_mib, tier in ((4_000, Tier.ASLEEP), (2_000, Tier.COLD)):
         specs = [model("a", 6_000, asleep=Need(0, 3_000)), model("b", 6_000)]
         world = World(specs, devices=(gpu(0, 8_000), host(host_mib)))
@@ -109,7 +109,7 @@ def test_who_can_sleep_is_said_to_fall_asleep_only_if_the_green_room_has_room() 
         assert world.tier("a") is tier, "and so it does"
 
 
-def test_who_waits_is_told_behind_which_models() -> None:
+def test_a_wait_names_the_models_that_go_first() -> None:
     world = World([model(name, 6_000) for name in "abcd"])
     ready(world, "d", "c", "b", "a")
     world.arrive("runs", "a")
@@ -174,7 +174,7 @@ def test_whatever_was_said_happens_all_through_a_busy_day() -> None:
     assert kinds == {Serve, Join, Wait, Swap, Refuse}
 
 
-def test_a_caller_who_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
+def test_a_request_that_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
     world = one_ready()
     asking = world.asking("?", "a")
     hurried = replace(asking, answer_by=asking.now + 3.0)
@@ -193,9 +193,9 @@ def test_urgent_request_tells_whose_coming_it_calls_off() -> None:
     world.later(20.0, partial(world.arrive, "b", "b", takes_s=1.0, tenant="other"))
     while not world.scheduler.state.ledger.promises:
         world.run(0.5)
-        assert world.now < 100.0, "nobody was promised a place"
+        assert world.now < 100.0, "no slot was promised memory"
     (promised,) = world.scheduler.state.ledger.promises
     assert explained(world, "c", priority=0).calls_off == ("b",)
     assert explained(world, "c", priority=1).calls_off == ()
     world.arrive("urgent", "c", priority=0)
-    assert promised not in world.scheduler.state.slots, "its plan is over, whoever gets the place anew"
+    assert promised not in world.scheduler.state.slots, "its plan is over, whichever slot gets the memory now"

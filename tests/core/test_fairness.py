@@ -1,4 +1,4 @@
-"""Accounts of tenants: no credit for idleness, weights, settled estimates, and nobody is remembered for ever."""
+"""Accounts of tenants: no credit for idleness, weights, settled estimates, and no tenant is remembered for ever."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_weight_of_nothing_is_a_very_small_one() -> None:
     assert accounts.served_s(A) == pytest.approx(1.0 / WEIGHT_MIN)
 
 
-def test_who_comes_back_from_idle_starts_where_the_others_are() -> None:
+def test_a_tenant_back_from_idle_starts_where_the_others_are() -> None:
     accounts = Accounts()
     served(accounts, A, 1.0)
     for _ in range(10):
@@ -71,7 +71,7 @@ def test_who_comes_back_from_idle_starts_where_the_others_are() -> None:
     assert accounts.served_s(C) == 45.0, "and so does a newcomer"
 
 
-def test_who_comes_back_before_the_others_have_passed_still_owes_the_rest() -> None:
+def test_a_tenant_back_before_the_others_caught_up_still_owes_the_rest() -> None:
     accounts = Accounts()
     served(accounts, A, 50.0)
     accounts.join(B)
@@ -80,7 +80,7 @@ def test_who_comes_back_before_the_others_have_passed_still_owes_the_rest() -> N
     assert accounts.served_s(A) == 50.0 > accounts.served_s(B)
 
 
-def test_who_waits_keeps_its_place_while_the_others_are_served() -> None:
+def test_a_waiting_tenant_keeps_its_account_while_others_are_served() -> None:
     """It waits for a model that is not there; others are served by one that is. It gains on them all the time."""
     accounts = Accounts()
     accounts.join(A)
@@ -325,7 +325,7 @@ def test_class_goes_before_fairness() -> None:
 
 
 def test_a_tenant_that_is_alone_is_served_by_class_however_long_its_answers_take() -> None:
-    """It floods nothing: it has nobody to share with."""
+    """It floods nothing: there is no other tenant to share with."""
     world = World([model("m")])
     world.arrive("first", "m", takes_s=30.0)
     world.run()
@@ -358,7 +358,7 @@ def test_answers_beside_each_other_share_the_time_they_are_charged() -> None:
     assert used_s == pytest.approx(8.0), "four answers, one slot, eight seconds"
 
 
-def test_everybody_who_has_left_is_forgotten() -> None:
+def test_tenants_without_requests_are_forgotten() -> None:
     world = World([model("m", concurrency=2)])
     for number in range(30):
         world.arrive(f"r-{number}", "m", takes_s=1.0, tenant=f"t-{number % 5}")

@@ -51,7 +51,7 @@ def test_the_oldest_cold_model_goes_next() -> None:
     assert world.granted()[2] == "b", "however many wait for the other"
 
 
-def test_lower_priorities_go_first_and_age_lifts_nobody() -> None:
+def test_lower_priority_numbers_go_first_and_age_lifts_no_request() -> None:
     world = several("a", "b", "c")
     ready(world, "a")
     world.arrive("run", "a", takes_s=500.0)
@@ -100,7 +100,7 @@ def test_the_least_recently_used_leaves_whatever_it_costs_to_bring_back() -> Non
     assert world.tier("a") is Tier.COLD and world.tier("b") is Tier.READY
 
 
-def test_another_device_is_used_before_anybody_leaves() -> None:
+def test_another_device_is_used_before_a_model_is_evicted() -> None:
     world = World([model("a", 6_000), model("b", 6_000)], devices=(gpu(0, 8_000), gpu(1, 8_000)), limits=FIFO)
     ready(world, "a", "b")
     assert world.kinds() == ["load a", "load b"]

@@ -1,4 +1,4 @@
-"""The green room: how much host memory may sleep, and who leaves it for whom."""
+"""The green room: how much host memory may sleep, and which sleeping model leaves for which."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_a_limit_the_hosts_memory_is_the_limit() -> None:
     assert tiers(world, "abc") == "aac"
 
 
-def test_whoever_goes_to_sleep_makes_the_least_valuable_leave() -> None:
+def test_a_model_that_falls_asleep_evicts_the_least_valuable_sleeper() -> None:
     world = World([sleeper(name) for name in "abc"], DEVICES, LIMITS)
     asleep(world, "a", "b", "c")
     assert tiers(world, "abc") == "caa"
@@ -134,7 +134,7 @@ def test_a_choice_that_waits_for_the_green_room_comes_when_another_turns_out_sma
 
 
 def test_when_ready_it_keeps_no_less_than_its_copy_takes() -> None:
-    """Planned with less on stage than asleep: what is spared asleep lowers that too, never below the copy itself."""
+    """Planned with less host memory ready than asleep: sparing it asleep lowers both, never below the copy itself."""
     world = World([model("a", 2_000, host_mib=1_800, asleep=Need(0, 2_000))], DEVICES)
     world.engines["a"].seen_asleep = {HOST: 1_500}
     asleep(world, "a")
@@ -180,7 +180,7 @@ def test_what_takes_no_host_memory_always_may() -> None:
 
 
 def test_a_swap_counts_with_what_the_green_room_takes() -> None:
-    """Who cannot sleep goes cold and gives all it has."""
+    """A model that cannot sleep goes cold and frees all its memory."""
     world = World([model("old", 6_000, asleep=Need(3_000, 6_000)), model("new", 5_000)], DEVICES, LIMITS)
     ready(world, "old")
     world.arrive("r", "new", takes_s=0.0)
@@ -196,7 +196,7 @@ def test_an_operators_choice_comes_whatever_it_is_worth() -> None:
     assert tiers(world, "abc") == "caa" and world.ops["o"] is OpOutcome.DONE
 
 
-def test_who_is_about_to_wake_no_longer_counts() -> None:
+def test_a_model_about_to_wake_no_longer_counts_in_the_green_room() -> None:
     world = World([sleeper("a", 4_000), sleeper("b", 4_000)], DEVICES, LIMITS)
     asleep(world, "a")
     world.plays = False
@@ -205,7 +205,7 @@ def test_who_is_about_to_wake_no_longer_counts() -> None:
     assert world.kinds()[-2:] == ["wake a", "prepare b"]
 
 
-def test_one_who_wakes_and_one_who_sleeps_for_it_change_places() -> None:
+def test_a_waking_model_and_its_sleeping_victim_change_places() -> None:
     world = World(
         [model("a", 6_000, asleep=Need(0, 4_000)), model("b", 6_000, asleep=Need(0, 4_000))],
         DEVICES,
@@ -340,13 +340,13 @@ def test_a_wake_that_is_refused_is_trimmed_again() -> None:
     world.plays = False
     world.arrive("r", "a")
     world.config(limits=replace(LIMITS, green_room_mib=0))
-    assert world.kinds()[-2:] == ["wake a", "unload b"], "who wakes cannot leave"
+    assert world.kinds()[-2:] == ["wake a", "unload b"], "a waking model cannot leave"
     world.go("r")
     world.end_move(next(move.id for move in world.moves if move.kind is MoveKind.WAKE), Outcome.NO_LEASE)
     assert world.kinds()[-1] == "unload a"
 
 
-def test_one_for_whom_there_is_no_place_any_more_when_it_has_fallen_asleep_leaves() -> None:
+def test_a_model_is_unloaded_if_the_green_room_shrinks_while_it_falls_asleep() -> None:
     world = World([sleeper("a", 3_000)], DEVICES, LIMITS)
     ready(world, "a")
     world.plays = False

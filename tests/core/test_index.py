@@ -1,4 +1,4 @@
-"""Orders that are kept: whatever changes, they say what sorting anew would say, and everybody is seen in turn."""
+"""Kept orders equal a fresh sort after any change, and every key is refreshed in turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_those_come_to_light_first_that_were_not_seen_for_longest() -> None:
         order.put(key, (1.0,))
     order.put("a", (0.0,))
     order.put("b", (1.0,))
-    assert order.longest_unseen(3) == ["c", "d", "a"], "also who was seen to be as before was seen"
+    assert order.longest_unseen(3) == ["c", "d", "a"], "a key that was put unchanged counts as seen"
     order.drop("c")
     assert order.longest_unseen(9) == ["d", "a", "b"]
     order.clear()
@@ -53,7 +53,7 @@ def test_a_key_that_is_not_there_can_be_dropped() -> None:
     assert order.entries == [((1.0,), "a")]
 
 
-def test_a_group_that_nobody_is_left_in_is_forgotten() -> None:
+def test_a_group_without_keys_is_forgotten() -> None:
     least: Least[str] = Least()
     least.put(0, 1.0, "a")
     least.put(1, 2.0, "b")
@@ -61,7 +61,7 @@ def test_a_group_that_nobody_is_left_in_is_forgotten() -> None:
     assert least.of_groups(lambda number, key: True) == [(1, 2.0)]
 
 
-def test_everybody_is_seen_in_turn_however_few_are_looked_at_each_time() -> None:
+def test_every_key_is_refreshed_in_turn() -> None:
     order: KeptOrder[int] = KeptOrder()
     for key in range(100):
         order.put(key, (0.0,))
@@ -75,7 +75,7 @@ def test_everybody_is_seen_in_turn_however_few_are_looked_at_each_time() -> None
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), KEYS, st.one_of(st.none(), NUMBERS)), max_size=60))
-def test_the_least_of_each_group_is_that_of_those_who_are_still_there(
+def test_the_least_of_each_group_is_that_of_its_present_keys(
     steps: list[tuple[int, str, float | None]],
 ) -> None:
     least: Least[tuple[int, str]] = Least()

@@ -35,7 +35,7 @@ def loading(state: State) -> SlotId:
     return next(slot.id for slot in state.slots.values() if slot.move)
 
 
-def serve_one_who_waits(state: State) -> None:
+def serve_a_waiting_request(state: State) -> None:
     state.grants[RequestId("waits")] = state.grants[RequestId("served")]
     state.slots[serving(state)].in_flight[RequestId("waits")] = None
     state.counters.grants += 1
@@ -63,17 +63,17 @@ BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "a count is wrong": (lambda s: setattr(s.counters, "dones", 9), "grants minus dones"),
     "a move is unknown": (lambda s: s.moves.clear(), "moves of slots"),
     "memory is not held": (lambda s: s.ledger.release(serving(s)), "ledger holds"),
-    "memory is promised to nobody": (lambda s: s.ledger.promise(SlotId("s?"), {}), "promised"),
-    "a served one waits": (serve_one_who_waits, "waits and is served"),
+    "memory is promised to no slot": (lambda s: s.ledger.promise(SlotId("s?"), {}), "promised"),
+    "a served one waits": (serve_a_waiting_request, "waits and is served"),
     "a model is gone": (lambda s: s.drop_model(ModelId("c")), "waits for no model"),
     "a model has no name": (lambda s: s.claimants.pop(ModelId("a")), "are not the models and leases"),
     "all is over": (lambda s: setattr(s, "shutting_down", True), "shutting down"),
-    "a timer is for nobody": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nothing"),
+    "a timer is for nothing": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nothing"),
     "a timer is missing": (lambda s: s.timers.clear(), "never give up"),
     "an idle slot is not looked at": (lambda s: setattr(s.slots[serving(s)], "looked_at", 9.0), "is not looked at"),
     "a budget is not watched": (lambda s: s.timers.pop(Timer(TimerKind.BUDGET, "served")), "may go on for ever"),
     "a queue is forgotten": (lambda s: s.waitlist.queues.pop(ModelId("c")), "there are queues"),
-    "devices are kept for nobody": (lambda s: s.kept.update({ModelId("x"): frozenset()}), "kept for"),
+    "devices are kept for no model": (lambda s: s.kept.update({ModelId("x"): frozenset()}), "kept for"),
     "an operator waits for nothing": (
         lambda s: s.leaving_ops.update({OpId("o"): LeavingOp(Tier.COLD, {SlotId("s?"): None})}),
         "slots that have left",

@@ -1,4 +1,4 @@
-"""How long a model stays when nobody asks for it: its own ttl, or what the latest request said."""
+"""How long an idle model stays: its own ttl, or what the latest request said."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_zero_leaves_as_soon_as_it_is_idle() -> None:
     world.arrive("first", "a", takes_s=1.0, keep_alive_s=0.0)
     world.arrive("second", "a", takes_s=1.0)
     world.run()
-    assert world.fate("second") is Fate.SERVED, "who waits is served before it leaves"
+    assert world.fate("second") is Fate.SERVED, "waiting requests are served before it leaves"
     assert world.kinds() == ["load a", "unload a"]
     assert world.moves[1].started == pytest.approx(7.0)
 

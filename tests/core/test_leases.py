@@ -117,7 +117,7 @@ def test_a_lease_that_can_never_fit_is_rejected_and_forgotten() -> None:
     assert world.code("train") is RejectCode.TOO_LARGE and not world.scheduler.state.leases
 
 
-def test_a_preemptible_lease_is_recalled_for_somebody_more_urgent_once() -> None:
+def test_a_preemptible_lease_is_recalled_once_for_more_urgent_requests() -> None:
     world = World([model("a", 6_000)])
     world.ask_lease("train", 6_000, priority=2, preemptible=True)
     world.arrive("r1", "a", takes_s=0.0)
@@ -137,7 +137,7 @@ def test_a_recall_names_the_time_by_which_to_leave_and_keeps_the_place_of_the_as
     assert world.kinds() == ["load a"]
 
 
-def test_what_a_recalled_lease_gives_back_beyond_need_is_promised_to_who_waits_at_once() -> None:
+def test_memory_of_a_recalled_lease_beyond_need_goes_to_waiters_at_once() -> None:
     world = World([model("a", 2_000)], plays=False)
     world.ask_lease("train", 8_000, preemptible=True)
     world.ask_lease("small", 1_000)
@@ -211,7 +211,7 @@ def test_the_end_of_a_request_does_not_end_a_lease_of_that_id() -> None:
     assert world.scheduler.state.counters.ignored == 5
 
 
-def test_nobody_can_ask_for_a_lease_as_if_it_were_a_model() -> None:
+def test_a_lease_cannot_be_asked_for_as_if_it_were_a_model() -> None:
     world = World([])
     world.ask_lease("x", 1_000)
     world.arrive("r", lease_name(LeaseId("x")))

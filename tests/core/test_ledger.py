@@ -21,7 +21,7 @@ steps = st.tuples(
 
 @settings(deadline=None)
 @given(st.lists(steps, max_size=30), st.frozensets(st.sampled_from(SLOTS)), claims)
-def test_whatever_comes_and_goes_free_memory_is_what_nobody_has(
+def test_free_memory_is_what_no_slot_has_after_any_changes(
     happens: list[tuple[str, int, Claim]], without: frozenset[SlotId], wanted: Claim
 ) -> None:
     ledger = Ledger()
@@ -70,7 +70,7 @@ def test_whatever_comes_and_goes_free_memory_is_what_nobody_has(
     assert ledger.can_start(SLOTS[0], wanted) == fits
 
 
-def test_what_is_promised_to_somebody_who_leaves_is_free_again() -> None:
+def test_memory_promised_to_a_leaving_slot_counts_as_free() -> None:
     ledger, gpu0 = Ledger(), DeviceId("gpu0")
     ledger.set_devices([Device(gpu0, DeviceKind.GPU, 1_000)])
     ledger.promise(SlotId("comes"), {gpu0: 300})

@@ -1,4 +1,4 @@
-"""Very many models waiting at once: nobody is hidden behind others, everybody is served, and a round stays short."""
+"""Very many models waiting at once: none is hidden behind others, all are served, and a round stays short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("others", [ASKED_MAX // 2, ASKED_MAX + 4, MODELS_FEW + 6])
-def test_those_who_wait_for_a_busy_device_hide_nobody_who_waits_for_an_idle_one(others: int) -> None:
+def test_models_waiting_for_a_busy_device_hide_none_that_waits_for_an_idle_one(others: int) -> None:
     busy = [model(f"busy{number}", 6_000, devices=(GPU0,)) for number in range(others)]
     idle = [model(f"idle{number}", 6_000, devices=(GPU1,)) for number in range(2)]
     world = World([*busy, *idle], devices=(gpu(0, 8_000), gpu(1, 8_000)))
@@ -46,7 +46,7 @@ def test_in_a_crowd_a_small_model_is_not_hidden_behind_large_ones() -> None:
 
 
 def crowd(*sizes_mib: int) -> World:
-    """Somebody waits for each of these models, on a device that is taken for half a minute."""
+    """One request waits for each of these models, on a device that is taken for half a minute."""
     models = [model(f"m{number:03}", mib) for number, mib in enumerate(sizes_mib)]
     world = World([model("held", 7_900), *models], devices=(gpu(0, 8_000),))
     world.arrive("hold", "held", takes_s=30.0)
@@ -66,7 +66,7 @@ def watched(world: World) -> list[str]:
     asked: list[str] = []
     rounds = world.scheduler._rounds
     decide_on = rounds._ask_for
-    rounds._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
+    rounds._ask_for = lambda queue, residents, now: (asked.append(queue.model), decide_on(queue, residents, now))[1]  # type: ignore[func-returns-value,method-assign]
     return asked
 
 
@@ -77,7 +77,7 @@ def test_one_round_asks_for_no_more_than_so_many_of_a_few() -> None:
     assert len(asked) == 2 * ASKED_MAX
 
 
-def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> None:
+def test_one_round_asks_for_a_bounded_number_of_models_and_for_all_in_turn() -> None:
     world = hopeful_crowd(MODELS_FEW + 16)
     asked, rounds = watched(world), world.scheduler._rounds
     ever: set[str] = set()
@@ -90,7 +90,7 @@ def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> 
 
 
 @pytest.mark.untraced
-def test_rounds_that_end_early_serve_everybody_all_the_same() -> None:
+def test_rounds_that_end_early_still_serve_every_request() -> None:
     world = hopeful_crowd(MODELS_FEW + 16)
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()
@@ -117,7 +117,7 @@ def test_in_a_crowd_there_is_a_round_soon_so_that_no_rank_grows_old() -> None:
     assert world.scheduler._rounds.looks_at <= world.now + ROUND_WITH_MANY_S
 
 
-def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
+def test_among_many_models_urgent_requests_go_before_all_that_are_not_late() -> None:
     world = crowd(*[7_000] * (MODELS_FEW + 16))
     world.run(world.now + 20.0)
     urgent = world.arrive("urgent", f"m{MODELS_FEW + 15:03}", takes_s=1.0, priority=0)
@@ -130,7 +130,7 @@ def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
 
 
 @pytest.mark.slow
-def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
+def test_arrivals_and_departures_among_many_models_leave_all_others_served() -> None:
     models = [model(f"m{number}", 3_000, concurrency=4) for number in range(MODELS_FEW + 40)]
     world = World(models, devices=(gpu(0, 8_000),), limits=Limits(queue_depth_max=10_000))
     leaving = [f"m{number}" for number in range(0, len(models), 8)]

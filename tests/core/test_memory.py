@@ -1,4 +1,4 @@
-"""Where models go and who leaves for them: best fit, split, eviction order, what never leaves, what never fits."""
+"""Where models go and which leave for them: best fit, split, eviction order, what never leaves, what never fits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_room_that_pinned_models_hold_is_refused_at_once_with_numbers() -> None:
     assert (rejection.needs_mib, rejection.free_mib) == (5_000, 3_500)
 
 
-def test_a_pinned_model_that_is_leaving_blocks_nobody_for_good() -> None:
+def test_a_pinned_model_that_is_leaving_blocks_no_request_for_good() -> None:
     world = World([model("a", 6_000, pinned=True), model("new", 6_000)])
     ready(world, "a")
     world.ask("o", MoveKind.UNLOAD, "a")
@@ -100,7 +100,7 @@ def test_a_pinned_model_that_is_leaving_blocks_nobody_for_good() -> None:
     assert world.fate("r") is Fate.SERVED
 
 
-def test_a_pinned_model_that_sleeps_can_wake_beside_nobody_else() -> None:
+def test_a_sleeping_pinned_model_can_wake_on_a_device_that_it_fills() -> None:
     world = World([model("a", 8_000, pinned=True, asleep=Need(0, 4_000))], devices=(gpu(0, 8_000), host(4_000)))
     ready(world, "a")
     world.ask("o", MoveKind.SLEEP, "a")
@@ -152,7 +152,7 @@ def test_of_two_gpus_the_one_that_leaves_the_smaller_gap_is_chosen() -> None:
     assert [dict(move.claim) for move in world.moves] == [{GPU1: 3_000}, {GPU0: 6_000}]
 
 
-def test_a_gpu_where_nobody_must_leave_is_preferred() -> None:
+def test_a_gpu_that_needs_no_eviction_is_preferred() -> None:
     world = World([model("a", 4_000), model("b", 3_000)], devices=(gpu(0, 9_000), gpu(1, 4_000)))
     ready(world, "a", "b")
     assert world.kinds() == ["load a", "load b"] and world.moves[1].claim == {GPU0: 3_000}
@@ -285,7 +285,7 @@ def test_a_model_placed_on_the_host_by_name_uses_no_gpu() -> None:
     assert world.moves[0].claim == {HOST: 3_000}
 
 
-def test_a_remote_model_needs_no_memory_and_makes_nobody_leave() -> None:
+def test_a_remote_model_needs_no_memory_and_evicts_none() -> None:
     world = World([model("a", 8_000), model("remote", 0)])
     ready(world, "a", "remote")
     assert world.moves[1].claim == {} and world.tier("a") is Tier.READY
@@ -298,7 +298,7 @@ def test_memory_of_strangers_makes_a_load_wait_and_its_return_wakes_it() -> None
     assert world.kinds() == []
     world.arrive("other", "small", takes_s=0.0)
     world.run()
-    assert world.fate("other") is Fate.SERVED, "whoever waits for strangers bars nobody"
+    assert world.fate("other") is Fate.SERVED, "a request that waits for foreign memory blocks no other"
     world.memory({GPU0: 1_000})
     world.run()
     assert world.fate("r") is Fate.SERVED
@@ -438,7 +438,7 @@ def test_while_it_falls_asleep_a_slot_holds_its_memory_on_both_tiers() -> None:
     assert world.scheduler.state.ledger.held_by(world.slot_of("a")) == {GPU0: 500, HOST: 5_000}
 
 
-def test_what_a_sleeper_keeps_on_the_gpu_is_not_promised_to_anybody() -> None:
+def test_gpu_memory_that_a_sleeping_model_keeps_is_promised_to_no_other() -> None:
     world = asleep_world(a=5_000, b=5_000, c=2_800)
     ready(world, "a")
     world.arrive("b", "b")
@@ -503,7 +503,7 @@ def test_a_model_on_the_host_sleeps_on_the_host() -> None:
     assert world.moves[-1].claim == {HOST: 1_000}
 
 
-def test_sleep_that_nobody_measures_is_sleep_all_the_same() -> None:
+def test_a_model_may_sleep_on_a_host_whose_memory_is_not_counted() -> None:
     """Only GPUs are counted on this machine, so a sleeping copy on the host claims nothing."""
     world = World([model("a", 5_000, asleep=Need(0, 5_000)), model("b", 5_000)])
     ready(world, "a", "b")
@@ -583,7 +583,7 @@ def test_a_model_that_ends_its_answers_first_says_for_which_model_and_request_it
     assert dict(reason.facts) == {"model": "busy", "cause": "evicted", "for_model": "new", "for_request": "urgent"}
 
 
-def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
+def test_a_swapper_may_evict_all_other_models() -> None:
     class Alone:
         """One model at a time, whatever fits."""
 

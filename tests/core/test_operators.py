@@ -413,7 +413,7 @@ def test_a_shutdown_aborts_loads_forgets_plans_and_unloads_sleepers() -> None:
     assert not world.scheduler.state.ledger.holdings and not world.scheduler.state.ledger.promises
 
 
-def test_an_operator_who_waits_speaks_for_the_callers_before_it() -> None:
+def test_an_operators_load_also_brings_the_model_for_requests_before_it() -> None:
     world = World([model("a", 6_000), model("new", 6_000)])
     for number in range(200):
         world.arrive(f"r{number}", "a", takes_s=0.01)

@@ -1,4 +1,4 @@
-"""Who goes next: class, arrival, joined loads, bounded queues, patience. When models switch is `test_switching`'s."""
+"""Order of requests: class, arrival, joined loads, bounded queues, patience. For switches see `test_switching`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_requests_of_one_model_are_served_by_priority_then_by_arrival() -> None:
     assert world.granted() == ["urgent", "normal1", "normal2", "low1", "low2"]
 
 
-def test_cold_models_are_brought_by_priority_of_who_waits_for_them() -> None:
+def test_cold_models_are_loaded_by_priority_of_their_waiting_requests() -> None:
     world = World([model(name, 6_000) for name in "abc"])
     world.arrive("running", "a", takes_s=10.0)
     world.run(6.0)
@@ -137,7 +137,7 @@ def test_tenants_that_callers_make_up_share_their_places() -> None:
     assert refused_for(world, "z") is RejectCode.TENANT_QUEUE_FULL
 
 
-def test_a_full_queue_still_serves_who_need_not_wait() -> None:
+def test_a_full_queue_still_serves_requests_that_need_not_wait() -> None:
     world = World([model("a", 6_000, concurrency=9), model("b", 6_000)], limits=Limits(queue_depth_max=1))
     ready(world, "a")
     world.arrive("busy", "a", takes_s=9.0)
@@ -146,8 +146,8 @@ def test_a_full_queue_still_serves_who_need_not_wait() -> None:
     assert world.arrive("cold", "b").fate is Fate.REJECTED
 
 
-def test_no_waiter_bars_those_for_whom_there_is_room() -> None:
-    """Whoever waits for another model holds up neither the less urgent nor the equal; the policy ends that in time."""
+def test_no_waiter_blocks_requests_for_which_there_is_room() -> None:
+    """A request for another model delays neither less urgent nor equal ones; the policy ends that in time."""
     world = World([model("a", 6_000, concurrency=9), model("b", 6_000)])
     ready(world, "a")
     world.arrive("running", "a", takes_s=3.0)
@@ -168,7 +168,7 @@ def test_waiters_on_other_gpus_are_not_held_up() -> None:
     assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
 
 
-def test_who_shares_only_plenty_with_one_who_waits_is_not_held_up() -> None:
+def test_sharing_only_a_plentiful_device_with_a_waiter_delays_no_request() -> None:
     """Both need some of the host's memory, of which there is enough; only the GPU is short."""
     on = [(DeviceId("gpu0"),), (DeviceId("gpu0"),), (DeviceId("gpu1"),)]
     specs = [model(name, 6_000, host_mib=100, devices=where) for name, where in zip("abc", on, strict=True)]
@@ -181,7 +181,7 @@ def test_who_shares_only_plenty_with_one_who_waits_is_not_held_up() -> None:
     assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
 
 
-def test_a_busy_slot_that_gets_room_serves_also_who_named_its_model_second() -> None:
+def test_a_slot_that_gets_room_also_serves_requests_that_name_its_model_second() -> None:
     world = World([model("a", 6_000, concurrency=2), model("b", 6_000)])
     ready(world, "a")
     for name in ("run1", "run2"):
@@ -191,7 +191,7 @@ def test_a_busy_slot_that_gets_room_serves_also_who_named_its_model_second() -> 
     assert world.fate("r") is Fate.GRANTED and not world.scheduler.state.waitlist
 
 
-def test_a_slot_serves_whom_it_was_loaded_for_though_a_more_urgent_cold_one_waits() -> None:
+def test_a_slot_serves_the_request_it_was_loaded_for_before_a_more_urgent_cold_one() -> None:
     world = one_at_a_time()
     world.arrive("normal", "a", takes_s=1.0)
     world.arrive("urgent", "b", takes_s=1.0, priority=0)
@@ -209,7 +209,7 @@ def test_a_client_that_leaves_while_joined_does_not_stop_the_load() -> None:
     assert world.fate("stays") is Fate.SERVED and world.kinds() == ["load a"]
 
 
-def test_a_load_goes_on_when_everybody_has_left_and_warms_the_model() -> None:
+def test_a_load_goes_on_when_all_its_requests_have_left() -> None:
     world = one_at_a_time()
     world.arrive("leaves", "a")
     world.go("leaves")
@@ -259,19 +259,19 @@ def test_an_impatient_request_is_refused_at_once_when_it_cannot_be_in_time() -> 
     assert world.arrive("patient", "a", within_s=1.0).fate is Fate.WAITING
 
 
-def test_a_caller_who_cannot_wait_long_enough_still_causes_the_load() -> None:
+def test_a_request_that_cannot_wait_long_enough_still_causes_the_load() -> None:
     world = one_at_a_time()
     world.arrive("first", "a", takes_s=1.0)
     world.run()
     ready(world, "b")
     moves = len(world.moves)
     assert world.arrive("late", "a", within_s=1.0, patient=False).fate is Fate.REJECTED
-    assert len(world.moves) > moves, "somebody has to begin the load, or nobody is ever served"
+    assert len(world.moves) > moves, "some request must begin the load, or none is ever served"
     world.run()
     assert world.arrive("next", "a", takes_s=1.0, within_s=1.0, patient=False).fate is Fate.GRANTED
 
 
-def test_a_caller_who_cannot_wait_long_enough_keeps_a_place_while_nothing_can_be_begun() -> None:
+def test_a_request_that_cannot_wait_long_enough_waits_while_nothing_can_be_begun() -> None:
     world = one_at_a_time()
     world.arrive("first", "a", takes_s=1.0)
     world.run()
@@ -292,7 +292,7 @@ def test_the_same_request_twice_is_ignored_and_counted() -> None:
     assert world.granted() == ["r"] and world.scheduler.state.counters.ignored == 2
 
 
-def test_the_end_of_a_request_nobody_knows_is_ignored_and_counted() -> None:
+def test_the_end_of_an_unknown_request_is_ignored_and_counted() -> None:
     world = one_at_a_time()
     world.post(ev.ServeDone(0.0, RequestId("nobody")))
     world.post(ev.RequestGone(0.0, RequestId("nobody")))
@@ -315,7 +315,7 @@ def test_a_granted_request_whose_client_leaves_gives_its_place_to_the_next() -> 
 
 
 class LastComeFirst(FirstCome):
-    """Whoever came last goes first."""
+    """The request that came last goes first."""
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
         return (-waiter.sequence,)
@@ -334,15 +334,15 @@ def test_a_policy_of_ones_own_decides_the_order() -> None:
     assert sorted(calls, key=lambda call: call.granted_at) == calls[::-1]
 
 
-class NobodyLeaves(ByMemory):
+class EvictsNothing(ByMemory):
     def eviction_for(
         self, target: Target, residents: Sequence[Resident], room_mib: Mapping[DeviceId, int]
     ) -> Eviction | None:
         return super().eviction_for(target, [], room_mib)
 
 
-def test_a_swapper_of_ones_own_decides_who_leaves() -> None:
-    swappers = {**SWAPPERS, "stubborn": NobodyLeaves}
+def test_a_custom_swapper_decides_which_models_leave() -> None:
+    swappers = {**SWAPPERS, "stubborn": EvictsNothing}
     world = World([model("a", 6_000), model("b", 6_000)], limits=Limits(swapper="stubborn"), swappers=swappers)
     ready(world, "a")
     world.arrive("r", "b")
@@ -350,7 +350,7 @@ def test_a_swapper_of_ones_own_decides_who_leaves() -> None:
     assert world.kinds() == ["load a"] and world.fate("r") is Fate.WAITING
 
 
-def test_who_waits_while_the_policy_changes_goes_on_by_the_new_one() -> None:
+def test_waiting_requests_follow_a_changed_policy() -> None:
     world = World([model("a")], policies={**BUILT_IN, "last": LastComeFirst})
     ready(world, "a")
     world.arrive("run", "a", takes_s=1.0)

@@ -35,7 +35,7 @@ def rejection_of(world: World, name: str) -> Rejection:
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_leaves_because_strangers_use_more_than_is_free() -> None:
+def test_foreign_memory_beyond_what_is_free_evicts_no_model() -> None:
     world = World([model(name, 2_500) for name in "abc"])
     ready(world, "a", "b", "c")
     for foreign_mib in (500, 8_000, 3_000, 30_000):
@@ -46,7 +46,7 @@ def test_nobody_leaves_because_strangers_use_more_than_is_free() -> None:
     assert world.fate("r") is Fate.GRANTED, "what is there goes on serving"
 
 
-def test_nobody_leaves_for_a_newcomer_that_would_not_fit_even_then() -> None:
+def test_no_model_is_evicted_for_a_newcomer_that_would_not_fit_even_then() -> None:
     world = World([model(name, 2_500) for name in "abc"] + [model("new", 4_000)])
     ready(world, "a", "b", "c")
     world.memory({GPU0: 5_000})
@@ -58,7 +58,7 @@ def test_nobody_leaves_for_a_newcomer_that_would_not_fit_even_then() -> None:
     assert world.fate("r") is Fate.SERVED and len(victims(world)) == 2
 
 
-def test_who_leaves_for_a_newcomer_makes_up_for_strangers_too() -> None:
+def test_evictions_for_a_newcomer_make_up_for_foreign_memory_too() -> None:
     world = World([model(name, 2_500) for name in "abc"] + [model("new", 2_000)])
     ready(world, "a", "b", "c")
     world.memory({GPU0: 2_500})
@@ -114,7 +114,7 @@ def test_strangers_and_leases_of_others_add_up() -> None:
     assert victims(world) == ["a"]
 
 
-def test_who_gave_up_waiting_for_memory_is_told_how_much_and_who_has_it() -> None:
+def test_a_request_that_gave_up_waiting_for_memory_is_told_how_much_and_its_holders() -> None:
     world = World([model("a", 6_000), model("b", 1_000)], (gpu(0, 8_000, 500), gpu(1, 8_000, 500)))
     world.memory({}, leases=(other(5_000), other(500, name="l-2"), other(6_500, GPU1, "render", "l-3")))
     world.arrive("r", "a", within_s=5.0)
@@ -128,7 +128,7 @@ def map_said(world: World) -> list[Rejection]:
     return [rejection_of(world, name) for name in ("r", "train")]
 
 
-def test_who_gave_up_waiting_for_an_answer_is_not_told_of_memory() -> None:
+def test_a_request_that_gave_up_waiting_for_a_busy_model_is_not_told_of_memory() -> None:
     world = World([model("a", 6_000)])
     ready(world, "a")
     world.arrive("running", "a")
@@ -138,7 +138,7 @@ def test_who_gave_up_waiting_for_an_answer_is_not_told_of_memory() -> None:
     assert (said.code, said.needs_mib, said.held_by) == (RejectCode.EXPIRED, 0, ())
 
 
-def test_an_explanation_names_those_who_hold_what_is_waited_for() -> None:
+def test_an_explanation_names_the_leases_that_hold_the_memory_waited_for() -> None:
     world = World(
         [model("a", 6_000, devices=(GPU0,)), model("big", 9_000), model("b", 1_000)], (gpu(0, 8_000), gpu(1, 8_000))
     )
@@ -158,7 +158,7 @@ def store(world: World, is_down: bool) -> None:
     world.post(ev.MemoryChanged(world.now, {}, store_is_down=is_down))
 
 
-def test_while_the_store_is_down_those_who_wait_wait_and_newcomers_are_refused() -> None:
+def test_while_the_store_is_down_waiting_requests_wait_and_new_ones_are_refused() -> None:
     world = World([model("a", 6_000), model("b", 6_000), model("remote", 0)])
     ready(world, "a")
     world.arrive("running", "a")
@@ -170,7 +170,7 @@ def test_while_the_store_is_down_those_who_wait_wait_and_newcomers_are_refused()
     assert world.ask_lease("train", 1_000).fate is Fate.REJECTED
     world.memory({GPU0: 0})
     world.run(5.0)
-    assert world.kinds() == ["load a"], "a word that says nothing of the store leaves it as it was"
+    assert world.kinds() == ["load a"], "a report that does not mention the store leaves it down"
     store(world, is_down=False)
     world.run(60.0)
     assert world.fate("waits") is Fate.SERVED
@@ -202,7 +202,7 @@ def evicting(kind: MoveKind = MoveKind.UNLOAD, limits: Limits | None = None) -> 
 
 
 @pytest.mark.parametrize("kind", [MoveKind.UNLOAD, MoveKind.SLEEP])
-def test_a_victim_stays_when_the_store_has_no_lease_for_whom_it_was_to_leave(kind: MoveKind) -> None:
+def test_a_victim_stays_when_the_store_refuses_the_lease_for_the_newcomer(kind: MoveKind) -> None:
     world, move = evicting(kind)
     held = dict(world.scheduler.state.ledger.held_by(world.slot_of("old")))
     world.arrive("again", "old")
@@ -310,7 +310,7 @@ def test_a_store_that_refuses_one_that_leaves_by_itself_is_not_listened_to() -> 
     assert world.kinds() == ["load a", "unload a", "unload a"]
 
 
-def test_a_refusal_for_one_who_no_longer_comes_changes_nothing_else() -> None:
+def test_a_refused_lease_for_a_removed_model_is_not_asked_for_again() -> None:
     world, move = evicting()
     world.config(removed=("new",))
     world.end_move(move, Outcome.NO_LEASE)
@@ -414,7 +414,7 @@ def outage(world: World, is_down: bool) -> None:
     world.post(ev.MemoryChanged(world.now, {}, store_is_down=is_down))
 
 
-def test_while_the_store_is_down_who_needs_a_load_is_refused_at_once_and_who_waits_waits_on() -> None:
+def test_an_outage_refuses_new_requests_that_need_a_load_and_keeps_waiting_ones() -> None:
     world = World([model("a", 4_000), model("b", 4_000), model("c", 4_000)], plays=False)
     world.arrive("there", "a")
     world.end_move(world.moves[-1].id, Outcome.DONE)
@@ -440,7 +440,7 @@ def test_an_operator_is_told_that_it_is_the_store_and_no_load_that_failed() -> N
     world.end_move(world.moves[-1].id, Outcome.STORE_DOWN)
     outage(world, True)
     world.ask("late", MoveKind.LOAD, "b")
-    assert world.ops == {"before": None, "late": OpOutcome.STORE_DOWN}, "who waits already waits on"
+    assert world.ops == {"before": None, "late": OpOutcome.STORE_DOWN}, "an operation that waits already waits on"
 
 
 def test_while_the_store_is_down_what_takes_no_memory_is_loaded() -> None:
@@ -451,7 +451,7 @@ def test_while_the_store_is_down_what_takes_no_memory_is_loaded() -> None:
     assert world.fate("r") is Fate.SERVED
 
 
-def test_who_waited_elsewhere_before_is_as_old_as_it_says() -> None:
+def test_a_lease_that_waited_elsewhere_before_keeps_its_age() -> None:
     world = World([model("a", 6_000)], plays=False)
     world.arrive("r", "a")
     world.end_move(world.moves[-1].id, Outcome.DONE)

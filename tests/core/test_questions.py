@@ -82,7 +82,7 @@ def test_explain_knows_of_a_full_queue_and_of_lateness() -> None:
     assert plan == Refuse(RejectCode.EXPIRED, 60.0)
 
 
-def test_outlook_tells_place_and_time_and_only_of_who_waits() -> None:
+def test_outlook_gives_position_and_time_of_waiting_requests_only() -> None:
     world = World([model("a", 6_000), model("b", 6_000)])
     assert world.scheduler.outlook(RequestId("nobody"), 0.0) is None
     world.arrive("r1", "a", takes_s=2.0)
@@ -106,7 +106,7 @@ def test_outlook_tells_place_and_time_and_only_of_who_waits() -> None:
     assert outlook("r2") == (1, 2.0), "the running answer comes first"
 
 
-def test_the_estimate_counts_the_moves_of_those_who_wait_before() -> None:
+def test_the_estimate_counts_the_moves_of_requests_ahead() -> None:
     world = World([model("a", 6_000), model("b", 6_000), model("c", 6_000)])
     ready(world, "b", "c", "a")
     world.arrive("running", "a")

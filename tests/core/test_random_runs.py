@@ -52,7 +52,7 @@ MODELS = (
     model("hosted", 2_500, concurrency=2, host_mib=3_000, asleep=Need(0, 3_000)),
 )
 NAMES = [spec.id for spec in MODELS]
-# Those who take turns, those who come alone, those who stay with anybody; and a matrix in which one has no place.
+# Groups that take turns, that run alone, that stay beside any other; and a matrix in which one model has no place.
 GROUPS = (
     Group("turns", (ModelId("small"), ModelId("middle")), exclusive=False),
     Group("kept", (ModelId("kept"),), exclusive=False, persistent=True),
@@ -195,7 +195,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def a_move_ends(self, data: st.DataObject, fails: bool, outcome: Outcome, share: float | None) -> None:
         move = data.draw(st.sampled_from(list(self.world.moving)))
         engine, claim = self.world.engines[self.world.moving[move].model], self.world.moving[move].claim
-        # Who sleeps may say what it takes there: less than was planned for, or more.
+        # A sleeping engine may report what it takes: less than was planned for, or more.
         engine.seen_asleep = None if share is None else {on: int(mib * share) for on, mib in claim.items()}
         self.world.end_move(move, outcome if fails else Outcome.DONE)
 
@@ -342,8 +342,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
-        """The scheduler knows exactly those whom the world believes to wait or to be served."""
+    def no_request_is_forgotten(self) -> None:
+        """The scheduler knows exactly the requests that wait or are served in the world."""
         state = self.world.scheduler.state
         callers = {waiter.id for waiter in state.waitlist if waiter.kind in (WaiterKind.REQUEST, WaiterKind.LEASE)}
         waiting = {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.WAITING}

@@ -1,4 +1,4 @@
-"""Who stays and who comes by itself: ttl, pins, preloads."""
+"""Which models stay and which load by themselves: ttl, pins, preloads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_shorter_ttl_counts_at_once() -> None:
     assert world.now == 26.0
 
 
-def test_a_timer_that_fires_early_is_set_again_and_one_nobody_set_is_ignored() -> None:
+def test_a_timer_that_fires_early_is_set_again_and_an_unset_one_is_ignored() -> None:
     world = World([model("a", ttl_s=60.0)])
     ready(world, "a")
     (timer,) = world.timers
@@ -151,7 +151,7 @@ def test_a_pinned_preload_makes_idle_models_leave_and_waits_for_busy_ones() -> N
     assert world.kinds() == ["load a", "unload a", "load wish"]
 
 
-def test_a_waiting_wish_bars_nobody() -> None:
+def test_a_waiting_preload_blocks_no_request() -> None:
     world = World([model("a", 6_000, concurrency=30), model("small", 1_000)])
     ready(world, "a")
     world.arrive("running", "a")
@@ -163,7 +163,7 @@ def test_a_waiting_wish_bars_nobody() -> None:
     assert world.fate("small") is Fate.SERVED
 
 
-def test_a_wish_that_waits_for_moves_bars_nobody() -> None:
+def test_a_preload_that_waits_for_moves_blocks_no_request() -> None:
     world = World([model("a", 6_000, concurrency=9)])
     world.arrive("r", "a", takes_s=1.0)
     world.config(model("wish", 6_000, preload=True))
@@ -205,7 +205,7 @@ def test_a_failing_preload_that_an_operator_brought_and_that_was_evicted_stays_a
     assert world.kinds()[-3:] == ["unload a", "load b", "unload b"]
 
 
-def test_preload_switched_on_brings_the_model_and_switched_off_forgets_the_wish() -> None:
+def test_preload_switched_on_loads_the_model_and_switched_off_ends_its_wait() -> None:
     world = World([model("a", 6_000), model("b", 6_000)])
     ready(world, "a")
     world.config(model("b", 6_000, preload=True))
@@ -218,7 +218,7 @@ def test_preload_switched_on_brings_the_model_and_switched_off_forgets_the_wish(
     assert world.tier("b") is Tier.READY
 
 
-def test_no_wish_is_made_while_shutting_down() -> None:
+def test_no_preload_is_asked_for_while_shutting_down() -> None:
     world = World([model("a")])
     world.shut_down(0.0)
     world.config(model("b", preload=True))

@@ -128,7 +128,7 @@ def test_a_need_on_the_host_is_raised_too() -> None:
     assert ready_at.fate is Fate.SERVED and world.moves[-1].claim == {HOST: 1_251}
 
 
-def test_a_refused_lease_rejects_nobody_and_is_asked_for_again() -> None:
+def test_a_refused_lease_rejects_no_request_and_is_asked_for_again() -> None:
     world = failing(Outcome.NO_LEASE, times=3)
     world.arrive("r1", "a", takes_s=1.0)
     world.run(5.5)
@@ -150,7 +150,7 @@ def test_a_store_that_is_down_keeps_waiters_and_refuses_newcomers() -> None:
     assert world.fate("waits") is Fate.SERVED and world.code("patience") is RejectCode.EXPIRED
 
 
-def test_a_load_that_was_aborted_by_somebody_else_is_planned_again() -> None:
+def test_a_load_that_was_aborted_from_outside_is_planned_again() -> None:
     world = failing(Outcome.ABORTED, times=1)
     world.arrive("r", "a", takes_s=1.0)
     world.run()
@@ -195,7 +195,7 @@ def test_an_unload_frees_the_memory_whatever_its_outcome_was() -> None:
     ready(world, "b")
 
 
-def test_the_end_of_a_move_nobody_knows_is_ignored_and_counted() -> None:
+def test_the_end_of_an_unknown_move_is_ignored_and_counted() -> None:
     world = World([model("a")])
     ready(world, "a")
     world.post(ev.MoveDone(world.now, world.moves[0].id, Outcome.DONE))
@@ -450,7 +450,7 @@ def test_a_model_can_be_asked_for_at_any_time_the_clock_may_show() -> None:
     assert world.fate("r") is Fate.SERVED
 
 
-def test_nobody_has_waited_less_than_nothing() -> None:
+def test_a_clock_that_goes_back_gives_no_negative_wait() -> None:
     world = World([model("a")], plays=False)
     world.now = 100.0
     world.arrive("r", "a")

@@ -1,4 +1,4 @@
-"""Who has to leave: the cheapest set that makes room, idle and less urgent ones first, within rules about company."""
+"""Which models leave: the cheapest set that makes room, idle and less urgent first, within rules of coresidency."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def victims(target: Target, residents: Sequence[Resident], room: Mapping[DeviceI
 # --- one device -----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_leaves_when_there_is_room() -> None:
+def test_no_model_leaves_when_there_is_room() -> None:
     assert victims(wanting(4_000), [there("a", 4_000)], 4_000) == []
 
 
@@ -79,12 +79,12 @@ def test_none_leave_when_all_together_are_not_enough() -> None:
     assert victims(wanting(9_000), []) is None
 
 
-def test_who_is_fixed_stays() -> None:
+def test_a_fixed_resident_stays() -> None:
     assert victims(wanting(4_000), [there("fixed", 4_000, loss=0.0, fixed=True), there("b", 4_000)]) == ["b"]
     assert victims(wanting(4_000), [there("fixed", 4_000, fixed=True)]) is None
 
 
-def test_who_gives_nothing_there_stays() -> None:
+def test_a_resident_that_frees_nothing_there_stays() -> None:
     assert victims(wanting(4_000), [there("elsewhere", {G1: 9_000}, loss=0.0), there("here", 4_000)]) == ["here"]
 
 
@@ -125,7 +125,7 @@ def test_the_device_where_less_is_lost_is_chosen() -> None:
     assert found is not None and found.claim == {G1: 4_000} and [one.model for one in found.victims] == ["cheap"]
 
 
-def test_a_device_with_room_is_taken_before_anybody_leaves_and_the_tightest_of_them() -> None:
+def test_the_tightest_device_with_room_is_taken_before_any_eviction() -> None:
     found = ByMemory().eviction_for(wanting({G0: 3_000}, {G1: 3_000}), [there("a", 4_000)], {G0: 8_000, G1: 3_500})
     assert found is not None and found.claim == {G1: 3_000} and not found.victims
 
@@ -144,7 +144,7 @@ def test_a_model_over_two_devices_makes_room_on_both() -> None:
 # --- falling asleep -------------------------------------------------------------------------------------------------
 
 
-def test_who_falls_asleep_takes_host_memory_that_the_newcomer_needs_too() -> None:
+def test_a_victim_that_falls_asleep_takes_host_memory_that_the_newcomer_needs_too() -> None:
     sleeper, stiff = there("sleeper", {G0: 4_000, HOST: -3_000}, loss=0.1), there("stiff", {G0: 4_000}, loss=9.0)
     target = wanting({G0: 4_000, HOST: 1_000})
     assert victims(target, [sleeper, stiff], {G0: 0, HOST: 4_000}) == ["sleeper"]
@@ -152,7 +152,7 @@ def test_who_falls_asleep_takes_host_memory_that_the_newcomer_needs_too() -> Non
     assert victims(target, [sleeper], {G0: 0, HOST: 3_500}) is None
 
 
-def test_one_who_sleeps_there_already_may_make_room_for_one_who_falls_asleep() -> None:
+def test_a_sleeping_model_may_leave_for_a_victim_that_falls_asleep() -> None:
     residents = [there("falls", {G0: 4_000, HOST: -3_000}), there("sleeps", {HOST: 3_000})]
     assert victims(wanting({G0: 4_000, HOST: 1_000}), residents, {G0: 0, HOST: 1_500}) == ["falls", "sleeps"]
 
@@ -249,7 +249,9 @@ def test_it_is_exact_for_twelve() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), losses), min_size=EXACT_MAX + 1, max_size=40), st.integers(1, 60))
-def test_above_twelve_enough_leave_and_nobody_leaves_for_nothing(sizes: list[tuple[int, float]], wanted: int) -> None:
+def test_above_twelve_residents_enough_leave_and_none_leaves_for_nothing(
+    sizes: list[tuple[int, float]], wanted: int
+) -> None:
     residents = [there(f"m{number}", mib, loss=loss) for number, (mib, loss) in enumerate(sizes)]
     found = ByMemory().eviction_for(wanting(wanted), residents, {G0: 0})
     assert (found is None) == (sum(mib for mib, _ in sizes) < wanted)
@@ -270,7 +272,7 @@ def test_the_order_in_which_residents_are_told_does_not_matter(
     assert ByMemory().eviction_for(target, residents, room) == ByMemory().eviction_for(target, shuffled, room)
 
 
-# --- company --------------------------------------------------------------------------------------------------------
+# --- coresidency ----------------------------------------------------------------------------------------------------
 
 A, B, NEW = ModelId("a"), ModelId("b"), ModelId("new")
 PAIR = (Group("turns", (NEW, A), swap=True, exclusive=False), Group("free", (B,), exclusive=False))
@@ -281,7 +283,7 @@ def in_coresidency(residents: Sequence[Resident], room: int, target: Target) -> 
     return None if found is None else [str(one.model) for one in found.victims]
 
 
-def test_those_whom_the_rules_send_away_leave_though_there_is_room() -> None:
+def test_models_that_the_rules_send_away_leave_though_there_is_room() -> None:
     assert in_coresidency([there("a", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == ["a"]
 
 
@@ -290,11 +292,11 @@ def test_what_they_give_counts_and_others_leave_only_for_what_is_still_missing()
     assert in_coresidency([there("a", 2_000), there("b", 2_000, loss=0.0)], 0, wanting(3_000)) == ["a", "b"]
 
 
-def test_the_newcomer_cannot_come_while_somebody_must_leave_who_cannot() -> None:
+def test_the_newcomer_cannot_load_while_a_fixed_model_would_have_to_leave() -> None:
     assert in_coresidency([there("a", 2_000, fixed=True)], 9_000, wanting(2_000)) is None
 
 
-def test_another_slot_of_the_newcomer_is_no_company() -> None:
+def test_another_slot_of_the_newcomer_need_not_leave() -> None:
     assert in_coresidency([there("new", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == []
 
 
@@ -305,8 +307,8 @@ def test_a_matrix_is_kept_too(sets: str, leaving: list[str]) -> None:
     assert found is not None and [str(one.model) for one in found.victims] == leaving
 
 
-def test_rules_concern_neither_leases_nor_those_who_sleep() -> None:
-    """A lease is another program's memory; who is asleep is not on stage, and who comes to sleep will not be."""
+def test_rules_apply_to_neither_leases_nor_sleeping_models() -> None:
+    """A lease is another program's memory; a model that is asleep, or loads to sleep, is not ready beside others."""
     asleep = replace(there("a", 500), counts_as_ready=False)
     assert in_coresidency([asleep, there("b", 500)], 9_000, wanting(1_000)) == []
     assert in_coresidency([replace(asleep, is_fixed=True)], 9_000, wanting(1_000)) == []

@@ -197,7 +197,7 @@ def test_a_tenant_that_floods_a_model_waits_for_its_own_other_requests() -> None
     assert waited_s(cold) > 100.0
 
 
-# --- nobody starves -------------------------------------------------------------------------------------------------
+# --- no request starves ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_two_models_that_are_asked_for_too_often_are_both_served_within_the_boun
     assert 3 <= swaps(world) <= 12
 
 
-def test_a_plan_that_is_called_off_is_charged_to_nobody() -> None:
+def test_a_plan_that_is_called_off_is_charged_to_no_tenant() -> None:
     world = World([model(name, 6_000) for name in ("a", "b")])
     bert = TenantId("bert")
     world.arrive("long", "a", takes_s=400.0)
@@ -327,7 +327,7 @@ def test_a_busy_victim_takes_no_more_requests_and_leaves_when_its_answers_have_e
     assert world.granted()[-3:] == ["long", "cold", "late"] and not world.calls_by_id["long"].was_cut
 
 
-def test_a_busy_victim_may_stay_when_nobody_waits_for_its_place_any_more() -> None:
+def test_a_busy_victim_stays_when_no_request_waits_for_its_memory_any_more() -> None:
     world = two()
     world.arrive("long", "a", takes_s=30.0)
     world.arrive("cold", "b", takes_s=1.0, priority=0)
@@ -362,7 +362,7 @@ def test_a_crowd_of_models_is_served_to_the_last(policy: str) -> None:
     world.later(6.0, partial(world.arrive, "urgent", names[-1], takes_s=0.1, priority=0))
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
-    assert swaps(world) <= len(names) + 3, "those who ask for the same model are served together"
+    assert swaps(world) <= len(names) + 3, "requests for the same model are served together"
     urgent = world.calls_by_id["urgent"]
     assert urgent.granted_at - urgent.arrived <= 6 * SWAP_S
 
@@ -406,8 +406,8 @@ def test_a_plan_past_its_deadline_is_not_called_off_for_a_more_urgent_request() 
     assert world.calls_by_id["waits-b"].granted_at < world.calls_by_id["urgent"].granted_at
 
 
-def test_a_wish_that_has_waited_for_ever_holds_up_nobody() -> None:
-    """It makes nobody leave, and must not stand before a request that may."""
+def test_a_preload_that_waits_for_ever_delays_no_request() -> None:
+    """It evicts no busy model, and must not stand before a request that may."""
     world = World([model("a", 6_000), model("b", 6_000)])
     world.arrive("long", "a", takes_s=1_100.0)
     world.run(10.0)

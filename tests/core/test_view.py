@@ -73,7 +73,7 @@ def test_models_that_others_keep_out_are_known_after_a_while() -> None:
     world.arrive("s", "b")
     world.ask_lease("train", 7_000, within_s=50.0)
     view = world.scheduler.view
-    assert view.kept_out_by_others(1.0, world.now) == {}, "nobody has waited for long"
+    assert view.kept_out_by_others(1.0, world.now) == {}, "no request has waited for long"
     found = view.kept_out_by_others(1.0, world.now + 1.0)
     assert {name: (one.spec.id, one.priority, one.place) for name, one in found.items()} == {
         A: (A, 0, {GPU0: 6_000}),

@@ -92,7 +92,7 @@ def test_a_served_waiter_that_was_no_head_renews_the_age_of_its_flow() -> None:
     assert queue.aged_from == 100.0
 
 
-def test_operators_who_want_it_asleep_stand_apart() -> None:
+def test_operations_that_want_the_model_asleep_are_queued_apart() -> None:
     op = waiter(1, kind=WaiterKind.OP)
     op.wants = MoveKind.PREPARE
     queue = queue_of(op)
@@ -104,12 +104,12 @@ def test_operators_who_want_it_asleep_stand_apart() -> None:
     assert queue.waiting == 1 and queue.asking() == []
 
 
-def test_those_who_ask_only_that_the_model_be_there_are_found() -> None:
-    request, op, wish = waiter(1), waiter(2, kind=WaiterKind.OP), waiter(3, kind=WaiterKind.PRELOAD)
-    queue = queue_of(request, op, wish)
-    assert queue.asking() == [op, wish]
+def test_operations_and_preloads_are_listed_as_asking_for_the_model() -> None:
+    request, op, preload = waiter(1), waiter(2, kind=WaiterKind.OP), waiter(3, kind=WaiterKind.PRELOAD)
+    queue = queue_of(request, op, preload)
+    assert queue.asking() == [op, preload]
     queue.remove(op, IDLE, None)
-    queue.remove(wish, IDLE, None)
+    queue.remove(preload, IDLE, None)
     assert queue.asking() == [] and list(queue) == [request]
 
 
@@ -151,7 +151,7 @@ def test_the_first_is_whose_turn_it_is_however_many_flows_there_are(
     assert queue.first(turn, now) is min(waiters, key=turn, default=None)
 
 
-def test_a_wish_waits_for_nothing_and_insists_on_nothing() -> None:
+def test_a_preload_has_neither_deadline_nor_age() -> None:
     queue = queue_of(waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000))
     assert queue.waiting == 1
     assert (queue.deadline_at, queue.oldest, queue.lift_at, queue.aged_from) == (inf, inf, inf, inf)
@@ -281,7 +281,7 @@ def test_queues_come_and_go_with_their_waiters() -> None:
     assert not waitlist.queues and not waitlist and waitlist.get("w1") is None
 
 
-def test_nobody_waits_twice() -> None:
+def test_the_same_waiter_cannot_be_added_twice() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     waitlist.add(waiter(1))
     with pytest.raises(AssertionError, match="w1 waits already"):
@@ -299,7 +299,7 @@ def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
     assert waitlist.depth == 1 and waitlist.position(normal) == 1
 
 
-def test_who_named_several_models_is_found_among_the_choosy() -> None:
+def test_a_waiter_for_several_models_is_listed_with_choice() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     waitlist.add(waiter(1, models=(M, N)))
     waitlist.add(waiter(2))
@@ -308,7 +308,7 @@ def test_who_named_several_models_is_found_among_the_choosy() -> None:
     assert not waitlist.with_choice
 
 
-def test_another_standing_counts_for_those_who_wait_already() -> None:
+def test_a_changed_priority_class_applies_to_waiters_already_queued() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     for number in range(4):
         waitlist.add(waiter(number, arrived=10.0, models=(M, N) if number == 3 else (M,)))
@@ -387,7 +387,7 @@ def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
     assert set(waitlist.with_choice) == {one.id for one in there.values() if len(one.candidates) > 1}
 
 
-def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left() -> None:
+def test_a_kept_order_notices_tenants_served_meanwhile_and_waiters_gone() -> None:
     served = dict.fromkeys((f"t{number:02}" for number in range(2 * FLOWS_FEW)), 0.0)
     waiters = [waiter(number, tenant=tenant) for number, tenant in enumerate(served)]
     queue = queue_of(*waiters)
@@ -403,7 +403,7 @@ def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left
 
 
 @pytest.mark.parametrize("flows", [REFRESHED_AT_ONCE_MAX, 2 * REFRESHED_AT_ONCE_MAX])
-def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(flows: int) -> None:
+def test_a_kept_order_notices_lifted_tenants_after_a_while(flows: int) -> None:
     lifted: set[str] = set()
     waiters = [waiter(number, tenant=f"t{number:03}") for number in range(flows)]
     queue = queue_of(*waiters)
@@ -420,10 +420,10 @@ def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(flows: int) 
 
 
 def test_the_times_of_many_flows_are_those_of_their_firsts_however_often_these_change() -> None:
-    wish = waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000)
+    preload = waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000)
     oldest = waiter(1, arrived=1.0, tenant="patient")
     waiters = [waiter(number, arrived=float(number), tenant=f"t{number % 20}") for number in range(2, 400)]
-    queue = queue_of(wish, oldest, *waiters)
+    queue = queue_of(preload, oldest, *waiters)
     for gone in waiters[:350]:
         queue.remove(gone, IDLE, None)
         assert queue.oldest == 1.0

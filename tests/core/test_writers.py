@@ -61,7 +61,7 @@ def test_state_is_changed_by_its_writer_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CORE)))
-def test_who_waits_is_changed_through_one_module(path: Path) -> None:
+def test_queue_and_ledger_are_changed_only_by_their_own_modules(path: Path) -> None:
     name = str(path.relative_to(CORE))
     if name not in ("apply.py", "queue/waitlist.py"):
         assert not QUEUE_CHANGES.intersection(called(path, "waitlist")), name

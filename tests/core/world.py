@@ -1,7 +1,7 @@
 """A small deterministic world for the scheduler: a clock, engines that take their time, and accounts of its own.
 
 `Recorder` only writes effects down. `World` plays them: loads and answers take time on a virtual clock, and every
-effect is judged against what the world itself knows (memory, tiers, who waits), never against the scheduler's tables.
+effect is judged against what the world itself knows (memory, tiers, waiters), never against the scheduler's tables.
 """
 
 from __future__ import annotations
@@ -364,15 +364,15 @@ class World(Recorder):
         place.move = None
         told, fell = outcome, place.fell
         if place.fell and outcome is Outcome.DONE:
-            # The process died during the move; whoever carried it out has not noticed.
+            # The process died during the move; the program that carried it out has not noticed.
             outcome = Outcome.FAILED
         place.fell = False
         if told is Outcome.NO_LEASE and move.kind not in ARRIVING and not fell:
-            # Nobody has touched it.
+            # The engine was not touched.
             place.holds = place.held
             self.post(ev.MoveDone(self.now, move_id, told))
             return
-        # What did not arrive leaves nothing behind, except that who slept still sleeps.
+        # A move that failed leaves nothing behind, except that a sleeping model still sleeps.
         arrived = LEGAL_MOVES[move.kind][1] if outcome is Outcome.DONE else place.tier
         place.tier = Tier.COLD if move.kind is MoveKind.UNLOAD else arrived
         told_of = {Tier.READY: engine.seen, Tier.ASLEEP: engine.seen_asleep}.get(place.tier)
@@ -588,7 +588,7 @@ class World(Recorder):
         return [f"{move.kind.value} {move.model}" for move in self.moves if name in (None, move.model)]
 
     def granted(self) -> list[str]:
-        """Who was granted, in order."""
+        """The ids that were granted, in order."""
         return [str(call[1]) for call in self.calls if call[0] == "grant"]
 
     def open_calls(self) -> list[Call]:
@@ -624,7 +624,7 @@ def picture(thing: object) -> object:
     if isinstance(thing, Enum) or thing is None or isinstance(thing, (str, int, float)):
         return repr(thing)
     if is_dataclass(thing):
-        # What is only remembered for the next time that somebody asks is no part of what compares.
+        # Values kept only to answer the next question faster are no part of the comparison.
         return [(one.name, picture(getattr(thing, one.name))) for one in fields(thing) if one.compare]
     if callable(thing):
         return str(getattr(thing, "__qualname__", thing))
@@ -632,7 +632,7 @@ def picture(thing: object) -> object:
         # A policy keeps no state. What its solver remembers changes no answer.
         return type(thing).__name__
     if isinstance(thing, Queue):
-        # Its times are seen again when somebody asks for them; that they are seen changes nothing.
+        # Its times are computed again when they are read; reading them changes nothing.
         assert thing.deadline_at >= thing.oldest
     names = thing.__slots__ if hasattr(thing, "__slots__") else vars(thing)
     return [(name, picture(getattr(thing, name))) for name in names]

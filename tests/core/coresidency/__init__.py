@@ -1,1 +1,1 @@
-"""Rules about who may be on stage together."""
+"""Rules about which models may be ready together."""

@@ -11,7 +11,7 @@ from greenroom.core.policy.matrix import COST_DEFAULT, Matrix
 
 
 def companies(spec: Matrix, expression: Expression, definitions: Mapping[str, Expression]) -> set[frozenset[ModelId]]:
-    """Every company of a set; those that are part of another are allowed too."""
+    """Every combination of models that a set allows; any part of one is allowed too."""
     if isinstance(expression, Name):
         return {frozenset({spec.model(expression.text)})}
     if isinstance(expression, AnyOf):

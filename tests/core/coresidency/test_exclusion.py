@@ -39,7 +39,7 @@ def test_an_operators_load_is_refused_too_and_a_prepare_is_not() -> None:
     world.run(20.0)
     assert world.ops["prepare"] is OpOutcome.DONE
     world.arrive("r", "b")
-    assert world.code("r") is RejectCode.EXCLUDED, "asleep it is no company; to wake it would be"
+    assert world.code("r") is RejectCode.EXCLUDED, "it may be asleep beside a, but not awake"
 
 
 def test_waiters_are_refused_when_a_pinned_model_arrives() -> None:
@@ -98,7 +98,7 @@ def test_a_wait_for_memory_under_rules_is_still_one_for_memory() -> None:
 
 
 @pytest.mark.parametrize("mib", [1_000, 6_000])
-def test_who_gives_up_is_told_what_it_waited_for(mib: int) -> None:
+def test_a_request_that_gives_up_is_told_what_it_waited_for(mib: int) -> None:
     """b may not be ready beside a; c only lacks its memory."""
     world = World([model("a", mib), model("b", mib), model("c", mib)], limits=Limits(company=TURNS))
     ready(world, "a")

@@ -1,4 +1,4 @@
-"""Groups: who has to leave for whom."""
+"""Groups: which models must leave for which newcomer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_without_groups_one_model_is_ready_at_a_time() -> None:
     assert leavers(ByGroup(()), "a", "b c") == {"b", "c"}
 
 
-def test_newcomer_on_an_empty_stage_sends_nobody_away() -> None:
+def test_newcomer_evicts_nothing_where_no_model_is_ready() -> None:
     assert leavers(ByGroup(()), "a", "") == set()
 
 
@@ -40,7 +40,7 @@ def test_members_of_a_group_that_does_not_swap_stay_together() -> None:
     assert leavers(company, "a", "b c x") == set()
 
 
-def test_exclusive_group_clears_the_stage_of_others() -> None:
+def test_newcomer_of_an_exclusive_group_evicts_all_models_outside_it() -> None:
     company = ByGroup([Group("big", ids("a b"), swap=False), Group("small", ids("x"), exclusive=False)])
     assert leavers(company, "a", "b x free") == {"x", "free"}
 
@@ -66,7 +66,7 @@ def test_models_in_no_group_send_each_other_and_all_groups_away() -> None:
     assert leavers(company, "free", "x y other") == {"x", "y", "other"}
 
 
-def test_newcomer_cannot_come_while_somebody_it_sends_away_has_to_stay() -> None:
+def test_newcomer_cannot_load_while_a_model_it_would_evict_must_stay() -> None:
     company = ByGroup([Group("small", ids("x y"), swap=False, exclusive=False)])
     assert leavers(company, "free", "x other", staying="x") is None
     assert leavers(company, "x", "y free", staying="y free") == set()
@@ -81,6 +81,6 @@ def test_model_in_two_groups_is_refused() -> None:
         ByGroup([Group("one", ids("a")), Group("two", ids("b a"))])
 
 
-def test_groups_written_down_become_a_company() -> None:
+def test_coresidency_under_groups_applies_them() -> None:
     company = coresidency_under((Group("chat", ids("a b"), exclusive=False),))
     assert company.leavers(ModelId("a"), ids("b c"), frozenset()) == {"b"}

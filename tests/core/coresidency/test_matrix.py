@@ -1,4 +1,4 @@
-"""The matrix: the cheapest company that a newcomer may come into, found as if every set were written out."""
+"""The matrix: the cheapest evictions that let a newcomer load, found as if every set were written out."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_newcomer_that_is_there_already_does_not_leave() -> None:
     assert leavers(by({}), "a", "a b", staying="a") == {"b"}
 
 
-def test_those_who_have_to_stay_decide_the_set_whatever_it_costs() -> None:
+def test_models_that_must_stay_decide_the_set_whatever_it_costs() -> None:
     company = by({"cheap": "n & a & b", "dear": "n & c"}, {"a": 50, "b": 50})
     assert leavers(company, "n", "a b c") == {"c"}
     assert leavers(company, "n", "a b c", staying="c") == {"a", "b"}
 
 
-def test_newcomer_cannot_come_when_no_set_holds_it_and_those_who_stay() -> None:
+def test_newcomer_cannot_load_when_no_set_has_it_and_the_models_that_must_stay() -> None:
     company = by({"one": "n & a", "two": "n & b", "three": "n & (a | b)"})
     assert leavers(company, "n", "a b", staying="a b") is None
 
@@ -130,7 +130,7 @@ def test_set_joined_to_itself_holds_any_two() -> None:
     assert leavers(company, "d", "a b c") == {"b", "c"}
 
 
-def test_matrix_written_down_becomes_a_company() -> None:
+def test_coresidency_under_a_matrix_applies_it() -> None:
     company = coresidency_under(Matrix((("s", "a | b"),)))
     assert company.leavers(ModelId("a"), ids("b"), frozenset()) == {"b"}
 
@@ -217,7 +217,7 @@ def test_answer_found_with_few_companies_kept_is_still_allowed(
 ) -> None:
     answer = ByMatrix(spec, combinations_max).leavers(newcomer, present, staying)
     if answer is None:
-        # Only somebody who has to stay can be in the way of a newcomer.
+        # Only a model that must stay can keep a newcomer out.
         assert staying & (set(present) - {newcomer})
     else:
         assert not answer & staying
