@@ -41,7 +41,7 @@ def test_short_labels_leave_out_what_all_cases_share() -> None:
     assert labels(Case("fifo", 2)) == ["fifo"]
 
 
-def test_a_case_without_wishes_leaves_the_configuration_as_it_is() -> None:
+def test_a_case_without_changes_leaves_the_configuration_as_it_is() -> None:
     config = config_for(Case("default"), BASE)
     assert (config.devices, config.models, config.policy) == (BASE.devices, BASE.models, "default")
 

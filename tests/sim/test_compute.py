@@ -41,7 +41,7 @@ def test_the_curve_goes_through_what_was_measured() -> None:
         assert 2 * 8 * alone * curve.speed(8, 1) == pytest.approx(per_s, rel=0.01)
 
 
-def test_more_company_is_never_faster() -> None:
+def test_more_requests_or_busier_neighbours_are_never_faster() -> None:
     speeds = [OWN_PROCESSES.speed(batch, 0) for batch in range(1, 300)]
     assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) == len(speeds)
     assert MEASURED_STEPS[-1][0] < 299

@@ -151,7 +151,7 @@ def test_there_is_a_wait_plot_for_each_class_with_a_line_for_each_case(results: 
     ]
     for svg in plots:
         assert len(lines(svg)) == len(results)
-        # A share only grows, and ends with everybody.
+        # A share only grows, and ends with all requests.
         assert all(before[1] >= after[1] for line in lines(svg) for before, after in itertools.pairwise(line))
 
 

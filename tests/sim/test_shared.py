@@ -82,7 +82,7 @@ def careless(gateway: Gateway) -> Grants:
 @pytest.mark.parametrize(
     ("plant", "shows"),
     [(careless, "takes"), (lambda gateway: KeepsWhatIsOver(gateway.sharing.slots), "held|not served|left behind")],
-    ids=["asks nobody", "keeps what is over"],
+    ids=["asks no store", "keeps what is over"],
 )
 def test_a_planted_fault_is_found(plant: Plant, shows: str) -> None:
     with pytest.raises(Violation, match=shows):

@@ -55,7 +55,7 @@ def test_prompts_are_no_part_of_it() -> None:
     assert speeds({"a": rows}, lambda model: None, 1.0, 1)["a"].tokens_per_s == pytest.approx(100.0)
 
 
-def test_company_is_accounted_for() -> None:
+def test_speeds_account_for_requests_and_models_beside() -> None:
     two = one_by_one() + one_by_one()
     assert rates({"a": two}, SHARED) == {"a": pytest.approx(100.0)}
     assert rates({"a": two}, None) == {"a": pytest.approx(50.0)}

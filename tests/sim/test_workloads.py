@@ -25,7 +25,7 @@ def test_poisson_brings_as_many_as_its_rate_says() -> None:
     assert spread == pytest.approx(0.2, rel=0.15)
 
 
-def test_the_mix_decides_who_asks_for_what() -> None:
+def test_the_mix_sets_the_shares_of_models_tenants_and_classes() -> None:
     rows = list(Poisson(MIX, rate=10.0, seconds=1_000.0).arrivals())
     models = Counter(row.model for row in rows)
     assert [name for name, _ in models.most_common()] == names(4)

@@ -121,7 +121,7 @@ def test_callers_give_up_when_their_patience_ends() -> None:
     assert (call.fate, call.code, call.ended_at) == (Fate.REJECTED, RejectCode.EXPIRED, pytest.approx(3.0))
 
 
-def test_who_asks_again_when_refused_does_so_after_the_scheduler_is_done() -> None:
+def test_a_retry_after_a_refusal_arrives_after_the_scheduler_is_done() -> None:
     world = World(setting(sim_model("a")))
     seen: list[Fate] = []
 
@@ -260,7 +260,7 @@ class Plan(NoFaults):
         return planned[0] if planned else None
 
 
-def test_a_failed_load_rejects_who_waits_for_it() -> None:
+def test_a_failed_load_rejects_its_waiting_request() -> None:
     world = World(setting(sim_model("a")), faults=Plan(MoveFate(Outcome.FAILED, 2.0)))
     call = world.arrive(A, 1, 100)
     world.run()

@@ -36,7 +36,7 @@ class Figures:
             "leases of trainers",
             f"faults: {_listed(faults)}",
             f"refused and asked again: {_listed(refusals)}",
-            f"everybody was served after the last fault within: median {drained[len(drained) // 2]:.1f} s, worst "
+            f"all were served after the last fault within: median {drained[len(drained) // 2]:.1f} s, worst "
             f"{drained[-1]:.1f} s, bound {BOUND_S:g} s",
         ]
 

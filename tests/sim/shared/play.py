@@ -1,4 +1,4 @@
-"""One seed, played to its end: gateways, trainers, callers and faults; then quiet, in which everybody must be served.
+"""One seed, played to its end: gateways, trainers, callers and faults; then quiet, in which all must be served.
 
 What must hold: no engine is ever started where its memory is not free; when the faults have ended everything that waits
 is served within a bound; nothing is served with the lease of another; and when all have gone nothing is left,
@@ -30,7 +30,7 @@ from tests.sim.shared.gpus import Gpus, Violation
 from tests.sim.shared.virtual_loop import VirtualLoop
 
 FAULTS_S = 15.0
-# After the last fault everybody is served within this: what was lost lapses (a TTL and a third), a store that forgot
+# After the last fault all are served within this: what was lost lapses (a TTL and a third), a store that forgot
 # grants nothing for as long, and each in the line has its turns.
 BOUND_S = 120.0
 # And then what is written down is what is there: leases of holders that died without a word have lapsed, and so have

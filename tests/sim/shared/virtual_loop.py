@@ -25,6 +25,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             inside._timer_cancelled_count -= 1
             heapq.heappop(scheduled)._scheduled = False
         if not inside._ready and not inside._stopping:
-            assert scheduled, "everybody waits for somebody, and nobody will ever come"
+            assert scheduled, "deadlock: all tasks wait, and no timer is set"
             self._now = max(self._now, scheduled[0]._when)
         super()._run_once()  # type: ignore[misc]
