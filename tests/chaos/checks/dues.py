@@ -135,7 +135,7 @@ class IdleGo(Check):
         self._busy: dict[SlotId, set[str]] = {}
         self._slot_of: dict[str, SlotId] = {}
         self._idle_since: dict[SlotId, float] = {}
-        # Those that came on stage and have not been seen to leave it.
+        # Slots that became ready and have not been seen to stop being so.
         self._was_ready: set[SlotId] = set()
         self._now = 0.0
         self._dues = Dues()

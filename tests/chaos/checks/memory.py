@@ -184,4 +184,4 @@ class CoordinatorRules(Check):
         self.judged += 1
         for_it = [self._priorities[request] for request, models in self._named.items() if model in models]
         if own < min(for_it, default=own + 1) and own < self._priorities[comer]:
-            raise Violation(f"{move.slot} of priority {own} leaves for {model}, for which nobody as urgent waits")
+            raise Violation(f"{move.slot} of priority {own} leaves for {model}, for which no request as urgent waits")

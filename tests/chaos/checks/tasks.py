@@ -76,7 +76,7 @@ class LastResort(Check):
             self._not_loaded(move.model)
 
     def move_asked(self, event: ev.MoveAsked) -> None:
-        """An operator who unloads a model sends those away that wait for it."""
+        """An operator who unloads a model rejects the requests that wait for it."""
         self._not_loaded(event.model)
 
     def config_changed(self, event: ev.ConfigChanged) -> None:
