@@ -188,7 +188,7 @@ async def test_a_holder_that_asks_again_may_name_the_gpus_it_was_given(stage: St
     assert (again.token, again.claim) == (first.token, first.claim)
 
 
-async def test_a_released_id_is_free_for_everybody(stage: Stage) -> None:
+async def test_a_released_id_is_free_for_any_holder(stage: Stage) -> None:
     mine, others = stage.client(), stage.client()
     first = await mine.acquire(ask("a", 6_000, devices=("gpu0",)))
     await mine.release("a", first.token)
@@ -260,7 +260,7 @@ async def test_tokens_grow_with_every_grant(stage: Stage) -> None:
     assert tokens == sorted(set(tokens))
 
 
-async def test_releasing_twice_or_what_never_was_harms_nobody(store: LeaseStore) -> None:
+async def test_releasing_twice_or_an_unknown_id_leaves_other_leases_alone(store: LeaseStore) -> None:
     lease = await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     other = await store.acquire(ask("b", 4_000, devices=("gpu0",)))
     for _ in range(2):
@@ -307,7 +307,7 @@ async def outlives(store: LeaseStore, ttl_s: float) -> bool:
     return is_held
 
 
-async def test_a_lease_nobody_renews_lapses_and_is_lost_to_its_holder(stage: Stage) -> None:
+async def test_a_lease_that_is_not_renewed_lapses_and_is_lost_to_its_holder(stage: Stage) -> None:
     lost, other = stage.client(), stage.client()
     lease = await lost.acquire(ask("a", GPU_MIB, devices=("gpu0",), ttl_s=SHORT_TTL_S))
     follower = await other.acquire(ask("b", GPU_MIB, devices=("gpu0",), wait_s=PATIENCE_S))
@@ -344,7 +344,7 @@ async def test_a_wait_that_is_over_ends_in_a_denial(store: LeaseStore) -> None:
     assert await states(store) == {"a": "held"}
 
 
-async def test_who_waits_is_served_by_priority_then_by_arrival(stage: Stage) -> None:
+async def test_waiters_are_served_by_priority_then_by_arrival(stage: Stage) -> None:
     holder = stage.client()
     granted: list[str] = []
 
@@ -366,7 +366,7 @@ async def test_who_waits_is_served_by_priority_then_by_arrival(stage: Stage) -> 
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-async def test_who_waits_first_is_not_overtaken_by_equal_or_lower_priority(stage: Stage, priority: int) -> None:
+async def test_a_waiter_is_not_overtaken_by_equal_or_lower_priority(stage: Stage, priority: int) -> None:
     store = stage.client()
     await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
@@ -375,7 +375,7 @@ async def test_who_waits_first_is_not_overtaken_by_equal_or_lower_priority(stage
         assert (await store.acquire(ask("d", 1_000, devices=("gpu1",), priority=priority))).claim == {"gpu1": 1_000}
 
 
-async def test_higher_priority_overtakes_who_waits(stage: Stage) -> None:
+async def test_higher_priority_overtakes_a_waiter(stage: Stage) -> None:
     store = stage.client()
     await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
@@ -391,7 +391,7 @@ async def test_a_waiter_that_leaves_is_not_in_the_way(stage: Stage) -> None:
     assert (await store.acquire(ask("c", 4_000, devices=("gpu0",)))).claim == {"gpu0": 4_000}
 
 
-async def test_who_stops_waiting_does_not_take_the_lease_from_who_asked_again(stage: Stage) -> None:
+async def test_a_cancelled_wait_does_not_end_the_lease_of_a_repeated_call(stage: Stage) -> None:
     store, again = stage.client(), stage.client()
     first = await store.acquire(LeaseAsk("first", "first", 8_000, devices=("gpu0",)))
     asked = LeaseAsk("job", "job", 8_000, devices=("gpu0",), wait_s=30)
@@ -406,7 +406,7 @@ async def test_who_stops_waiting_does_not_take_the_lease_from_who_asked_again(st
         assert (await again.renew("job", held.token)).state == "held"
 
 
-async def test_everybody_sees_who_holds_what(stage: Stage) -> None:
+async def test_every_client_sees_each_lease_and_its_holder(stage: Stage) -> None:
     mine = holder_of(os.getpid())
     await stage.client().acquire(ask("a", 6_000, devices=("gpu0",), priority=2))
     (seen,) = await stage.client().leases()

@@ -106,7 +106,7 @@ async def test_a_store_that_is_down_for_a_while_does_not_end_it() -> None:
     store.errors = [StoreDown("no"), InvalidKey("Who are you?")]
     beating = asyncio.ensure_future(keeping.keep())
     store.clock += 1.0
-    assert keeping.is_lost, "nobody knows whose it is"
+    assert keeping.is_lost, "its holder is not known"
     await until(lambda: not keeping.is_lost, "the store is back")
     assert store.renewals >= 3 and keeping.verdict is None
     beating.cancel()
@@ -289,7 +289,7 @@ async def test_a_denial_is_an_error_with_numbers_and_nothing_is_left(tmp_path: P
         assert held(app) == []
 
 
-async def test_who_is_cancelled_while_it_waits_gives_up(tmp_path: Path) -> None:
+async def test_a_lease_call_that_is_cancelled_while_it_waits_leaves_the_queue(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a", memory_mib=8_000, pinned=True, preload=True)}) as app:
         await until(lambda: is_ready(app, "a"), "the model")
 
@@ -309,7 +309,7 @@ async def test_who_is_cancelled_while_it_waits_gives_up(tmp_path: Path) -> None:
 
 async def _take(app: App, mib: int) -> None:
     async with greenroom.lease(mib, url=url(app), wait_s=60.0):
-        raise AssertionError("nobody leaves for it")
+        raise AssertionError("no model leaves for it")
 
 
 async def test_a_lease_is_used_once(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_another_with_the_same_number_is_not_the_same() -> None:
     assert not is_here(replace(mine, host="far")) and not is_here(replace(mine, pid_ns=mine.pid_ns + 1))
 
 
-def test_who_has_ended_does_not_live_also_before_its_parent_has_noticed() -> None:
+def test_an_ended_process_is_not_alive_before_its_parent_collects_it() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         other = holder_of(process.pid)
         assert other is not None and is_alive(other)

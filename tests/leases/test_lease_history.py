@@ -48,7 +48,7 @@ def test_leases_that_fit_together_are_well() -> None:
     assert check([*held("a", 0, mib=5), *held("b", 0.5, mib=5), END], CAPACITY) == []
 
 
-def test_two_who_believe_in_the_same_memory_are_found() -> None:
+def test_two_leases_on_the_same_memory_are_found() -> None:
     (found,) = check([*held("a", 0), *held("b", 1.0), END], CAPACITY)
     assert "12 of 10 MiB" in found
     assert "lease-a" in found
@@ -70,7 +70,7 @@ def test_a_renewal_without_an_answer_is_worth_nothing() -> None:
     assert check([*asked, *held("b", 2.0), END], CAPACITY) == []
 
 
-def test_who_was_told_that_its_lease_is_lost_believes_no_more() -> None:
+def test_a_lease_that_was_reported_lost_is_no_longer_counted() -> None:
     told = [*held("a", 0), line(0.5, "a", "renew", "invoke"), line(0.6, "a", "renew", "refused")]
     assert check([*told, *held("b", 0.7), END], CAPACITY) == []
 
@@ -109,7 +109,7 @@ def test_a_book_with_more_than_there_is_is_found() -> None:
 
 def test_what_is_left_at_the_end_is_found() -> None:
     assert check([Event(1.0, "runner", "end", "refused", text="left ['x']")], CAPACITY) == ["at the end: left ['x']"]
-    assert check([], CAPACITY) == ["the history has no end: nobody looked whether anything was left"]
+    assert check([], CAPACITY) == ["the history has no end: it was not checked whether anything was left"]
 
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ async def test_a_gateway_with_nothing_to_give_is_not_named(client: Opener) -> No
     await asyncio.gather(waiter, return_exceptions=True)
 
 
-async def test_room_is_made_where_nobody_else_waits_first(client: Opener) -> None:
+async def test_room_is_made_on_a_device_without_an_earlier_waiter(client: Opener) -> None:
     store = client()
     await store.publish("g", DEVICES, {})
     for gpu in DEVICES:
@@ -105,7 +105,7 @@ async def test_a_gateway_may_pend_what_its_model_stands_in_line_for(client: Open
     assert (lease.claim, lease.kind) == ({"gpu0": 9_000}, "slot")
 
 
-async def test_higher_priority_takes_what_was_kept_for_who_waits_behind_it(client: Opener) -> None:
+async def test_higher_priority_takes_memory_kept_for_a_waiter_behind_it(client: Opener) -> None:
     store = client()
     await store.publish("g", DEVICES, {"gpu0": 1.0})
     held = [await store.hold(slot(id, 5_000), gateway="g") for id in ("one", "two")]
@@ -118,7 +118,7 @@ async def test_higher_priority_takes_what_was_kept_for_who_waits_behind_it(clien
     await asyncio.gather(low, return_exceptions=True)
 
 
-async def test_preemptible_holders_of_lower_priority_are_recalled_when_nobody_else_can_make_room(
+async def test_preemptible_leases_of_lower_priority_are_recalled_when_no_gateway_can_make_room(
     client: Opener,
 ) -> None:
     holder, store = client(), client()
@@ -171,7 +171,7 @@ async def test_the_version_tells_when_something_changed(client: Opener) -> None:
     assert seen[1:] == sorted(set(seen[1:]))
 
 
-async def test_another_ask_of_its_id_that_is_given_up_does_not_take_the_place_of_who_waits() -> None:
+async def test_a_cancelled_second_ask_for_an_id_leaves_the_first_its_place_in_line() -> None:
     book, is_asking = Book(time.time), asyncio.Event()
 
     async def slowly(question: Callable[[], bytes]) -> bytes:

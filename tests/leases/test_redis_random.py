@@ -146,7 +146,7 @@ def claims_of(records: list[bytes]) -> dict[str, int]:
     return dict(total)
 
 
-async def test_sums_are_right_and_nobody_has_too_much_whatever_happens(tmp_path: Path) -> None:
+async def test_random_runs_keep_sums_right_and_never_grant_too_much(tmp_path: Path) -> None:
     done: Counter[str] = Counter()
     for seed in range(SEEDS):
         done += await play(tmp_path / str(seed), seed)

@@ -41,7 +41,7 @@ async def test_holders_come_back_first_after_an_empty_restart(server: RedisServe
     with pytest.raises(LeaseDenied):
         await other.acquire(ask("c", 1_000))
     await until_claims(other, {"a": ("held", 8_000), "b": ("waiting", 0)})
-    # The grace is over when somebody new is granted what is left; the waiter still waits for what the holder has.
+    # The grace is over when a new client is granted what is left; the waiter still waits for what the holder has.
     assert (await other.acquire(ask("d", 1_000, priority=0, wait_s=PATIENCE_S))).token > held.token
     assert not waiter.done()
     await holder.release("a", held.token)
@@ -76,7 +76,7 @@ async def test_a_lease_that_another_was_granted_after_an_empty_restart_is_lost_t
     assert await claims(other) == {"a": ("held", 1_000)} and taken.token > held.token
 
 
-async def test_who_waits_keeps_its_place_over_an_empty_restart(server: RedisServer, client: Opener) -> None:
+async def test_waiters_keep_their_places_when_the_store_restarts_empty(server: RedisServer, client: Opener) -> None:
     holder = client(grace_s=GRACE_S)
     held = await holder.acquire(ask("a", 10_000, wait_s=PATIENCE_S))
     granted: list[str] = []
@@ -187,7 +187,7 @@ async def test_a_redis_that_stood_still_takes_no_lease_away(server: RedisServer,
     assert (await store.renew("a", lease.token)).token == lease.token
 
 
-async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(client: Opener) -> None:
+async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(client: Opener) -> None:
     one, other = client(), client()
     await one.acquire(ask("a", 8_000), "first")
     await other.unheard("a", "somebody else")
@@ -196,7 +196,7 @@ async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(clie
     assert await claims(one) == {}
 
 
-async def test_of_several_calls_that_were_told_of_a_lease_the_last_that_nobody_heard_gives_it_back(
+async def test_a_lease_told_to_several_calls_is_given_back_when_all_were_unheard(
     client: Opener,
 ) -> None:
     one, other = client(), client()
@@ -218,7 +218,7 @@ async def test_calls_too_many_to_be_written_down_leave_the_lease_to_its_holder(c
         await store.acquire(ask("a", 8_000), name)
     for name in (*calls, ""):
         await store.unheard("a", name)
-    assert await claims(store) == {"a": ("held", 8_000)}, "it lapses if nobody renews it"
+    assert await claims(store) == {"a": ("held", 8_000)}, "it lapses if it is not renewed"
 
 
 async def test_what_a_gateway_published_is_what_counts(client: Opener) -> None:
@@ -228,7 +228,7 @@ async def test_what_a_gateway_published_is_what_counts(client: Opener) -> None:
         await program.acquire(ask("a", 4_000))
 
 
-async def test_memory_of_the_machine_is_never_given_to_who_asks_for_gpus(client: Opener) -> None:
+async def test_host_memory_is_never_given_to_a_lease_for_gpus(client: Opener) -> None:
     store = client(offers=False)
     await store.publish("g", {"host": 64_000, "gpu0": 1_000}, {})
     with pytest.raises(LeaseDenied):
@@ -236,7 +236,7 @@ async def test_memory_of_the_machine_is_never_given_to_who_asks_for_gpus(client:
     assert (await store.hold(SlotAsk("s", "s", {"host": 2_000, "gpu0": 500}), gateway="g")).state == "held"
 
 
-async def test_who_asks_for_more_than_there_could_ever_be_is_told_that_waiting_does_not_help(client: Opener) -> None:
+async def test_a_lease_larger_than_its_devices_is_told_that_waiting_does_not_help(client: Opener) -> None:
     store = client()
     with pytest.raises(LeaseDenied, match="Waiting does not help: without any other lease there would be 10,000 MiB"):
         await store.acquire(ask("large", 10_001))

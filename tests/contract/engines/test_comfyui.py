@@ -363,7 +363,7 @@ async def test_workflow_that_cannot_be_watched_is_stopped(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_killed_while_nobody_asks_is_noticed(tmp_path: Path, which: int) -> None:
+async def test_a_process_killed_while_idle_is_noticed(tmp_path: Path, which: int) -> None:
     async with opened(tmp_path) as studio:
         await studio.made()
         pids = await studio.pids()

@@ -110,7 +110,7 @@ async def test_client_that_leaves_is_worked_for_no_longer(gate: EngineGateway, h
         await until_busy(raw, pid)
         raw.leave(how)
         await at_rest(gate.app)
-        assert await until_quiet(pid) < A_WHOLE_ANSWER_TICKS / 4, "it went on with what nobody hears"
+        assert await until_quiet(pid) < A_WHOLE_ANSWER_TICKS / 4, "it went on with an answer that no client reads"
     assert (await gate.view("endless"))["in_flight"] == 0
 
 
@@ -226,7 +226,7 @@ async def test_answer_in_the_middle_of_a_crash_ends_with_an_error_and_the_next_i
     assert (await gate.view("endless"))["pid"] != pid
 
 
-async def test_crash_while_nobody_asks_is_noticed_and_the_next_request_answered(gate: EngineGateway) -> None:
+async def test_a_crash_while_idle_is_noticed_and_the_next_request_answered(gate: EngineGateway) -> None:
     said = await gate.says("alpha")
     pid = await gate.ready("alpha")
     (slot,) = (await gate.view("alpha"))["slots"]
@@ -246,7 +246,7 @@ async def test_crash_while_nobody_asks_is_noticed_and_the_next_request_answered(
     assert await gate.ready("alpha") != pid
     (again,) = (await gate.view("alpha"))["slots"]
     assert (again["id"] == slot["id"]) is gate.kind.outlives_its_process, (
-        "who slept was woken, who was cold was loaded anew"
+        "a sleeping slot was woken, a cold one was loaded anew"
     )
 
 

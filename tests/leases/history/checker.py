@@ -63,7 +63,7 @@ def _beliefs_in(history: Sequence[Event]) -> Iterator[Belief]:
 
 
 def overlaps(held: Iterable[Belief], capacity: Mapping[str, int]) -> Iterator[str]:
-    """Where beliefs add up to too much; each such company is named once."""
+    """Where the leases believed to be held add up to too much; each such combination is named once."""
     ordered = sorted(held, key=lambda belief: belief.starts_at)
     for device, mib in capacity.items():
         together: list[Belief] = []
@@ -123,12 +123,12 @@ def stuck_leases(events: Sequence[Event]) -> Iterator[str]:
     """When all programs have ended and their TTLs have passed, nothing is left and everything can be had."""
     ends = [event for event in events if event.op == "end"]
     if not ends:
-        yield "the history has no end: nobody looked whether anything was left"
+        yield "the history has no end: it was not checked whether anything was left"
     for event in ends:
         if event.phase != "ok":
             yield f"at the end: {event.text}"
 
 
 def _looks(events: Iterable[Event]) -> Iterator[Event]:
-    """Each lease that somebody who looked at all of them saw; `text` is when that one began to look."""
+    """Each lease seen by a listing of all of them; `text` is when that listing began."""
     return (event for event in events if event.op == "seen")

@@ -1,4 +1,4 @@
-"""One run of the history test: programs, faults, somebody who looks, and the end in which all must be well.
+"""One run of the history test: programs, faults, an observer, and the end in which all must be well.
 
 Also a program: `python -m tests.leases.history.run --seconds 300` prints what happened.
 """

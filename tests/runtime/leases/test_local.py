@@ -243,7 +243,7 @@ async def test_a_lease_that_was_held_before_anybody_was_told_is_given_back_too(t
         assert one.claims() == []
 
 
-async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(tmp_path: Path) -> None:
+async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.leasing.acquire(ask(), "first")
         await one.leasing.unheard("train", "somebody else")

@@ -84,7 +84,7 @@ async def test_who_leaves_does_not_take_the_lease_from_who_asked_again() -> None
     assert (await rig.leasing.renew("job", lease.token)).state == "held"
 
 
-async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of() -> None:
+async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of() -> None:
     rig = Rig()
     await rig.leasing.acquire(ASK, "first")
     await rig.leasing.unheard("job", "first")
