@@ -67,7 +67,7 @@ def test_events_posted_meanwhile_are_handled_before_the_outermost_post_returns()
     assert told == ["first handler ends", "second", "third"]
 
 
-def test_event_that_fails_is_told_to_its_poster_and_stops_nobody_else() -> None:
+def test_an_event_that_fails_raises_at_its_poster_and_stops_no_other() -> None:
     effects, loop = scripted()
 
     def fail() -> None:
@@ -187,7 +187,7 @@ async def test_wait_ends_with_the_decision_or_the_time() -> None:
         await ticket.wait(PATIENCE_S)
 
 
-def test_cut_reaches_whoever_listens_later() -> None:
+def test_cut_reaches_a_listener_that_is_added_later() -> None:
     ticket, heard = Ticket(RequestId("r"), 0.0), []
     ticket.cut(QueueFull("over"))
     ticket.on_cut(lambda: heard.append(1))

@@ -85,7 +85,7 @@ def test_engine_that_cannot_be_spread_over_gpus_says_so() -> None:
     assert "made free. Lower" in rejections().error_for(rejection).message
 
 
-def test_who_holds_memory_elsewhere_is_named() -> None:
+def test_holders_of_memory_elsewhere_are_named_to_operators_only() -> None:
     rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, capacity_mib=8_000, held_by=("lab", "ci"))
     said = rejections().error_for(rejection)
     assert "at most 3 of 8,000 MiB can be made free; lab, ci hold some." in said.message
@@ -93,7 +93,7 @@ def test_who_holds_memory_elsewhere_is_named() -> None:
     assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000}}
 
 
-def test_who_waited_for_memory_hears_how_much() -> None:
+def test_a_request_that_waited_for_memory_is_told_how_much() -> None:
     said = error(RejectCode.EXPIRED, retry_after_s=9.0, needs_mib=6_000, free_mib=2_000, capacity_mib=8_000)
     assert "needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
     assert said.public == "qwen waits for memory. Ask again."
@@ -122,7 +122,7 @@ def test_bad_files_are_told_as_such_and_not_to_be_tried_again() -> None:
     assert (said.message, said.retry_after_s) == (failed.message, None)
 
 
-def test_nobody_is_sent_away_for_long() -> None:
+def test_retry_after_is_bounded() -> None:
     said = error(RejectCode.EXPIRED, retry_after_s=4_000.0)
     assert isinstance(said, ModelLoading) and said.retry_after_s == RETRY_AFTER_MAX_S
     assert said.beside["loading"]["eta_s"] == 4_000.0
@@ -173,7 +173,7 @@ def test_a_model_that_would_fit_does_not_wait_for_memory() -> None:
     assert said.message == "qwen is not ready yet; it waits for room or for its turn. Ask again."
 
 
-def test_who_gives_up_on_a_load_hears_how_far_it_is() -> None:
+def test_a_request_that_gives_up_on_a_load_is_told_its_progress() -> None:
     halfway = Rejections({}, lambda: False, lambda _: (LOADING,), lambda _: "", lambda _: 0.5)
     said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
     assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

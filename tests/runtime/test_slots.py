@@ -11,7 +11,7 @@ from tests.waiting import PATIENCE_S
 GONE, KEPT = ModelId("gone"), ModelId("kept")
 
 
-async def test_log_of_a_model_that_is_no_longer_configured_ends_for_those_who_follow_it() -> None:
+async def test_log_of_a_model_that_is_no_longer_configured_ends_for_its_followers() -> None:
     slots = LiveSlots()
     slots.log(GONE).write(b"before\n")
     following, kept = slots.log(GONE).subscribe(), slots.log(KEPT).subscribe()

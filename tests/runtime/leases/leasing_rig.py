@@ -102,7 +102,7 @@ class Rig:
         self.loop.post(ServeDone(self.clock(), RequestId(f"r-{model}")))
 
     def hurry(self, name: str) -> None:
-        """Somebody more urgent than anybody asks for this model."""
+        """Post the most urgent request for this model."""
         self.loop.post(RequestArrived(self.clock(), RequestId(name), (ModelId(name),), priority=0))
 
     def shut_down(self) -> None:

@@ -35,7 +35,7 @@ def test_a_short_lease_and_one_of_unknown_age_have_their_whole_time() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [1, 10, 12, 19, 30, 3_600])
-def test_nobody_loses_time_by_renewals_that_were_not_written(ttl_s: float) -> None:
+def test_no_lease_loses_time_by_renewals_that_were_not_written(ttl_s: float) -> None:
     # The oldest that the last written sign of life can be, when there was a newer one that is not written.
     stale_s = restart_grace_s(ttl_s)
     assert not must_journal_renewal(ttl_s, stale_s * 0.999)

@@ -14,7 +14,7 @@ def entry(name: str, *, is_held: bool = False, is_asked: bool = False, **said: o
     return LeaseEntry(ask(name, **said), settled, slot=SlotId(name) if is_held else None, is_asked=is_asked)  # type: ignore[arg-type]
 
 
-async def test_only_who_stands_behind_nobody_asks_and_the_most_urgent_asks_first() -> None:
+async def test_only_the_first_waiter_of_a_device_asks_and_the_most_urgent_asks_first() -> None:
     first, second = entry("first", devices=("gpu0",)), entry("second", devices=("gpu0",))
     elsewhere, urgent = entry("elsewhere", devices=("gpu1",)), entry("urgent", devices=("gpu0",), priority=0)
     line = [entry("held", is_held=True), first, second, elsewhere, urgent]

@@ -54,7 +54,7 @@ async def test_an_idle_model_leaves_for_it_and_a_busy_one_is_waited_for(tmp_path
         assert lease.state == "held" and one.claims() == [{"gpu0": 8_000}]
 
 
-async def test_who_does_not_wait_makes_nobody_leave_and_hears_the_numbers(tmp_path: Path) -> None:
+async def test_a_non_blocking_acquire_evicts_no_model_and_reports_the_numbers(tmp_path: Path) -> None:
     async with rig(tmp_path, model("a", 6_000)) as one:
         await one.serve("a")
         one.finish("a")
@@ -82,14 +82,14 @@ async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path, wait_s: fl
             await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
 
 
-async def test_what_could_be_had_later_is_not_refused_for_good_where_nobody_waits(tmp_path: Path) -> None:
+async def test_a_non_blocking_acquire_of_memory_held_now_is_not_refused_for_good(tmp_path: Path) -> None:
     async with rig(tmp_path, model("kept", 6_000, pinned=True), gpus=2) as one:
         await one.leasing.acquire(ask("holds", 9_000, devices=("gpu1",)))
         await one.serve("kept")
         with pytest.raises(LeaseDenied, match="not free now") as denied:
             await one.leasing.acquire(ask(mib=9_000))
         assert not isinstance(denied.value, LeaseTooLarge)
-        # A pinned model does not leave for anybody, so the other GPU is the only one.
+        # A pinned model never leaves, so the other GPU is the only one.
         with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
             await one.leasing.acquire(ask(mib=9_000, devices=("gpu0",)))
         with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
@@ -130,7 +130,7 @@ async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path) -> Non
             await one.leasing.acquire(ask("c", 1))
 
 
-async def test_a_shutdown_sends_those_who_wait_away(tmp_path: Path) -> None:
+async def test_a_shutdown_refuses_waiting_leases(tmp_path: Path) -> None:
     async with rig(tmp_path, model("a", 6_000)) as one:
         await one.leasing.acquire(ask("holds", 8_000))
         waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
@@ -156,7 +156,7 @@ async def test_memory_that_is_free_on_paper_only_is_not_handed_over(tmp_path: Pa
         assert (await asyncio.wait_for(waiting, 30)).state == "held"
 
 
-async def test_later_and_smaller_asks_do_not_go_before_who_waits(tmp_path: Path) -> None:
+async def test_later_and_smaller_asks_do_not_overtake_a_waiting_lease(tmp_path: Path) -> None:
     async with rig(tmp_path, gpus=2) as one:
         first = await one.leasing.acquire(ask("first", 6_000, devices=("gpu0",)))
         tasks = {
@@ -166,7 +166,7 @@ async def test_later_and_smaller_asks_do_not_go_before_who_waits(tmp_path: Path)
         with pytest.raises(LeaseDenied):
             await tasks["brief"]
         assert one.waiting == 1 and not tasks["small"].done()
-        # A more urgent lease goes first, and one for another GPU is in no one's way.
+        # A more urgent lease goes first, and one for another GPU blocks none.
         await one.leasing.acquire(ask("urgent", 1_000, devices=("gpu0",), priority=0))
         await one.leasing.acquire(ask("elsewhere", 1_000, devices=("gpu1",), priority=2))
         await one.leasing.release("urgent")
@@ -200,7 +200,7 @@ async def test_another_program_does_not_get_the_same_lease(tmp_path: Path, other
             await one.leasing.acquire(ask())
 
 
-async def test_who_leaves_while_it_waits_has_given_up(tmp_path: Path) -> None:
+async def test_a_cancelled_acquire_leaves_the_queue(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.leasing.acquire(ask("holds", 8_000))
         waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
@@ -212,7 +212,7 @@ async def test_who_leaves_while_it_waits_has_given_up(tmp_path: Path) -> None:
             await one.leasing.find("train")
 
 
-async def test_one_of_two_who_wait_for_the_same_lease_may_leave(tmp_path: Path) -> None:
+async def test_one_of_two_calls_that_wait_for_the_same_lease_may_leave(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         holds = await one.leasing.acquire(ask("holds", 8_000))
         waiting = [asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0))) for _ in range(2)]
@@ -222,7 +222,7 @@ async def test_one_of_two_who_wait_for_the_same_lease_may_leave(tmp_path: Path) 
         assert (await asyncio.wait_for(waiting[1], 30)).state == "held"
 
 
-async def test_a_grant_that_nobody_waited_for_any_more_is_given_back(tmp_path: Path) -> None:
+async def test_a_grant_is_given_back_if_its_call_was_cancelled_meanwhile(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
         # The scheduler has granted it and it is being written down.
@@ -234,7 +234,7 @@ async def test_a_grant_that_nobody_waited_for_any_more_is_given_back(tmp_path: P
         assert not await after.leasing.leases()
 
 
-async def test_a_lease_that_was_held_before_anybody_was_told_is_given_back_too(tmp_path: Path) -> None:
+async def test_a_lease_is_given_back_if_its_call_was_cancelled_before_it_was_told(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
         await until(lambda: "lease train" in one.told, every_s=0.0)
@@ -252,7 +252,7 @@ async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(tmp_p
         assert one.claims() == []
 
 
-async def test_a_call_that_nobody_heard_leaves_the_lease_to_who_asked_again(tmp_path: Path) -> None:
+async def test_an_unheard_call_leaves_the_lease_to_a_repeated_call(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         # Both are told in the same turn of the loop, as a caller is that lost its connection and asked again.
         calls = [asyncio.ensure_future(one.leasing.acquire(ask(), name)) for name in ("first", "again")]
@@ -429,7 +429,7 @@ async def test_a_restart_keeps_leases_whose_holders_live(tmp_path: Path, other: 
         assert (await after.leasing.acquire(ask("new", 10))).token > max(wide.token, far.token)
 
 
-async def test_a_restart_gives_nobody_a_whole_ttl_again(tmp_path: Path) -> None:
+async def test_a_restart_gives_no_lease_a_whole_ttl_again(tmp_path: Path) -> None:
     async with rig(tmp_path, wall=lambda: 1_000.0) as before:
         await before.leasing.acquire(ask(ttl_s=600.0))
     for wall_s, lasts_s in [(1_400.0, 500.0), (9_000.0, 300.0), (9_000.0, 300.0), (0.0, 600.0)]:

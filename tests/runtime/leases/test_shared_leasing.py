@@ -54,14 +54,14 @@ class Rig:
                 await asyncio.sleep(0)
 
 
-async def test_memory_that_somebody_still_uses_is_not_handed_over() -> None:
+async def test_memory_that_another_process_still_uses_is_not_handed_over() -> None:
     rig = Rig(missing={DeviceId("gpu0"): 300})
     with pytest.raises(LeaseDenied, match="another process still uses: 300 MiB on gpu0"):
         await rig.leasing.acquire(ASK)
     assert await rig.held() == []
 
 
-async def test_who_leaves_before_it_is_told_has_nothing() -> None:
+async def test_a_call_cancelled_before_it_is_told_holds_nothing() -> None:
     rig = Rig(may_look=asyncio.Event())
     rig.may_look.clear()
     asking = asyncio.ensure_future(rig.leasing.acquire(ASK))
@@ -71,7 +71,7 @@ async def test_who_leaves_before_it_is_told_has_nothing() -> None:
     assert asking.cancelled() and await rig.held() == []
 
 
-async def test_who_leaves_does_not_take_the_lease_from_who_asked_again() -> None:
+async def test_a_cancelled_call_does_not_end_the_lease_of_a_repeated_call() -> None:
     rig = Rig()
     rig.may_look.clear()
     leaves = asyncio.ensure_future(rig.leasing.acquire(ASK))

@@ -146,7 +146,7 @@ async def test_what_another_gateway_holds_is_refused(rig: Rig) -> None:
     assert [(one.holder, dict(one.claim)) for one in rig.state.ledger.others] == [("m", {GPU: 6_000})]
 
 
-async def test_what_takes_no_memory_asks_nobody(rig: Rig) -> None:
+async def test_a_slot_without_memory_needs_no_store(rig: Rig) -> None:
     rig.is_down = True
     await rig.sharing.slots.enter(rig.slot("s1", 0))
     await rig.sharing.slots.confirm(SlotId("s1"))
@@ -183,10 +183,10 @@ async def test_a_plan_that_is_called_off_leaves_nothing_pending(rig: Rig) -> Non
     assert rig.claims() == {"me/old": ("held", 6_000)}
 
 
-async def test_who_stood_still_asks_again_before_an_engine_starts(rig: Rig) -> None:
+async def test_a_gateway_that_stood_still_confirms_its_lease_before_an_engine_starts(rig: Rig) -> None:
     await rig.sharing.slots.enter(rig.slot("s1", 4_000))
     await rig.sharing.slots.confirm(SlotId("s1"))
-    # In steps, as time passes for the store: somebody else uses it meanwhile.
+    # In steps, as time passes for the store: another gateway uses it meanwhile.
     for _ in range(6):
         rig.now += TTL_S / 3
         await rig.other.leases()

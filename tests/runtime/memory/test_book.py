@@ -1,4 +1,4 @@
-"""Needs are remembered as they were measured, outlive restarts, and never keep anybody from working."""
+"""Needs are remembered as they were measured, outlive restarts, and a broken file never stops the gateway."""
 
 from __future__ import annotations
 

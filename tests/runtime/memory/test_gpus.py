@@ -44,11 +44,11 @@ def test_what_was_claimed_is_seen_in_the_order_of_the_claim() -> None:
         {"path": "/m.gguf", "memory_mib": 500},
     ],
 )
-def test_who_is_known_to_need_no_gpu_sees_none(keys: dict[str, Any]) -> None:
+def test_a_model_known_to_need_no_gpu_sees_none(keys: dict[str, Any]) -> None:
     assert visible_gpus(entry(**keys), {HOST.id: 500}, HERE) == ()
 
 
-def test_who_is_not_known_sees_what_the_operator_allows() -> None:
+def test_a_model_of_unknown_need_sees_the_gpus_that_the_operator_allows() -> None:
     assert visible_gpus(entry(), {}, HERE) == (A.id, B.id)
     assert visible_gpus(entry(devices=["GPU-b"]), {}, HERE) == (B.id,)
     # Of a program that was once seen on the host alone it is not known that it needs no GPU.

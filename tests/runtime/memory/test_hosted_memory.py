@@ -99,7 +99,7 @@ async def test_what_was_never_seen_is_not_waited_for(before: GpuReading | None) 
     assert watch.glances == 0
 
 
-async def test_where_another_slot_moves_meanwhile_nobody_insists() -> None:
+async def test_memory_is_not_waited_for_while_another_slot_moves() -> None:
     table = HostedSlots()
     watch = FakeWatch(full(9_000))
     with table.stirring(A):

@@ -115,7 +115,7 @@ async def test_a_budget_caps_whatever_is_known() -> None:
 # --- what is remembered ---------------------------------------------------------------------------------------------
 
 
-async def test_figures_outlive_a_restart_and_belong_to_who_taught_them(tmp_path: Path) -> None:
+async def test_figures_outlive_a_restart_and_belong_to_one_file_arguments_and_gpu(tmp_path: Path) -> None:
     needs, one = needs_in(tmp_path), subject(path=big())
     needs.measured(one, {GPU: 1234})
     await needs.close()
@@ -128,7 +128,7 @@ async def test_figures_outlive_a_restart_and_belong_to_who_taught_them(tmp_path:
     assert needs_in(tmp_path, {GPU: "NVIDIA L4"}).need_of(one)[1] == "gguf"
 
 
-async def test_a_command_nobody_knows_is_fitted_from_its_second_load_on(tmp_path: Path) -> None:
+async def test_an_unknown_command_is_fitted_from_its_second_load_on(tmp_path: Path) -> None:
     needs, one = needs_in(tmp_path), subject(cmd="serve --fast --port ${PORT}")
     assert needs.need_of(one) == (Need(), "unknown")
     assert needs.measured(one, {GPU: 4321})
@@ -247,7 +247,7 @@ def test_without_gpus_a_hosted_model_has_its_weights_once(tmp_path: Path) -> Non
     assert needs.need_of(said)[0] == Need(0, 510)
 
 
-def test_what_sleeps_is_part_of_what_is_declared_for_the_stage(tmp_path: Path) -> None:
+def test_the_declared_need_of_a_ready_model_includes_its_sleeping_copy(tmp_path: Path) -> None:
     needs, said = needs_in(), hosted(tmp_path, memory_mib=500)
     asleep = needs.asleep_of(said)
     assert asleep is not None and needs.need_of(said)[0] == Need(500, asleep.host_mib)

@@ -179,7 +179,7 @@ def test_in_a_container_an_empty_list_says_nothing(nvml: FakeNvml, machine: Host
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_in_a_container_nobody_uses_a_gpu_of_which_nothing_is_used(nvml: FakeNvml, machine: HostProbe) -> None:
+def test_in_a_container_a_gpu_without_used_memory_has_no_processes(nvml: FakeNvml, machine: HostProbe) -> None:
     enter(machine.proc, "pid:[4026532201]")
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {}
 
@@ -196,7 +196,7 @@ def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, mac
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 11: 5}
 
 
-def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_nobody(
+def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_no_other(
     machine: HostProbe,
 ) -> None:
     class Ending(FakeNvml):

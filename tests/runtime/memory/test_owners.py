@@ -57,7 +57,7 @@ def test_an_engine_that_may_run_elsewhere_is_hidden() -> None:
     assert tables.owners() == {"s1": Owner({A: 500}, frozenset({11}), hidden=True)}
 
 
-def test_a_lease_is_its_holders_or_hidden_where_he_is_not_known() -> None:
+def test_a_lease_belongs_to_its_holders_process_or_is_hidden_if_that_is_unknown() -> None:
     tables = Tables()
     tables.hold(S1, 500, lease="here")
     tables.hold(S2, 500, lease="there")

@@ -30,7 +30,7 @@ BEFORE = reading(used("GPU-a", {1: 8_000, 2: 1_000}, besides=300))
         (gpu(used_mib=1_300, processes=None), {}),
     ],
 )
-def test_what_is_not_back_is_what_is_still_used_and_nobody_else_took(now: GpuReading, missing: Claim) -> None:
+def test_memory_not_back_is_what_is_still_used_less_what_others_took(now: GpuReading, missing: Claim) -> None:
     assert not_back(BEFORE, reading(now), {A: 8_000}) == missing
 
 

@@ -108,7 +108,7 @@ async def test_slot_that_cannot_be_seen_says_nothing(rig: Rig) -> None:
     assert await rig.memory.look(S) is None
 
 
-async def test_probe_that_fails_keeps_nobody_waiting(rig: Rig) -> None:
+async def test_a_failing_probe_ends_the_wait_for_a_slots_memory(rig: Rig) -> None:
     rig.probe.now = ProbeFailed("gone")
     await rig.watch.look_now()
     looks = rig.probe.looks
@@ -237,7 +237,7 @@ async def test_memory_that_stays_away_is_told(capsys: pytest.CaptureFixture[str]
     await rig.needs.close()
 
 
-async def test_where_nobody_can_be_seen_memory_is_back_when_no_more_of_it_comes(
+async def test_where_no_processes_are_listed_memory_is_back_when_use_stops_falling(
     rig: Rig,
 ) -> None:
     rig.scheduler.state.ledger.hold(S, {A: 9_000})

@@ -357,7 +357,7 @@ async def test_what_others_took_meanwhile_is_not_missing(rig: Rig) -> None:
     assert await rig.watch.back(before, {A: 8_000}, SOON_S) == {}
 
 
-async def test_a_probe_that_fails_keeps_nobody_waiting(rig: Rig) -> None:
+async def test_a_failing_probe_ends_the_wait_for_memory(rig: Rig) -> None:
     before = reading(used("GPU-a", {P1: 8_000}))
     rig.probe.now = ProbeFailed("gone")
     assert await rig.watch.back(before, {A: 8_000}, SOON_S) == {}
@@ -427,7 +427,7 @@ async def test_what_is_looked_at_while_memory_changes_hands_says_nothing_of_othe
     assert (told.foreign_mib, told.seen) == ({}, {S1: {A: 1_000}}), "the worker's own is as it was, and slots as said"
 
 
-async def test_a_glance_tells_nobody_and_waits_for_no_look(rig: Rig) -> None:
+async def test_a_glance_posts_no_event_and_waits_for_no_look(rig: Rig) -> None:
     rig.probe.show(used("GPU-a", {P1: 300}))
     glance = await rig.watch.glance(A)
     assert glance is not None and glance.used_mib == 300 and not rig.posted

@@ -27,15 +27,15 @@ def test_what_this_load_printed_counts() -> None:
 
 
 @pytest.mark.parametrize("exit", [KILLED, Exit(137, None)])
-def test_who_was_killed_while_the_kernel_killed_for_memory_ran_out_of_it(exit: Exit) -> None:
+def test_a_process_killed_while_the_kernel_killed_for_memory_ran_out_of_it(exit: Exit) -> None:
     found = evidence_of_no_memory(child(exit), [], KILLS, lambda: KILLS + 1)
     assert "host's memory" in (found or "")
 
 
 @pytest.mark.parametrize("exit", [Exit(1, None), Exit(None, signal.SIGTERM)])
-def test_who_ended_otherwise_meanwhile_did_not(exit: Exit) -> None:
+def test_a_process_that_ended_otherwise_meanwhile_did_not_run_out_of_memory(exit: Exit) -> None:
     assert evidence_of_no_memory(child(exit), [], KILLS, lambda: KILLS + 1) is None
 
 
-def test_who_was_killed_by_somebody_else_did_not() -> None:
+def test_a_process_that_was_not_killed_by_the_kernel_did_not_run_out_of_memory() -> None:
     assert evidence_of_no_memory(child(KILLED), [], KILLS, lambda: KILLS) is None

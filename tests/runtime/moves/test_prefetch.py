@@ -95,7 +95,7 @@ async def test_a_model_that_is_waited_for_is_read_ahead(tmp_path: Path) -> None:
     assert rig.told == [("a", 6 * MIB)]
 
 
-async def test_those_who_are_waited_for_are_read_one_after_the_other(tmp_path: Path) -> None:
+async def test_models_that_are_waited_for_are_read_one_after_the_other(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.wait_for("a", 1)
     rig.wait_for("b", 2)
@@ -145,7 +145,7 @@ async def test_no_more_than_half_of_the_memory_that_can_be_had_is_used(tmp_path:
     assert [piece.offset // MIB for piece in seen] == [0, 1, 2]
 
 
-async def test_who_is_ready_or_reads_by_itself_is_not_read_ahead(tmp_path: Path) -> None:
+async def test_a_model_that_is_ready_hosted_or_not_waited_for_is_not_read_ahead(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.gateway.add_slot("a", Tier.READY)
     rig.wait_for("a", 1)

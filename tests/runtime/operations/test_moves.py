@@ -59,7 +59,7 @@ async def test_an_order_is_posted_as_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [MoveKind.SLEEP, MoveKind.PREPARE])
-async def test_who_cannot_sleep_is_named_with_its_engine_and_what_works_instead(kind: MoveKind) -> None:
+async def test_a_model_that_cannot_sleep_is_named_with_its_engine_and_what_works_instead(kind: MoveKind) -> None:
     error = await refusal(kind, OpOutcome.REFUSED)
     assert isinstance(error, Unsupported) and error.param == "model"
     what = "prepare it" if kind is MoveKind.PREPARE else "put it to sleep"
@@ -72,7 +72,7 @@ async def test_a_load_that_rules_exclude_says_where_the_models_are_named() -> No
     assert said.code == "model_excluded" and "`greenroom explain qwen`" in said.message
 
 
-async def test_too_large_for_the_green_room_is_another_thing_than_for_the_stage() -> None:
+async def test_too_large_for_the_green_room_is_told_apart_from_too_large_to_be_ready() -> None:
     stage, green_room = [await refusal(kind, OpOutcome.TOO_LARGE) for kind in (MoveKind.LOAD, MoveKind.PREPARE)]
     assert isinstance(stage, TooLarge) and isinstance(green_room, TooLarge)
     assert "green_room_mib" in green_room.message and "green_room_mib" not in stage.message

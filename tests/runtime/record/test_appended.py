@@ -38,7 +38,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: object
 
 
 @pytest.mark.parametrize("text", ["notes of mine\n", "headline\n", "hea"])
-def test_file_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines"
     path.write_text(text)
     with pytest.raises(FileExistsError, match="holds something else"):
@@ -48,7 +48,7 @@ def test_file_of_somebody_else_is_refused_and_left_as_it_is(tmp_path: Path, text
     assert path.read_text() == text and os.listdir(tmp_path) == ["lines"]
 
 
-def test_old_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_foreign_old_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("head\none\n")
     (tmp_path / "lines.1").write_text("notes of mine\n")
     with pytest.raises(FileExistsError, match=r"lines\.1"):

@@ -104,7 +104,7 @@ async def test_a_refusal_is_raised_with_its_kind(other: Other) -> None:
     assert raised.value.kind == "bad_model"
 
 
-async def test_who_waits_is_told_when_the_connection_ends_and_so_is_who_asks_later(other: Other) -> None:
+async def test_waiting_and_later_calls_fail_when_the_connection_ends(other: Other) -> None:
     tasks = [asyncio.create_task(other.link.ask("wake")) for _ in range(2)]
     await other.asked()
     other.socket.close()
@@ -126,7 +126,7 @@ async def test_our_own_close_is_no_end_that_is_told(other: Other) -> None:
     assert other.ends == 0
 
 
-async def test_an_answer_to_somebody_who_left_is_ignored(other: Other) -> None:
+async def test_an_answer_to_a_cancelled_call_is_ignored(other: Other) -> None:
     task = asyncio.create_task(other.link.ask("wake"))
     said, _ = await other.asked()
     task.cancel()
@@ -176,7 +176,7 @@ async def test_a_worker_that_never_reads_is_given_up(other: Other) -> None:
     os.close(fd)
 
 
-async def test_nobody_who_listens_is_told_as_such(tmp_path: Path) -> None:
+async def test_connecting_where_nothing_listens_raises_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         await connect(str(tmp_path / "nobody.sock"), lambda: None)
 

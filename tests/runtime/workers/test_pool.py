@@ -132,7 +132,7 @@ async def test_two_programs_in_one_python_never_mix() -> None:
     await all_hosts.close()
 
 
-async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited_for_it_is_called_off() -> None:
+async def test_a_worker_is_kept_for_its_slot_when_another_that_waited_for_it_is_called_off() -> None:
     starts = Starts()
     all_hosts = made(starts)
     starts.gate.clear()
