@@ -86,6 +86,30 @@ def test_nothing_is_deleted_while_a_gateway_fetches_into_a_root_above_or_below(
     close_all(taken)
 
 
+def test_a_first_fetch_waits_for_a_deletion_that_began_below(tmp_path: Path) -> None:
+    """The gateway that deletes found no lock file above it, because none had fetched there yet."""
+    one, path = fetched(tmp_path / "hub" / "org", "a.gguf")
+    taken = one.take(str(path))
+    assert taken is not None
+    above = marks(tmp_path)
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            above.begin_fetch()
+    close_all(taken)
+    close_all(above.begin_fetch())
+
+
+def test_nothing_is_deleted_while_it_cannot_be_told_whether_another_gateway_fetches(tmp_path: Path) -> None:
+    one, path = fetched(tmp_path / "hub", "a.gguf")
+    (tmp_path / FOLDER).mkdir()
+    # No gateway follows a link there.
+    (tmp_path / FOLDER / "fetching").symlink_to("elsewhere")
+    with pytest.raises(BlockingIOError):
+        one.take(str(path))
+    (tmp_path / FOLDER / "fetching").unlink()
+    assert one.take(str(path)) is not None, "it was only put off"
+
+
 @pytest.mark.parametrize("others", [["hub"], ["."], ["hub", "."]])
 def test_gateways_that_name_the_folder_by_other_roots_know_of_each_other(tmp_path: Path, others: list[str]) -> None:
     path = tmp_path / "hub" / "a.gguf"

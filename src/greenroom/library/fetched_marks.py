@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 from greenroom.library.roots import Roots, is_below
@@ -33,20 +33,16 @@ class FetchedMarks:
 
     def begin_fetch(self) -> list[int]:
         """Let no gateway delete anything until these are closed. Raises BlockingIOError while one just does."""
-        locks: list[int] = []
-        for root in self._roots().real():
-            fd = _opened(os.path.join(root, FOLDER, FETCHING), os.O_CREAT)
-            if fd is None:
-                continue
-            locks.append(fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                close_all(locks)
-                raise
-            except OSError:
-                # A volume without locks: nothing on it is ever deleted.
-                pass
+        roots, locks = list(self._roots().real()), list[int]()
+        try:
+            for root in roots:
+                _share(os.path.join(root, FOLDER, FETCHING), os.O_CREAT, locks)
+            # A gateway with a root below may be deleting there since before these files were made.
+            for file in _fetching_below(roots):
+                _share(file, 0, locks)
+        except BlockingIOError:
+            close_all(locks)
+            raise
         return locks
 
     def mark(self, path: str) -> None:
@@ -136,24 +132,20 @@ class FetchedMarks:
     def _expect_no_fetch(self, path: str, locks: list[int]) -> None:
         """Adds the locks: of the folder with its mark, and of all above it, which may be roots of other gateways.
 
-        Raises _Fetched, or OSError if there can be none.
+        Raises _Fetched, also if one above cannot be opened, or OSError if there can be none of its own.
         """
         own = self._file(path)
         if own is None:
             raise OSError("nothing can be locked")
-        files = {os.path.join(os.path.dirname(own), FETCHING): os.O_CREAT}
+        # Its own first: a gateway that begins to fetch above makes its file, and then looks for those below.
+        root = os.path.dirname(os.path.dirname(own))
+        if not _lock_alone(os.path.join(root, FOLDER, FETCHING), os.O_CREAT, locks):
+            raise OSError("nothing can be locked")
         folder = path
         while (folder := os.path.dirname(above := folder)) != above:
-            if os.path.lexists(file := os.path.join(folder, FOLDER, FETCHING)):
-                files.setdefault(file, 0)
-        for file, flags in files.items():
-            if (fd := _opened(file, flags)) is None:
-                raise OSError("nothing can be locked")
-            locks.append(fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _Fetched("a gateway is fetching") from None
+            file = os.path.join(folder, FOLDER, FETCHING)
+            if folder != root and os.path.lexists(file) and not _lock_alone(file, 0, locks):
+                raise _Fetched("it cannot be told whether another gateway is fetching")
 
     def let_go(self, path: str, locks: list[int]) -> None:
         """The end of `take`. If the weights are gone, so is their mark."""
@@ -193,6 +185,40 @@ def disown(paths: Iterable[str]) -> None:
 
 class _Fetched(Exception):
     """A gateway fetches into this root."""
+
+
+def _share(file: str, flags: int, locks: list[int]) -> None:
+    """Add a shared lock, if the file can be opened. Raises BlockingIOError while a gateway deletes."""
+    if (fd := _opened(file, flags)) is None:
+        return
+    locks.append(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # A volume without locks: nothing on it is ever deleted.
+        pass
+
+
+def _lock_alone(file: str, flags: int, locks: list[int]) -> bool:
+    """Add an exclusive lock; False if the file cannot be opened. Raises _Fetched or OSError."""
+    if (fd := _opened(file, flags)) is None:
+        return False
+    locks.append(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _Fetched("a gateway is fetching") from None
+    return True
+
+
+def _fetching_below(roots: Iterable[str]) -> Iterator[str]:
+    """The lock files of gateways whose roots are these folders or lie below them."""
+    for root in roots:
+        for folder, folders, _ in os.walk(root):
+            if FOLDER in folders and os.path.lexists(file := os.path.join(folder, FOLDER, FETCHING)):
+                yield file
 
 
 def close_all(fds: Iterable[int]) -> None:
