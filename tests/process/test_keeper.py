@@ -31,7 +31,7 @@ def gateway(processes: int, *mode: str) -> Iterator[tuple[subprocess.Popen[bytes
             process.kill()
 
 
-def everyone(pids: dict[str, object]) -> list[int]:
+def all_pids(pids: dict[str, object]) -> list[int]:
     tree = pids["tree"]
     assert isinstance(tree, list)
     return [*tree, int(str(pids["keeper"]))]
@@ -40,31 +40,31 @@ def everyone(pids: dict[str, object]) -> list[int]:
 @pytest.mark.parametrize(("mode", "processes"), [("plain", 1), ("deaf", 1), ("fork-setsid", 2), ("daemon", 2)])
 def test_killed_gateway_leaves_nothing(mode: str, processes: int) -> None:
     with gateway(processes, mode) as (process, pids):
-        assert all(map(is_alive, everyone(pids)))
+        assert all(map(is_alive, all_pids(pids)))
         process.kill()
-        until_now(lambda: not any(map(is_alive, everyone(pids))))
+        until_now(lambda: not any(map(is_alive, all_pids(pids))))
 
 
 def test_killed_gateway_leaves_no_stopped_engine() -> None:
     with gateway(2, "fork-setsid") as (process, pids):
-        *tree, _ = everyone(pids)
+        *tree, _ = all_pids(pids)
         for pid in tree:
             os.kill(pid, signal.SIGSTOP)
         process.kill()
-        until_now(lambda: not any(map(is_alive, everyone(pids))))
+        until_now(lambda: not any(map(is_alive, all_pids(pids))))
 
 
 def test_killed_gateway_leaves_no_engine_that_floods_its_log() -> None:
     with gateway(1, "flood-for-ever") as (process, pids):
         process.kill()
-        until_now(lambda: not any(map(is_alive, everyone(pids))))
+        until_now(lambda: not any(map(is_alive, all_pids(pids))))
 
 
 def test_terminal_signal_to_the_gateways_group_does_not_reach_the_engine() -> None:
     with gateway(1, "plain") as (process, pids):
         keeper = int(str(pids["keeper"]))
         assert os.getsid(keeper) == keeper != os.getsid(process.pid)
-        assert os.getpgid(everyone(pids)[0]) != os.getpgid(process.pid)
+        assert os.getpgid(all_pids(pids)[0]) != os.getpgid(process.pid)
 
 
 def test_keeper_starts_without_anything_but_the_standard_library() -> None:

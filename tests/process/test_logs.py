@@ -168,7 +168,7 @@ def test_a_start_has_its_own_lines_and_its_model_those_of_all() -> None:
     assert model.tail(10) == ["prompt of a", "half", "no such file", "and ha"]
 
 
-def test_lines_of_a_shared_log_go_to_everybody_whole() -> None:
+def test_lines_of_a_shared_log_go_to_every_listener_whole() -> None:
     shared, one, two = SharedLog(), LogRing(), LogRing()
     shared.write(b"before\n")
     shared.listeners = [one, two]

@@ -31,7 +31,7 @@ def by_identity(identity: str) -> str | None:
     return "s7" if identity.startswith("gate:run:") else None
 
 
-def nobody(_: str) -> None:
+def no_owner(_: str) -> None:
     return None
 
 
@@ -42,18 +42,18 @@ def test_a_process_is_its_identitys_and_so_is_what_it_started(family: tuple[int,
 
 def test_a_process_below_a_known_one_is_its_owners(family: tuple[int, int]) -> None:
     parent, child = family
-    assert proc.owners_of([parent, child], {parent: "trainer"}, nobody) == {parent: "trainer", child: "trainer"}
+    assert proc.owners_of([parent, child], {parent: "trainer"}, no_owner) == {parent: "trainer", child: "trainer"}
 
 
 def test_the_nearest_owner_counts(family: tuple[int, int]) -> None:
     parent, child = family
-    assert proc.owner_of(child, {parent: "near", os.getpid(): "far"}, nobody) == "near"
+    assert proc.owner_of(child, {parent: "near", os.getpid(): "far"}, no_owner) == "near"
 
 
 def test_strangers_and_the_dead_are_nobodys(family: tuple[int, int]) -> None:
     ended = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     ended.wait()
-    assert proc.owners_of([*family, ended.pid, 1], {}, nobody) == {}
+    assert proc.owners_of([*family, ended.pid, 1], {}, no_owner) == {}
 
 
 def test_a_tree_is_everything_at_or_below_its_root(family: tuple[int, int]) -> None:

@@ -92,14 +92,16 @@ def test_a_program_that_has_ended_keeps_its_number_until_the_wrapper_has_seen_it
     with kept(["true"]) as one:
         pid = int(os.read(one.status_fd, 100).split()[1])
         until_now(lambda: is_gone(pid))
-        assert proc.stat(pid) is not None, "a zombie: the number is nobody else's"
+        assert proc.stat(pid) is not None, "a zombie: its pid is not used again"
         one.say(program_keeper.SEEN)
         assert one.told() == ["exited 0"]
 
 
 @pytest.mark.parametrize("shell", ["{0}; true", "trap '' TERM; {0}; true", "(setsid {0} &) ; sleep 600"])
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_who_does_not_heed_is_killed_with_what_it_started(tmp_path: Path, shell: str, is_asked: bool) -> None:
+def test_a_program_that_ignores_the_signal_is_killed_with_what_it_started(
+    tmp_path: Path, shell: str, is_asked: bool
+) -> None:
     """Whether the shell waits, is deaf, or has let it go."""
     up = tmp_path / "up"
     with kept(["sh", "-c", shell.format(heedless(up))], term_s=0.3) as one:

@@ -63,7 +63,7 @@ def test_damaged_id_is_replaced(path: Path, damaged: str) -> None:
     assert state.id == again.id != damaged
 
 
-def test_second_gateway_is_told_who_has_it(path: Path) -> None:
+def test_a_second_gateway_is_told_which_process_has_the_directory(path: Path) -> None:
     state = StateDir.open(path)
     with pytest.raises(errors.StateDirBusy, match=f"pid {os.getpid()};"):
         StateDir.open(path)
@@ -142,7 +142,7 @@ def test_long_path_uses_the_users_runtime_directory_first(path: Path, monkeypatc
     state.close()
 
 
-def test_run_directory_that_is_somebody_elses_link_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_that_is_a_foreign_link_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = path.parent / "xdg"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
