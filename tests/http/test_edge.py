@@ -762,7 +762,7 @@ async def test_connections_beyond_the_limit_are_turned_away(serve: Serve, connec
 
 
 class FarAway(asyncio.Transport):
-    """A connection from another machine, as far as anyone can tell here."""
+    """A connection that looks as if it came from another machine."""
 
     def __init__(self, ip: str = "10.0.0.1") -> None:
         super().__init__({"peername": (ip, 5)})
@@ -938,7 +938,7 @@ async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(serve: Ser
     assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)
 
 
-async def test_upgrade_nobody_takes_is_answered_as_http(serve: Serve, connect: Connect) -> None:
+async def test_an_upgrade_that_is_not_taken_is_answered_as_http(serve: Serve, connect: Connect) -> None:
     server = await serve()
     client = await connect(server)
     upgrade = "Connection: Upgrade\r\nUpgrade: h2c\r\n"

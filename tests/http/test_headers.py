@@ -102,7 +102,7 @@ def test_what_we_say_cannot_break_the_head(value: bytes) -> None:
         build(ours=[(b"x-tenant-id", value)])
 
 
-def test_defaults_are_told_only_where_nobody_said_anything() -> None:
+def test_default_headers_are_added_only_where_none_was_set() -> None:
     defaults = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
     engine, ours = [(b"x-cache-hit", b"true")], [(b"x-request-id", b"r")]
     assert response_headers(engine, ours, defaults) == [*engine, *ours, defaults[1]]

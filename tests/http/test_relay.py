@@ -170,7 +170,7 @@ async def test_client_that_leaves_ends_the_engines_work_at_once(
 
 async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, connect: Connect) -> None:
     async def script(call: Call) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("a request that was not sent")
 
     engine = Engine(script)
     await engine.start()

@@ -140,7 +140,7 @@ async def test_tunnel_stopped_before_it_opens_ends_the_request(
     proxy.relays[0].exchange.cut()
 
 
-async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_tunnel_waits_for_the_side_that_reads_slowly(engines: Engines, behind: Behind, connect: Connect) -> None:
     sent = 0
     reading = asyncio.Event()
 

@@ -361,7 +361,7 @@ async def test_pool_closed_while_connecting_tells_the_sink(
     assert engine.calls == []
 
 
-async def test_aborted_connection_tells_nobody_and_the_engine_notices(
+async def test_an_aborted_connection_reports_nothing_and_the_engine_notices(
     engines: Engines, pools: Callable[..., Pool]
 ) -> None:
     left = asyncio.Event()
@@ -396,7 +396,7 @@ async def test_sink_that_leaves_at_the_head_hears_no_more(engines: Engines, pool
     assert notes.told == ["head"]
 
 
-async def test_sink_nobody_waits_for_is_not_sent(engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_a_request_whose_sink_is_not_wanted_is_not_sent(engines: Engines, pools: Callable[..., Pool]) -> None:
     engine = await engines(saying(OK))  # type: ignore[arg-type]
     pool = pools(engine)
     notes = Notes()
