@@ -154,7 +154,7 @@ def test_what_an_engine_may_have_said_is_told_in_our_words(kind: type[GreenroomE
     assert told.message == "alpha could not be loaded: it took too long. An operator finds more under request r-9."
 
 
-def test_what_is_kept_back_from_nobody_points_to_nobody() -> None:
+def test_a_message_that_hides_nothing_has_no_pointer_to_more() -> None:
     assert words(BadRequest("model is missing."), "r-1", to_operator=False) == ("model is missing.", None)
 
 

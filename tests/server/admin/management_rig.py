@@ -343,7 +343,7 @@ class FakeGateway:
         return slot
 
     def lease_of(self, mib: int, *, priority: int) -> LeaseAsked:
-        """Another program that takes so much, and would leave for somebody more urgent."""
+        """Another program that takes so much, and would leave for a more urgent request."""
         return LeaseAsked(NOW, LeaseId("lease"), Need(gpu_mib=mib), priority=priority, preemptible=True)
 
     def add_waiter(

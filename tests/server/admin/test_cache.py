@@ -1,4 +1,4 @@
-"""Who may flush what of prefix caches, and what is told of it."""
+"""Which callers may flush which prefix caches, and what is reported of it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def everything(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
     names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
     # A compiled class names its attributes elsewhere.
     names += [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__mypyc_attrs__", ())]
-    # What is only remembered for the next time that somebody asks is no part of what compares.
+    # Values kept only to answer the next question faster are no part of the comparison.
     remembered = {one.name for one in fields(thing) if not one.compare} if is_dataclass(thing) else set[str]()
     kept = sorted(set(names) - remembered)
     return type(thing).__name__, {name: everything(getattr(thing, name, None), deeper) for name in kept}
@@ -82,7 +82,7 @@ async def test_busy_model_would_be_waited_for() -> None:
     assert (told["action"], told["why"]) == ("wait", "busy")
 
 
-async def test_swap_names_who_would_leave_and_why() -> None:
+async def test_a_swap_names_the_models_that_would_leave_and_why() -> None:
     gateway = FakeGateway({"a": model(memory_mib=FULL_MIB), "b": model()})
     gateway.add_slot("b", Tier.READY, last_used=NOW - 100)
     told = (await explain(gateway, model="a")).json

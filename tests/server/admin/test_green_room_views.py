@@ -30,7 +30,7 @@ async def green_room(made: FakeGateway) -> dict[str, Any]:
     return shown
 
 
-async def test_only_those_who_sleep_are_in_the_green_room() -> None:
+async def test_only_sleeping_models_are_in_the_green_room() -> None:
     made = gateway()
     holds(made, "a", Tier.READY, 3_000, 2_500)
     holds(made, "b", Tier.ASLEEP, 0, 1_500)
@@ -43,7 +43,7 @@ async def test_its_bound_is_its_size_and_what_is_left_of_it_is_free() -> None:
     assert await green_room(made) == {"size_mib": 4_000, "used_mib": 1_500, "free_mib": 2_500, "models": ["b"]}
 
 
-async def test_who_is_on_the_way_there_holds_his_place_and_is_not_there_yet() -> None:
+async def test_a_model_that_is_being_prepared_counts_but_is_not_listed_yet() -> None:
     made = gateway()
     holds(made, "a", Tier.COLD, 0, 2_000)
     (slot,) = made.state.slots.values()

@@ -134,7 +134,7 @@ async def test_a_denial_has_its_numbers_and_says_when_to_ask_again() -> None:
     assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (503, "lease_denied", "false")
 
 
-async def test_who_leaves_while_it_waits_gives_up() -> None:
+async def test_a_client_that_disconnects_while_it_waits_gives_up_its_lease() -> None:
     gateway = FakeGateway()
     gateway.leasing.may_answer = asyncio.Event()
     await _asked_and_left(gateway)
@@ -143,7 +143,7 @@ async def test_who_leaves_while_it_waits_gives_up() -> None:
     assert b'greenroom_lease_asks_total{outcome="given_up"} 1.0' in (await Client(gateway).get("/metrics")).body
 
 
-async def test_who_has_left_when_its_lease_is_granted_does_not_keep_it() -> None:
+async def test_a_lease_granted_to_a_disconnected_client_is_released() -> None:
     gateway = FakeGateway()
     gateway.leasing.may_answer = may_answer = asyncio.Event()
     await _asked_and_left(gateway, may_answer.set)

@@ -116,7 +116,7 @@ async def test_events_that_wait_are_sent_together() -> None:
     assert (first.count(b"event: "), second.count(b"event: ")) == (50, 11)
 
 
-async def test_one_who_joins_later_gets_times_as_they_are_then() -> None:
+async def test_a_later_watcher_gets_times_as_they_are_then() -> None:
     gateway = FakeGateway({"a": model()})
     gateway.add_slot("a", Tier.READY, last_used=gateway.now)
     client = Client(gateway)
@@ -170,7 +170,7 @@ async def test_events_before_the_stream_are_sent_again() -> None:
     assert [kind for kind, _ in _events(call)] == ["load_done", "state"]
 
 
-async def test_nobody_looks_when_nobody_watches() -> None:
+async def test_the_state_is_looked_at_only_while_it_is_watched() -> None:
     gateway = FakeGateway({"a": model()})
     looks = 0
 

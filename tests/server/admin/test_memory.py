@@ -72,7 +72,7 @@ async def test_status_has_the_figures_of_gpus_alone(gateway: FakeGateway) -> Non
     assert "strangers" not in shown
 
 
-async def test_gpus_are_looked_at_for_who_asks_but_not_for_each_of_many(gateway: FakeGateway) -> None:
+async def test_gpus_are_probed_on_request_but_not_again_while_the_reading_is_fresh(gateway: FakeGateway) -> None:
     await Client(gateway).get("/api/v1/gpus")
     assert gateway.memory_watch.looks == 1
     gateway.memory_watch.last = MemoryLook(NOW, gateway.memory_watch.last.reading)

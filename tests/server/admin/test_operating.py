@@ -65,7 +65,7 @@ async def test_sleep_answers_when_the_model_is_in_the_green_room() -> None:
     assert gateway.operations.asked == [(MoveKind.SLEEP, "a", (), 2.0)]
 
 
-async def test_prepare_names_who_must_leave_for_it() -> None:
+async def test_prepare_takes_the_models_that_must_leave_for_it() -> None:
     gateway = _gateway()
     gateway.operations.then = lambda: gateway.add_slot("a", Tier.ASLEEP) and None
     answer = await Client(gateway).post("/api/v1/models/a/prepare", {"evict": ["org/name"]})
@@ -90,7 +90,7 @@ async def test_a_grace_that_is_none_is_refused_before_anything_moves(grace_s: ob
     assert gateway.operations.asked == []
 
 
-async def test_load_names_who_must_leave_by_id_or_alias() -> None:
+async def test_load_takes_the_models_that_must_leave_by_id_or_alias() -> None:
     gateway = _gateway()
     answer = await Client(gateway).post("/api/v1/models/org/name/load", {"evict": ["first", "a/b"]})
     assert answer.status == 200

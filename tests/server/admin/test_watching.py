@@ -296,7 +296,7 @@ async def test_status_shows_what_a_removed_model_still_holds() -> None:
     assert status["devices"][0]["used_mib"] == 300
 
 
-async def test_status_shows_the_first_who_wait_and_counts_all() -> None:
+async def test_status_lists_the_first_waiting_requests_and_counts_all() -> None:
     gateway = FakeGateway({"a": model()})
     gateway.state.avg_wait_s = 0.25
     for number in range(WAITING_SHOWN_MAX + 50):
@@ -330,7 +330,7 @@ def test_every_fact_of_a_request_is_published() -> None:
     assert set(RequestView.model_fields) == set(_record(1).as_dict())
 
 
-async def test_a_request_nobody_knows_is_not_found() -> None:
+async def test_an_unknown_request_is_not_found() -> None:
     answer = await Client(FakeGateway()).get("/api/v1/requests/r-none")
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "r-none" in answer.error["message"]
