@@ -87,7 +87,7 @@ def test_commented_examples_load_and_have_every_key(loads: Loads) -> None:
     assert rule.model_fields_set == set(Quorum.model_fields)
 
 
-def test_commented_examples_of_company_load_and_have_every_key(loads: Loads) -> None:
+def test_commented_examples_of_coresidency_load_and_have_every_key(loads: Loads) -> None:
     models = "models: {chat: {path: a.gguf}, whisper: {path: b.gguf}}\n"
     _, *both, _, _, _ = commented_examples()
     groups, matrix = (

@@ -79,13 +79,13 @@ def test_no_key_of_the_configuration_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("wait_max_s", "deadlines_s"), [(600, (5.0, 240.0, 480.0)), (300, (5.0, 240.0, 300.0)), (3, (3.0, 3.0, 3.0))]
 )
-def test_nobody_insists_later_than_it_would_have_been_refused(
+def test_deadlines_are_no_later_than_the_longest_wait(
     loads: Loads, wait_max_s: int, deadlines_s: tuple[float, float, float]
 ) -> None:
     assert limits_of(loads(f"server: {{wait_max_s: {wait_max_s}}}")).deadlines_s == deadlines_s
 
 
-def test_rules_about_company_come_with_the_numbers(loads: Loads) -> None:
+def test_limits_include_the_rules_of_coresidency(loads: Loads) -> None:
     config = loads("""
         models: {a: {path: a.gguf}, b: {path: b.gguf}}
         scheduler: {company: {groups: {pair: {members: [a, b], swap: false}}}}

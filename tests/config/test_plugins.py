@@ -74,7 +74,7 @@ def test_an_installed_policy_is_used_by_its_name(
     assert list(policies) == ["default", "fifo", "mine"]
 
 
-def test_a_name_nobody_registered_is_refused_with_those_there_are(
+def test_an_unregistered_name_is_refused_with_those_there_are(
     site: Path, policies: Named[PolicyFactory], swappers: Named[SwapperFactory]
 ) -> None:
     install(site, "[greenroom.policies]\nmine = acme_named:Mine\n", acme_named=GOOD)
@@ -113,7 +113,7 @@ def test_what_is_installed_but_not_named_is_not_imported(site: Path, policies: N
     assert "broken" in list(policies)
 
 
-def test_nobody_takes_the_name_of_a_built_in_one(site: Path, policies: Named[PolicyFactory]) -> None:
+def test_a_package_cannot_take_the_name_of_a_built_in_one(site: Path, policies: Named[PolicyFactory]) -> None:
     install(site, "[greenroom.policies]\nfifo = acme_false:Mine\n", acme_false=GOOD)
     assert policies["fifo"] is FirstCome
     assert list(policies) == ["default", "fifo"]
