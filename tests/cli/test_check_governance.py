@@ -153,7 +153,7 @@ def test_a_quorum_that_no_token_can_reach_is_an_error(
     assert status == 1 and "no token can prove more than 1 of alice, admin1" in result["warnings"][0]
 
 
-def test_a_group_that_nobody_can_sign_for_is_an_error(tmp_path: Path, capsys: Out) -> None:
+def test_a_group_without_a_possible_signer_is_an_error(tmp_path: Path, capsys: Out) -> None:
     governance = {
         "signers": {"alice": PUBLIC["alice"], "admin1": None},
         "signer_groups": {"late": ["admin1"]},

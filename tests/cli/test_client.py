@@ -81,7 +81,7 @@ def test_a_redirect_is_not_followed(gateway: FakeGateway) -> None:
     assert [asked.target for asked in gateway.asked] == ["/x"]
 
 
-def test_nobody_listening_names_the_address_and_the_command() -> None:
+def test_no_gateway_at_an_address_names_it_and_the_command_to_start_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(NoGateway) as none:

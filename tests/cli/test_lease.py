@@ -51,7 +51,9 @@ LEASE = {
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_says_who_holds_what(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_each_lease_with_its_memory_and_holder(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
     slot = LEASE | {"id": "s3", "name": "qwen", "kind": "slot", "holder": None, "preemptible": False}
     leases = [
         LEASE,
@@ -228,7 +230,7 @@ async def test_a_program_ended_by_a_signal_is_told_as_shells_tell_it(tmp_path: P
         assert process.returncode == 128 + signal.SIGKILL
 
 
-async def test_who_kills_the_wrapper_ends_the_program_and_frees_its_memory(tmp_path: Path) -> None:
+async def test_killing_the_wrapper_ends_the_program_and_frees_its_memory(tmp_path: Path) -> None:
     async with gateway(tmp_path, {}) as app:
         process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], [sys.executable, "-c", SLEEPER])
         child = int(await first_line(process))
@@ -239,7 +241,7 @@ async def test_who_kills_the_wrapper_ends_the_program_and_frees_its_memory(tmp_p
 
 
 @pytest.mark.parametrize("shell", ["{0}; true", "{0} & wait", "(setsid {0} &) ; sleep 600"])
-async def test_who_kills_the_wrapper_ends_what_a_shell_has_started(tmp_path: Path, shell: str) -> None:
+async def test_killing_the_wrapper_ends_what_a_shell_has_started(tmp_path: Path, shell: str) -> None:
     """Whether the shell waits for it, runs it beside itself, or has let it go."""
     async with gateway(tmp_path, {}) as app:
         command = shlex.join([sys.executable, "-c", SLEEPER])

@@ -173,7 +173,7 @@ def test_an_interrupt_while_a_command_begins_ends_it_without_a_word(tmp_path: Pa
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
-def test_an_interrupt_that_was_provided_for_is_left_to_those_who_did(handler: signal.Handlers) -> None:
+def test_an_interrupt_handler_that_was_set_before_is_kept(handler: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
         with failures.end_at_once():

@@ -126,7 +126,7 @@ def test_a_move_is_shown_in_one_word_instead_of_the_tier(kind: str) -> None:
     assert shown.replace("-", "").isalpha() and shown.endswith(("ing", "asleep"))
 
 
-def test_the_summary_says_who_is_in_each_place_and_what_they_hold() -> None:
+def test_the_summary_lists_the_models_of_each_tier_and_their_memory() -> None:
     asleep = model("qwen", tier="asleep", memory={"host": 15_320})
     shown = ps.summary(status(READY, asleep, *(model(f"m{number}") for number in range(7))))
     assert shown[:3] == [

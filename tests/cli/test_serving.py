@@ -199,7 +199,7 @@ def test_every_open_file_the_system_allows_may_be_used(file: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_it_serves_although_nobody_can_read_what_it_says(file: Path, closed: str) -> None:
+def test_it_serves_although_its_output_is_closed(file: Path, closed: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", str(port)]
@@ -213,7 +213,7 @@ def test_it_serves_although_nobody_can_read_what_it_says(file: Path, closed: str
             process.kill()
 
 
-def test_a_reader_of_the_greeting_who_has_enough_does_not_end_it(file: Path) -> None:
+def test_closing_the_pipe_of_its_output_does_not_end_it(file: Path) -> None:
     command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", "0"]
     command += ["--state-dir", str(file.parent / "state")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
