@@ -5,6 +5,8 @@ The devices are stand-ins which refuse an operation on tensors of two devices, s
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -55,10 +57,22 @@ def descriptor() -> Iterator[int]:
     os.close(made)
 
 
-@pytest.fixture
-def devices() -> Iterator[StandInDevices]:
+@contextlib.contextmanager
+def stand_ins() -> Iterator[StandInDevices]:
+    """Each operation inside takes many times as long: what needs no second device is done outside."""
     with torch.no_grad(), StandInDevices() as made:
         yield made
+
+
+@pytest.fixture
+def devices() -> Iterator[StandInDevices]:
+    with stand_ins() as made:
+        yield made
+
+
+@functools.cache
+def plain_picture(folder: Path) -> Any:
+    return plain(folder, ARGUMENTS)
 
 
 def spread(folder: Path, descriptor: int, device_map: dict[str, int], *others: torch.device) -> PreparedPipeline:
@@ -76,34 +90,34 @@ def picture(made: PreparedPipeline, kind: str, said: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("device_map", MAPS)
 @pytest.mark.parametrize("kind", FIRST_QUICK)
 def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
-    folders: Path, descriptor: int, devices: StandInDevices, kind: str, device_map: str
+    folders: Path, descriptor: int, kind: str, device_map: str
 ) -> None:
-    made = spread(folders / kind, descriptor, MAPS[device_map], OTHER)
-    try:
-        where = {name: next(part.parameters()).device for name, part in made.weights.module.named_children()}
-        assert where == {name: (ONE, OTHER)[MAPS[device_map].get(name, 0)] for name in where}
-        painted = picture(made, "text", ARGUMENTS)
-        assert devices.hops > 0
-    finally:
-        made.close()
-    assert is_same(painted, plain(folders / kind, ARGUMENTS))
+    with stand_ins() as devices:
+        made = spread(folders / kind, descriptor, MAPS[device_map], OTHER)
+        try:
+            where = {name: next(part.parameters()).device for name, part in made.weights.module.named_children()}
+            assert where == {name: (ONE, OTHER)[MAPS[device_map].get(name, 0)] for name in where}
+            painted = picture(made, "text", ARGUMENTS)
+            assert devices.hops > 0
+        finally:
+            made.close()
+    assert is_same(painted, plain_picture(folders / kind))
 
 
 @pytest.mark.parametrize("kind", FIRST_QUICK)
-def test_an_edit_over_two_devices_is_that_of_plain_diffusers(
-    folders: Path, descriptor: int, devices: StandInDevices, kind: str
-) -> None:
+def test_an_edit_over_two_devices_is_that_of_plain_diffusers(folders: Path, descriptor: int, kind: str) -> None:
     """The encoder answers with a distribution, which hops too."""
     sent = Image.effect_mandelbrot((64, 48), (-2, -1, 1, 1), 50).convert("RGB")
     said: dict[str, Any] = {**ARGUMENTS, "image": sent, "strength": 0.7}
     if kind == "sdxl":
         # This one takes the size of the picture.
         del said["width"], said["height"]
-    made = spread(folders / kind, descriptor, MAPS["others away"], OTHER)
-    try:
-        painted = picture(made, "image", said)
-    finally:
-        made.close()
+    with stand_ins():
+        made = spread(folders / kind, descriptor, MAPS["others away"], OTHER)
+        try:
+            painted = picture(made, "image", said)
+        finally:
+            made.close()
     assert is_same(painted, plain(folders / kind, said, diffusers.AutoPipelineForImage2Image))
 
 
