@@ -52,6 +52,21 @@ def test_weights_of_another_gateway_are_known_to_be_used(tmp_path: Path) -> None
     assert not second.is_used_elsewhere(str(tmp_path / "mine.gguf")), "no update fetched it"
 
 
+def test_no_gateway_begins_to_use_what_another_one_is_told_to_delete(tmp_path: Path) -> None:
+    (first, path), second = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    with pytest.raises(BlockingIOError), second.deleting(str(path), force=False):
+        pytest.fail("the first one uses it")
+    with second.deleting(str(path), force=True):
+        pass
+    first.use_only(())
+    with second.deleting(str(path), force=False), pytest.raises(BlockingIOError):
+        first.use(str(path))
+    assert first.use(str(path)), "it was not deleted"
+    with first.deleting(str(path), force=False):
+        path.unlink()
+    assert os.listdir(tmp_path / FOLDER) == [], "the mark is gone with it"
+
+
 def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_one_deletes(tmp_path: Path) -> None:
     (one, path), other = fetched(tmp_path, "a.gguf"), marks(tmp_path)
     fetching = [*one.begin_fetch(), *other.begin_fetch()]

@@ -103,6 +103,21 @@ class FetchedMarks:
             os.close(fd)
         return False
 
+    @contextlib.contextmanager
+    def deleting(self, path: str, *, force: bool) -> Iterator[None]:
+        """Let no other gateway begin to use these weights meanwhile. If they are gone at the end, so is their mark.
+
+        Raises BlockingIOError if another one uses them, unless `force`. Those in use here are not locked again.
+        """
+        fd = None if path in self._held else self._open(path)
+        locks = [] if fd is None else [fd]
+        try:
+            if fd is not None:
+                _lock_to_delete(fd, force=force)
+            yield
+        finally:
+            self.let_go(path, locks)
+
     def take(self, path: str) -> list[int] | None:
         """The exclusive locks of fetched weights that are to be deleted; None if they may not be.
 
@@ -211,6 +226,17 @@ def _lock_alone(file: str, flags: int, locks: list[int]) -> bool:
     except BlockingIOError:
         raise _Fetched("a gateway is fetching") from None
     return True
+
+
+def _lock_to_delete(fd: int, *, force: bool) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not force:
+            raise
+    except OSError:
+        # A volume without locks.
+        pass
 
 
 def _fetching_below(roots: Iterable[str]) -> Iterator[str]:

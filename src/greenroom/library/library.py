@@ -169,24 +169,35 @@ class Library:
             del notes[path]
         self._is_stale = True
 
-    async def remove(self, record: LibraryRecord) -> int:
+    async def remove(
+        self,
+        record: LibraryRecord,
+        locked: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> int:
         """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves.
 
-        Raises ModelNotFound if it is gone, and RemovalFailed if something of it cannot be deleted.
+        `locked` is entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if
+        the model is gone, and RemovalFailed if something of it cannot be deleted.
         """
-        task = asyncio.get_running_loop().create_task(self._remove(record), name="remove model")
+        task = asyncio.get_running_loop().create_task(self._remove(record, locked), name="remove model")
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
         return await asyncio.shield(task)
 
-    async def _remove(self, record: LibraryRecord) -> int:
+    async def _remove(
+        self, record: LibraryRecord, locked: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> int:
+        def remove() -> int:
+            with locked():
+                return remove_files(record, others)
+
         async with self._removing:
             if self._records.pop(record.id, None) is None:
                 raise ModelNotFound.named(record.id)
             others = self.records
             self._leaving = record.path
             try:
-                freed = int(await self._run(lambda: remove_files(record, others), "remove model"))
+                freed = int(await self._run(remove, "remove model"))
                 self.on_removed(record)
                 return freed
             except FileNotFoundError:

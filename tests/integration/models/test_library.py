@@ -12,7 +12,9 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.config.schema import Ability
+from greenroom.library.fetched_marks import FOLDER, FetchedMarks
 from greenroom.library.library import LOOK_TIMES
+from greenroom.library.roots import Roots
 from tests.harness import fake, gateway, tiny, write_config
 from tests.integration.raw import http
 from tests.library.hub_cache import add_snapshot, folder_files, put
@@ -110,6 +112,20 @@ async def test_model_that_nothing_uses_is_deleted(app: App, tmp_path: Path) -> N
     status, _ = await ask(app, "DELETE", "/v1/models/inventory/org%2Fname")
     assert status == 200
     assert [one.name for one in (tmp_path / "models").iterdir()] == ["a.gguf"]
+
+
+async def test_what_an_update_fetched_is_locked_while_it_is_deleted(app: App, tmp_path: Path) -> None:
+    root, path = tmp_path / "models", str(tmp_path / "models" / "b.gguf")
+    other = FetchedMarks(lambda: Roots([str(root)]))
+    other.mark(path)
+    assert other.use(path)
+    status, told = await ask(app, "DELETE", "/v1/models/inventory/b.gguf")
+    assert status == 409 and "another gateway" in told["error"]["message"]
+    other.use_only(())
+    status, told = await ask(app, "DELETE", "/v1/models/inventory/b.gguf")
+    assert status == 200
+    # The mark is taken away under the lock.
+    assert not any((root / FOLDER).iterdir())
 
 
 async def test_configured_model_is_deleted_only_by_force_and_unloaded_first(app: App, tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ class Updates:
         """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
         return await self._services.weights.are_used_elsewhere(path)
 
+    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
+        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
+        return self._services.weights.deleting(path, force=force)
+
     def desired(self, model: str) -> UpdateFacts | None:
         """What the last update that was asked for wants; None if it is what serves."""
         return self._desired.get(model)

@@ -162,6 +162,10 @@ class VersionWeights:
         """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
         return await run_detached(lambda: self._marks.is_used_elsewhere(path), "look for users of weights")
 
+    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
+        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
+        return self._marks.deleting(path, force=force)
+
     async def use(self, versions: Collection[Version]) -> None:
         """Let no other gateway delete what these need."""
 

@@ -7,7 +7,8 @@ configured or a version of another gateway is refused unless it is forced, and i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Any, Final, TypeVar
 
@@ -225,17 +226,22 @@ class LibraryRoutes:
         if users and not force:
             raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
         if not force and await self._is_used_elsewhere(record):
-            raise ModelInUse(
-                f"{record.id} is a version that another gateway serves or can go back to. Ask with force=true to "
-                "delete it all the same.",
-                param="model",
-            )
+            raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
             await gateway.loads.unload(model, None, **owner_of(request))
-        freed = await gateway.library.remove(record)
+        freed = await gateway.library.remove(record, lambda: self._deleting(record, force=force))
         _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=unloaded)
         return Removed(id=record.id, bytes_freed=freed, unloaded=list(unloaded))
+
+    @contextlib.contextmanager
+    def _deleting(self, record: LibraryRecord, *, force: bool) -> Iterator[None]:
+        """Other gateways cannot begin to use it meanwhile. Blocks. Raises ModelInUse if one has since it was looked."""
+        try:
+            with self._gateway.updates.deleting(record.path, force=force):
+                yield
+        except BlockingIOError:
+            raise _used_elsewhere(record) from None
 
     def _kept_by(self, record: LibraryRecord) -> str | None:
         """The model of which this is a version that does not serve now, and is kept."""
@@ -311,6 +317,14 @@ def _in_use(record: LibraryRecord, users: Sequence[Entry], loaded: Sequence[Entr
     names = ", ".join(entry.id for entry in users[:8])
     return ModelInUse(
         f"{record.id} is {why} (as {names}). Ask with force=true to delete it all the same; it is unloaded first.",
+        param="model",
+    )
+
+
+def _used_elsewhere(record: LibraryRecord) -> ModelInUse:
+    return ModelInUse(
+        f"{record.id} is a version that another gateway serves or can go back to. Ask with force=true to delete it all "
+        "the same.",
         param="model",
     )
 
