@@ -163,7 +163,7 @@ async def test_a_request_that_never_ends_is_given_up(socket_folder: Path) -> Non
         writer.close()
 
 
-async def test_who_sends_much_ahead_of_the_answer_is_cut(socket_folder: Path) -> None:
+async def test_a_client_that_sends_much_ahead_of_the_answer_is_cut(socket_folder: Path) -> None:
     async def endless(request: Request, answer: AnswerWriter) -> None:
         await asyncio.Event().wait()
 
@@ -220,7 +220,7 @@ async def test_an_answer_knows_when_its_client_does_not_keep_up(socket_folder: P
         writer.close()
 
 
-async def test_closing_the_server_cuts_everyone_off(socket_folder: Path) -> None:
+async def test_closing_the_server_cancels_its_requests(socket_folder: Path) -> None:
     cancelled = asyncio.Event()
     begun = asyncio.Event()
 

@@ -58,7 +58,7 @@ async def templates() -> AsyncIterator[SandboxPool]:
 
 @pytest.fixture
 def open_api(byte_text: TextCodec, socket_folder: Path, templates: SandboxPool) -> Opener:
-    """Serve a performer that says this text (or what a script says) to everyone."""
+    """Serve an engine that answers every request with this text (or what a script says)."""
 
     @contextlib.asynccontextmanager
     async def opened(

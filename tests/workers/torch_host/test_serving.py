@@ -86,10 +86,10 @@ async def test_a_prompt_seen_before_is_told_as_cached(house: House) -> None:
 
 
 async def test_the_head_of_a_stream_says_what_its_usage_says_of_the_cache(house: House) -> None:
-    wishes: Any = {"model": "tiny", "prompt": [f"{PROMPT} " * 12, f"{PROMPT}; " * 12], "max_tokens": 4, "n": 2}
+    params: Any = {"model": "tiny", "prompt": [f"{PROMPT} " * 12, f"{PROMPT}; " * 12], "max_tokens": 4, "n": 2}
     for hit in ("false", "true"):
         raw = await house.client.completions.with_raw_response.create(
-            **wishes, stream=True, stream_options={"include_usage": True}
+            **params, stream=True, stream_options={"include_usage": True}
         )
         usage = [chunk async for chunk in raw.parse()][-1].usage
         assert usage is not None and usage.prompt_tokens_details is not None
@@ -98,9 +98,9 @@ async def test_the_head_of_a_stream_says_what_its_usage_says_of_the_cache(house:
 
 
 async def test_a_seed_says_the_same_again_and_choices_differ(house: House) -> None:
-    wishes: Any = {"model": "tiny", "messages": HI, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.5}
-    first = await house.client.chat.completions.create(**wishes)
-    again = await house.client.chat.completions.create(**wishes)
+    params: Any = {"model": "tiny", "messages": HI, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.5}
+    first = await house.client.chat.completions.create(**params)
+    again = await house.client.chat.completions.create(**params)
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in again.choices]
     assert len(set(texts)) == 3

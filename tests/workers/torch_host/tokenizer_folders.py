@@ -38,7 +38,7 @@ def byte_level(folder: Path, template: str | None = TEMPLATE, special: tuple[str
 
 
 def sentencepiece(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """Like Llama 2's: spaces are letters, unknown characters are bytes, and a text begins with a space nobody sees."""
+    """Like Llama 2's: spaces are letters, unknown characters are bytes, and a text begins with a hidden space."""
     vocabulary = {END: 0, "<s>": 1, "<unk>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for letter in sorted(set("▁" + "".join(LINES[:3]))):
         vocabulary.setdefault(letter, len(vocabulary))

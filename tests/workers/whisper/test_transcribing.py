@@ -94,7 +94,7 @@ async def test_later_windows_know_the_language_and_the_words_before() -> None:
     assert first["beam_size"] == 3
 
 
-async def test_order_is_carried_out_when_the_thread_of_a_caller_who_left_is_done() -> None:
+async def test_an_order_is_carried_out_when_the_thread_of_a_cancelled_call_is_done() -> None:
     model = ScriptedModel(every_s=10)
     transcriber = Transcriber(model, beam_size=1, at_once=1)
     model.may_go_on.clear()

@@ -135,7 +135,7 @@ async def test_an_answer_is_as_long_as_it_may_be(open_api: Opener) -> None:
     assert {answer.choices[0].finish_reason for answer in (few, newer, rest)} == {"length"}
 
 
-async def test_wishes_reach_the_performer(open_api: Opener) -> None:
+async def test_sampling_parameters_and_headers_reach_the_engine(open_api: Opener) -> None:
     async with open_api("x") as rig:
         extra = {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True}
         await ask(
@@ -184,12 +184,12 @@ async def test_several_choices_are_told_apart(open_api: Opener, streams: bool) -
 @pytest.mark.parametrize("streams", [True, False])
 async def test_log_probabilities_name_each_token_of_the_text(open_api: Opener, streams: bool) -> None:
     async with open_api("hello 🙂 STOP more") as rig:
-        wishes = {"logprobs": True, "top_logprobs": 2, "stop": "STOP"}
+        params = {"logprobs": True, "top_logprobs": 2, "stop": "STOP"}
         if streams:
-            chunks = await streamed(rig, **wishes)
+            chunks = await streamed(rig, **params)
             tokens = [one for chunk in chunks if (had := chunk.choices[0].logprobs) for one in had.content]
         else:
-            tokens = (await ask(rig, **wishes)).choices[0].logprobs.content
+            tokens = (await ask(rig, **params)).choices[0].logprobs.content
     assert b"".join(bytes(one.bytes) for one in tokens).decode() == "hello 🙂 "
     assert [len(one.top_logprobs) for one in tokens] == [2] * len(tokens)
     assert tokens[0].logprob == -0.5 and tokens[0].top_logprobs[1].logprob == -1.5

@@ -77,7 +77,7 @@ async def test_an_odd_number_in_a_schema_is_400_and_named(open_api: Opener, valu
 
 
 @pytest.mark.parametrize("value", ["Infinity", "NaN", "1e400", "1" + 5_000 * "0"])
-async def test_an_odd_number_nobody_reads_does_no_harm(open_api: Opener, value: str) -> None:
+async def test_an_odd_number_in_an_unknown_field_is_ignored_if_it_is_json(open_api: Opener, value: str) -> None:
     """What is no JSON is refused wherever it stands; the rest is passed over."""
     async with open_api("fine") as rig:
         response = await rig.http.post(CHAT, content=f'{{{ASKS[CHAT]}, "strange": {value}}}')

@@ -43,7 +43,7 @@ class FakeDesk:
         progress(0.5)
         if message.get("until_cancelled"):
             assert cancelled.wait(DEADLINE_S)
-            raise WorkCancelled("nobody waits")
+            raise WorkCancelled("it is not waited for")
         return self._do(f"open {message['slot']}")
 
     def wake(self, slot: str) -> Mapping[str, Any]:
@@ -191,7 +191,7 @@ def test_an_error_is_answered_by_its_kind_and_the_slot_can_be_opened_again(
     assert line.answer(line.open("a"))["ok"]
 
 
-def test_who_loses_the_device_is_answered_before_the_worker_ends(line: Line, desk: FakeDesk) -> None:
+def test_the_order_that_loses_the_device_is_answered_before_the_worker_ends(line: Line, desk: FakeDesk) -> None:
     line.answer(line.open("a"))
     desk.errors["wake a"] = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert line.answer(line.ask("wake", slot="a"))["kind"] == "failed"
@@ -199,7 +199,7 @@ def test_who_loses_the_device_is_answered_before_the_worker_ends(line: Line, des
     assert desk.lost_to is desk.errors["wake a"]
 
 
-def test_who_only_notices_that_the_device_is_lost_is_not_answered(line: Line, desk: FakeDesk) -> None:
+def test_an_order_that_finds_the_device_lost_is_not_answered(line: Line, desk: FakeDesk) -> None:
     """Its order is given again to another worker, when this one has ended."""
     for slot in ("a", "b"):
         line.answer(line.open(slot))
@@ -216,13 +216,13 @@ def test_a_close_stops_an_open_that_is_under_way(line: Line, desk: FakeDesk) -> 
     opening = line.open("a", until_cancelled=True)
     assert line.hear()["progress"] == 0.5
     closing = line.ask("close", slot="a")
-    assert line.answer(opening)["message"] == "nobody waits"
+    assert line.answer(opening)["message"] == "it is not waited for"
     assert line.answer(closing)["ok"]
     assert line.answer(line.ask("wake", slot="a"))["kind"] == "unknown_slot"
     assert line.answer(line.open("a"))["ok"]
 
 
-def test_a_slot_nobody_opened_is_unknown(line: Line) -> None:
+def test_a_slot_that_was_not_opened_is_unknown(line: Line) -> None:
     for op in ("wake", "sleep", "flush", "close"):
         assert line.answer(line.ask(op, slot="nowhere"))["kind"] == "unknown_slot"
 

@@ -58,7 +58,7 @@ def noted(call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., A
     return noting
 
 
-def test_tokenizer_and_stage_are_made_while_weights_are_read(
+def test_tokenizer_and_device_weights_are_made_while_weights_are_read(
     llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads wait here until both are under way, and both say whether a read had begun before."""
@@ -113,7 +113,7 @@ def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextCodec, "load", broken)
 
 
-def break_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_engine_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "EngineLoop", broken)
 
 
@@ -125,7 +125,7 @@ def broken(*_: object, **__: object) -> Any:
     raise BadModel("broken on purpose")
 
 
-@pytest.mark.parametrize("spoil", [break_text, break_stage, break_reading])
+@pytest.mark.parametrize("spoil", [break_text, break_engine_loop, break_reading])
 def test_whatever_fails_leaves_neither_thread_nor_mapping(
     spoil: Callable[[pytest.MonkeyPatch], None],
     llama: Path,

@@ -42,7 +42,7 @@ def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
         assert isinstance(embedded(engine, []), PromptTooLong)
 
 
-def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
+def test_a_failure_reaches_its_request_and_the_next_is_served() -> None:
     model = random_model("bert")
     with running(model, cache_tokens=0, sentence=MEAN) as engine:
         broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -61,7 +61,7 @@ def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
 
 
 @pytest.mark.parametrize(("pads", "count"), [(True, 4), (False, 5)])
-def test_groups_are_as_large_as_they_may_be_and_hold_everybody_once(pads: bool, count: int) -> None:
+def test_groups_are_as_large_as_they_may_be_and_hold_each_input_once(pads: bool, count: int) -> None:
     inputs = [[0] * length for length in (5000, 3, 2000, 2000, 2000, 2000, 8192, 1)]
     groups = group_by_length(inputs, pads)
     assert sorted(number for group in groups for number in group) == list(range(len(inputs)))

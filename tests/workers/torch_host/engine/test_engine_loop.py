@@ -367,7 +367,7 @@ def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(llama: 
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_of_a_lost_device_only_those_hear_who_may_have_done_it(is_first: bool, llama: Any) -> None:
+def test_a_lost_device_is_reported_only_to_requests_that_may_have_caused_it(is_first: bool, llama: Any) -> None:
     """The process ends: requests that were told nothing are sent again by the gateway, to another one."""
     told: list[BaseException] = []
     ended = threading.Event()
@@ -404,7 +404,7 @@ def test_of_a_lost_device_only_those_hear_who_may_have_done_it(is_first: bool, l
     assert told[0] is told[1]
 
 
-def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again(
+def test_a_request_that_may_have_ended_the_thread_is_told_and_not_sent_again(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
@@ -415,7 +415,7 @@ def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
+def test_the_end_of_the_thread_is_reported_even_if_requests_cannot_be_ended(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
@@ -446,7 +446,7 @@ def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(engine: Engin
     assert answer.end.reason == "length"
 
 
-def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(llama: Any) -> None:
+def test_sleep_ends_unfinished_requests_and_forgets_the_cache(llama: Any) -> None:
     kv = kv_of(llama, 4096)
     with running(llama, kv=kv) as engine:
         _check_forgets(engine, kv)

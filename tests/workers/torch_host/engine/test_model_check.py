@@ -54,7 +54,7 @@ def test_without_the_check_it_is_served() -> None:
         assert len(said(engine, prompt(20), 4).ids) == 4
 
 
-def test_a_mask_of_the_models_own_is_refused_before_anybody_asks() -> None:
+def test_a_mask_of_the_models_own_is_refused_before_the_first_request() -> None:
     with (
         pytest.raises(BadModel, match="OwnAttention makes an attention mask"),
         running(own_model(own_mask=True), check=ModelCheck(None)),

@@ -62,7 +62,7 @@ def test_blocks_in_use_never_go() -> None:
     assert [node.block for node in cache.match(A, run(0, 33))] == [node.block for node in held]
 
 
-def test_what_somebody_else_kept_first_is_not_kept_twice() -> None:
+def test_blocks_that_were_kept_before_are_not_kept_twice() -> None:
     _, cache = made(8)
     first = kept(cache, A, run(0, 32))
     again = cache.take(2)
@@ -71,7 +71,7 @@ def test_what_somebody_else_kept_first_is_not_kept_twice() -> None:
     cache.release(first)
 
 
-def test_a_flushed_block_in_use_is_found_by_nobody_and_freed_by_its_last_user() -> None:
+def test_a_flushed_block_in_use_is_not_found_and_freed_by_its_last_user() -> None:
     free, cache = made(4)
     held = kept(cache, A, run(0, 32))
     assert cache.flush("a", None) == (2, 2 * BLOCK_BYTES)

@@ -38,7 +38,7 @@ async def test_many_letters_wake_the_loop_once() -> None:
     assert (received, len(calls)) == (list(range(10)), 1)
 
 
-async def test_a_receiver_that_fails_keeps_nobody_from_their_letters() -> None:
+async def test_a_callback_that_fails_does_not_stop_the_others() -> None:
     mailbox, received = CallbackQueue(asyncio.get_running_loop()), list[int]()
     mailbox.post(lambda number: 1 / number, 0)
     mailbox.post(received.append, 2)

@@ -20,14 +20,16 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -8.0])
 
 
-def chosen(logits: torch.Tensor, *wishes: Sampling, place: int = 5, prompt: list[int] | None = None) -> SamplerOutput:
-    choosers = BatchSampler([SequenceSampler(wish, prompt or [], None) for wish in wishes], CPU)
-    return choosers.choose(logits.repeat(len(wishes), 1), torch.full((len(wishes),), place))
+def chosen(
+    logits: torch.Tensor, *samplings: Sampling, place: int = 5, prompt: list[int] | None = None
+) -> SamplerOutput:
+    choosers = BatchSampler([SequenceSampler(sampling, prompt or [], None) for sampling in samplings], CPU)
+    return choosers.choose(logits.repeat(len(samplings), 1), torch.full((len(samplings),), place))
 
 
-def frequencies(draws: int = 4000, logits: torch.Tensor = LOGITS, **wish: Any) -> list[float]:
+def frequencies(draws: int = 4000, logits: torch.Tensor = LOGITS, **sampling: Any) -> list[float]:
     """How often each token is chosen, over many places of one seed."""
-    choosers = BatchSampler([SequenceSampler(Sampling(seed=11, **wish), [], None)] * draws, CPU)
+    choosers = BatchSampler([SequenceSampler(Sampling(seed=11, **sampling), [], None)] * draws, CPU)
     tokens = choosers.choose(logits.repeat(draws, 1), torch.arange(draws)).tokens
     return (torch.bincount(tokens, minlength=logits.shape[0]) / draws).tolist()
 
@@ -114,11 +116,11 @@ class Full(TorchDispatchMode):
 
 
 def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
-    wish = Sampling(temperature=0.0, repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 1.0}, logprobs=2)
-    wanted = chosen(LOGITS, wish, prompt=[0]).tokens
+    sampling = Sampling(temperature=0.0, repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 1.0}, logprobs=2)
+    wanted = chosen(LOGITS, sampling, prompt=[0]).tokens
     assert wanted.tolist() == [1]
     for operations in range(200):
-        choosers = BatchSampler([SequenceSampler(wish, [0], None)], CPU)
+        choosers = BatchSampler([SequenceSampler(sampling, [0], None)], CPU)
         try:
             with Full(operations):
                 choosers.choose(LOGITS[None], torch.tensor([5]))
@@ -131,8 +133,8 @@ def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
 
 def test_a_choice_is_noted_without_new_memory() -> None:
     """It would else be noted for some rows only when memory runs out, and twice for these when that is done again."""
-    wish = Sampling(temperature=0.0, frequency_penalty=0.5)
-    choosers = BatchSampler([SequenceSampler(wish, [], None), SequenceSampler(wish, [], None)], CPU)
+    sampling = Sampling(temperature=0.0, frequency_penalty=0.5)
+    choosers = BatchSampler([SequenceSampler(sampling, [], None), SequenceSampler(sampling, [], None)], CPU)
     for _ in range(3):
         tokens = choosers.choose(LOGITS.repeat(2, 1), torch.tensor([5, 5])).tokens
         with Full(0, has_room=True):
@@ -148,8 +150,8 @@ def test_bias_moves_a_token_up_or_out() -> None:
 
 def test_the_models_own_logits_are_never_changed() -> None:
     logits = LOGITS[None].clone()
-    wish = Sampling(temperature=1.0, logit_bias={0: -5.0}, presence_penalty=1.0, top_p=0.5)
-    BatchSampler([SequenceSampler(wish, [], None)], CPU).choose(logits, torch.zeros(1, dtype=torch.long))
+    sampling = Sampling(temperature=1.0, logit_bias={0: -5.0}, presence_penalty=1.0, top_p=0.5)
+    BatchSampler([SequenceSampler(sampling, [], None)], CPU).choose(logits, torch.zeros(1, dtype=torch.long))
     assert torch.equal(logits[0], LOGITS)
 
 

@@ -115,8 +115,8 @@ def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: 
 
 def test_sampling_penalties_and_logprobs_work_on_the_device() -> None:
     engine = _awake(cuda_model())
-    wish = Sampling(temperature=0.9, top_p=0.9, seed=3, frequency_penalty=0.4, logit_bias={5: 2.0}, logprobs=2)
-    first, again = (said(engine, prompt(20), 30, wish, uses_cache=False) for _ in range(2))
+    sampling = Sampling(temperature=0.9, top_p=0.9, seed=3, frequency_penalty=0.4, logit_bias={5: 2.0}, logprobs=2)
+    first, again = (said(engine, prompt(20), 30, sampling, uses_cache=False) for _ in range(2))
     assert first.ids == again.ids
     assert all(token.logprob is not None and len(token.top) == 2 for token in first.tokens)
     engine.close()

@@ -206,7 +206,7 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
         assert (torch.tensor(vector) - one).norm() < TOLERANCE * one.norm()
 
 
-def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_company() -> None:
+def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_batch() -> None:
     model = built("phi3")
     sampling = Sampling(temperature=0.8, seed=11)
     with running(model, context=CONTEXT) as engine:

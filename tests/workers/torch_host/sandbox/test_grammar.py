@@ -214,7 +214,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
     made.go.set()
 
 
-async def test_a_schema_is_compiled_once_for_all_who_ask_and_kept(
+async def test_a_schema_is_compiled_once_for_all_requests_and_kept(
     byte_text: TextCodec, grammars: Grammars, compiling: Compiling
 ) -> None:
     asking = [asyncio.create_task(grammars.constraint(CITY, True, f"f{number}")) for number in range(5)]

@@ -102,7 +102,7 @@ def real_checker() -> SchemaChecker:
     return SchemaChecker(SchemaTrials(SandboxPool(SCHEMAS)))
 
 
-async def test_all_who_ask_about_one_schema_wait_for_one_trial(trials: Trials) -> None:
+async def test_all_requests_with_one_schema_wait_for_one_trial(trials: Trials) -> None:
     all_trials = SchemaTrials(trials)
     checkers = [SchemaChecker(all_trials), SchemaChecker(all_trials)]
     trials.end = UNFIT
@@ -115,7 +115,7 @@ async def test_all_who_ask_about_one_schema_wait_for_one_trial(trials: Trials) -
     assert trials.began == [order()]
 
 
-async def test_who_leaves_takes_the_trial_from_nobody_and_the_last_ends_it(trials: Trials) -> None:
+async def test_a_cancelled_request_does_not_end_a_shared_trial_and_the_last_does(trials: Trials) -> None:
     checker = SchemaChecker(SchemaTrials(trials))
     first, second, third = (asyncio.create_task(status(checker)) for _ in range(3))
     await until(lambda: trials.running == 1)
@@ -163,7 +163,7 @@ async def test_one_models_schemas_leave_a_place_for_anothers(trials: Trials) -> 
     assert trials.began == [order(0), order(4), order(1), order(2), order(3)]
 
 
-async def test_who_waits_too_long_is_told_to_try_again() -> None:
+async def test_a_request_that_waits_too_long_for_a_trial_is_told_to_try_again() -> None:
     trials = Trials(replace(SCHEMAS, wait_s=0.05))
     checker = SchemaChecker(SchemaTrials(trials))
     assert await asyncio.gather(*(status(checker, number) for number in range(4))) == [503] * 4

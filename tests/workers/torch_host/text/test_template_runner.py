@@ -141,7 +141,7 @@ async def test_there_are_never_more_scribes_than_allowed(templates: SandboxPool)
     assert len(running()) <= TEMPLATES.processes_max
 
 
-async def test_who_waits_too_long_for_a_scribe_is_refused() -> None:
+async def test_a_request_that_waits_too_long_for_a_template_process_is_refused() -> None:
     templates = SandboxPool(replace(TEMPLATES, processes_max=1, wait_s=0.1))
     stuck = asyncio.create_task(written(TemplateRunner(templates), order(LOOPING)))
     await until(running)
@@ -243,8 +243,8 @@ async def test_a_scribe_ends_with_its_worker_however_that_ends() -> None:
     await until(lambda: not _is_sandbox(pid, None))
 
 
-async def test_a_scribe_whose_worker_is_gone_before_it_began_ends_at_once() -> None:
-    # Whoever this is, it is not the worker that is named.
+async def test_a_template_process_whose_worker_is_gone_before_it_began_ends_at_once() -> None:
+    # Its parent is not the worker that is named.
     setup = {"worker": 1, "module": str(TEMPLATES.module), "folders": jinja_folders()}
     command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(setup)]
     ended = subprocess.run(command, stdin=subprocess.PIPE, timeout=PATIENCE_S, check=False)

@@ -281,7 +281,7 @@ def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int)
     assert again.finish(NEVER) == {}
 
 
-def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(descriptor: int) -> None:
+def test_a_load_does_not_wait_until_all_of_a_model_is_folded(descriptor: int) -> None:
     chunks = 12
     arena = arena_of(descriptor, LANDING_CHUNKS + chunks)
     # None of it is read any more by the time that it is finished.
@@ -319,7 +319,7 @@ def crew(tmp_path: Path, descriptor: int) -> Crew:
     return made
 
 
-def test_of_many_who_speak_at_once_each_is_heard(crew: Crew) -> None:
+def test_reports_of_many_processes_at_once_are_all_read(crew: Crew) -> None:
     """A chunk that was folded and is not known to be would be taken for weights."""
     chunks = 4_000
     for _ in range(5):
@@ -329,14 +329,14 @@ def test_of_many_who_speak_at_once_each_is_heard(crew: Crew) -> None:
         assert at_work.finish(NEVER) == {}
 
 
-def test_who_was_not_heard_is_missed(crew: Crew) -> None:
+def test_a_missing_report_of_a_process_fails_the_folding(crew: Crew) -> None:
     at_work = crew(20, "import os\nwhile os.read(0, 4): pass\n")
     at_work.filled(0, 20 * CHUNK_BYTES)
     with pytest.raises(FoldingFailed, match="were told of"):
         at_work.finish(NEVER)
 
 
-def test_nobody_waits_where_nobody_takes_orders(crew: Crew) -> None:
+def test_stopping_does_not_wait_for_processes_that_take_no_orders(crew: Crew) -> None:
     chunks = 40_000
     at_work = crew(chunks, "import time\ntime.sleep(600)\n")
     at_work.filled(0, chunks * CHUNK_BYTES)
@@ -345,7 +345,7 @@ def test_nobody_waits_where_nobody_takes_orders(crew: Crew) -> None:
     assert all(process.returncode == -9 for process in processes)
 
 
-def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_folding(crew: Crew) -> None:
+def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_leaves_folding_enabled(crew: Crew) -> None:
     at_work = crew(1, "import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
     at_work.filled(0, CHUNK_BYTES)
     called_off = threading.Event()

@@ -382,7 +382,7 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
 
         monkeypatch.setattr(owner, name, calling)
 
-    # Between steps nothing is told to anyone, so the steps themselves are watched.
+    # Between steps nothing is reported, so the steps themselves are watched.
     during(building, "read_config", "before it is built")
     during(building, "build", "after it was built")
     during(building, "load_whole", "after Transformers had it")

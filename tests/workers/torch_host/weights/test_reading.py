@@ -177,9 +177,7 @@ def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path, weights: dict[str, to
         read_all(transfers, arena.tensor, arena.buffer)
 
 
-def test_reading_stops_when_nobody_waits_any_more(
-    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
-) -> None:
+def test_reading_stops_when_it_is_cancelled(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     cancelled = threading.Event()
     with pytest.raises(WorkCancelled):
@@ -225,7 +223,7 @@ def test_what_is_begun_beside_reading_is_begun_while_every_thread_reads(
     assert begun.is_set()
 
 
-def test_a_thread_that_cannot_settle_fails_the_reading_and_keeps_nobody_waiting(
+def test_a_thread_that_cannot_settle_fails_the_reading_at_once(
     tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)

@@ -83,7 +83,7 @@ def test_a_file_shorter_than_its_first_number_is_refused(tmp_path: Path, content
         find_tensors(tmp_path)
 
 
-def test_a_pipe_in_a_models_place_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_model_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(BadModel, match="is not a file"):
         find_tensors(tmp_path)
