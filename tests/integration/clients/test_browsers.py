@@ -249,7 +249,7 @@ async def test_nothing_that_answers_to_get_changes_anything(gate: JournaledGatew
     assert gate.facts() == before
 
 
-# --- who must be served ---------------------------------------------------------------------------------------------
+# --- what must be served --------------------------------------------------------------------------------------------
 
 JSON = {"Content-Type": "application/json"}
 SDK = {"User-Agent": "OpenAI/Python 2.0", "X-Stainless-Lang": "python", "Authorization": "Bearer none", **JSON}

@@ -109,7 +109,7 @@ async def body_half_sent(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
 
 
 async def queued(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
-    """The model answers somebody else, and only one at once."""
+    """The model answers another request, and only one at once."""
     await gate.other(**asking("one", stall_after=0))
     await until(lambda: counters(gate.app)["grants"] == 1, "the model is busy")
     raw.ask(asking("one"))
@@ -120,7 +120,7 @@ async def queued(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
 async def joined_to_a_load(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     model = f"slow-joined-{how}"
     await gate.other(**asking(model))
-    await until(lambda: is_loading(gate.app, model), "loading for somebody else")
+    await until(lambda: is_loading(gate.app, model), "loading for another request")
     raw.ask(asking(model))
     await until(lambda: gate.waiting == 2, "joined")
     return lambda: gate.waiting == 1 and is_loading(gate.app, model)
@@ -240,13 +240,13 @@ async def test_load_survives_the_client_that_caused_it(gate: JournaledGateway, h
     await until(lambda: is_loading(gate.app, model), "loading")
     raw.leave(how)
     await at_rest(gate.app)
-    await until(lambda: is_ready(gate.app, model), "ready although nobody waits")
+    await until(lambda: is_ready(gate.app, model), "ready although no request waits")
     assert (await chat(gate.app, model)).text == f"{model} 1 2 3"
     assert gate.journal.count("start", name=model) == 1
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_who_joined_a_load_is_answered_though_the_one_who_caused_it_left(
+async def test_a_request_that_joined_a_load_is_answered_though_the_first_one_left(
     gate: JournaledGateway, how: str
 ) -> None:
     model = f"slow-alone-{how}"

@@ -153,7 +153,7 @@ async def test_logs_are_text_of_all_engines_or_of_one(app: App) -> None:
     assert (await http(app, "GET", "/logs/stream/nobody")).status == 404
 
 
-async def test_a_line_that_is_printed_later_comes_to_who_listens(app: App) -> None:
+async def test_a_line_that_is_printed_later_reaches_an_open_log_stream(app: App) -> None:
     async with await Raw.open(app) as raw:
         raw.send(request_bytes("GET", "/logs/stream?no-history", None))
         assert (await raw.head())[0] == 200

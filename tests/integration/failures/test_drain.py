@@ -54,7 +54,7 @@ async def moved(app: App, model: str, kind: str, value: Any = None) -> Answer:
 # --- shutdown -------------------------------------------------------------------------------------------------------
 
 
-async def test_shutdown_lets_running_answers_finish_and_turns_everybody_else_away(tmp_path: Path) -> None:
+async def test_shutdown_lets_running_answers_finish_and_refuses_all_other_requests(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     models = {"model": fake("model", *journal.switches, concurrency=1)}
     async with gateway(tmp_path, models, server={"drain_s": 60}) as app:
@@ -265,7 +265,7 @@ async def test_preloaded_model_is_there_at_the_start_and_again_after_a_crash(tmp
         assert journal.count("start") == 2
 
 
-async def test_preload_pushes_nobody_out_and_comes_when_there_is_room(tmp_path: Path) -> None:
+async def test_preload_evicts_no_model_and_loads_when_there_is_room(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     models = {name: fake(name, *journal.switches, preload=True) for name in ("one", "two")}
     async with gateway(tmp_path, models, budget_mib=150) as app:

@@ -108,7 +108,7 @@ async def test_body_within_the_lowest_rate_may_take_longer_than_the_timeout(tmp_
         assert (await raw.answer()).status == 200
 
 
-async def test_two_hundred_slow_headers_hinder_nobody_and_end_at_their_deadline(tmp_path: Path) -> None:
+async def test_two_hundred_slow_headers_delay_no_request_and_end_at_their_deadline(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": fake("alpha")}, server={"header_timeout_s": 2}) as app:
         await loaded(app, "alpha")
         slow = [await Raw.open(app) for _ in range(200)]

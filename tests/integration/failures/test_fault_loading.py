@@ -277,7 +277,7 @@ def free_range(length: int) -> tuple[int, int]:
 
 @contextmanager
 def stranger(port: int) -> Iterator[None]:
-    """A server of somebody else's that answers everything an engine answers."""
+    """A foreign server that answers everything an engine answers."""
     command = [sys.executable, "-I", "-S", str(FAKE_ENGINE), "--port", str(port), "--name", "stranger"]
     with subprocess.Popen(command) as process:
         try:

@@ -326,7 +326,7 @@ async def ticks_within(pid: int, seconds: float) -> int:
     return cpu_ticks(pid) - before
 
 
-async def test_clients_that_read_a_byte_a_second_cost_no_memory_and_slow_nobody_down(tmp_path: Path) -> None:
+async def test_clients_that_read_a_byte_a_second_cost_no_memory_and_slow_no_other_down(tmp_path: Path) -> None:
     models = {"alpha": fake("alpha", concurrency=32), "bravo": fake("bravo")}
     async with gateway(tmp_path, models, server={"write_timeout_s": 300}) as app:
         engine = await loaded(app, "alpha")
@@ -358,7 +358,7 @@ async def test_client_that_takes_nothing_for_too_long_is_cut_and_its_engine_free
         await loaded(app, "alpha")
         sock = await dawdler(app, "alpha")
         await until(lambda: app.edge.stats.write_timeouts == 1, "it is cut")
-        await until(lambda: journal.count("cancelled") == 1, "the engine hears that nobody listens")
+        await until(lambda: journal.count("cancelled") == 1, "the engine is told that its client left")
         await at_rest(app)
         sock.close()
 

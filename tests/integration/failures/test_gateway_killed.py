@@ -38,7 +38,7 @@ CUSTOMERS = 6
 
 
 def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    """For whoever reads the run's output, also when all is well."""
+    """Print to the run's output, also when all is well."""
     with capsys.disabled():
         sys.stdout.write(f"\n{text}\n")
         sys.stdout.flush()

@@ -73,7 +73,7 @@ async def test_what_a_wake_takes_until_all_has_arrived_is_learned(tmp_path: Path
         assert 30 <= learned[MoveKind.WAKE] < 60
 
 
-async def test_who_does_not_want_to_wait_hears_how_far_the_load_is(tmp_path: Path) -> None:
+async def test_a_request_that_stops_waiting_is_told_the_progress_of_the_load(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": "slow 5"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(), "other": other.model()}
     async with gateway(tmp_path, models, server={"wait_max_s": 3}, **QUIET) as app:
@@ -142,7 +142,7 @@ async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_
             assert [line["filled"] for line in folders[name].lines("open")] == [False, True]
         await until(lambda: len(app.hosted_slots.workers) == 2, "there is a spare again")
     lost = [line for line in recording.read_text().splitlines() if '"SlotsLost"' in line]
-    assert len(lost) == 1, "all who were on stage, in one event"
+    assert len(lost) == 1, "all slots that were ready, in one event"
     assert f'"slots":{json.dumps(on_stage, separators=(",", ":"))}' in lost[0] and '"is":"asleep"' in lost[0]
 
 
@@ -385,7 +385,7 @@ async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(tmp_pat
         assert worker_of(app, "other") != pid
 
 
-async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(tmp_path: Path) -> None:
+async def test_a_deaf_worker_that_serves_no_other_model_is_ended_soon(tmp_path: Path) -> None:
     folders = [Folder(tmp_path, name, at={"open": "deaf 60"}) for name in ("alpha", "beta")]
     models = {"alpha": folders[0].model(), "beta": folders[1].model()}
     async with gateway(tmp_path, models, timeouts=worker_timeouts(close_s=0.2), **QUIET) as app:
@@ -452,7 +452,7 @@ async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worke
         assert not app.hosted_slots.there and not app.hosted_slots.workers
 
 
-async def test_a_start_goes_on_for_others_when_one_who_waited_for_it_leaves(tmp_path: Path) -> None:
+async def test_a_worker_start_goes_on_for_a_model_when_another_is_unloaded(tmp_path: Path) -> None:
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
     models = {name: folder.model() for name, folder in folders.items()}
     async with gateway(tmp_path, models, **QUIET) as app:
@@ -479,7 +479,7 @@ async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(tmp_path: Pat
         assert app.hosted_slots.there, "the scheduler counts with it"
         app.post(SlotsLost(app.clock(), (slot,), Tier.COLD, "it is lost"))
         app.hosted_moves.reconcile(slot)
-        await until(lambda: not app.hosted_slots.there, "nobody knows of it")
+        await until(lambda: not app.hosted_slots.there, "it is forgotten")
         assert not arenas() and folder.events() == ["open", "close"]
 
 

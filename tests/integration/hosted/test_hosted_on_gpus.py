@@ -142,7 +142,7 @@ async def test_a_model_for_the_host_sees_no_gpu(gpus: Path) -> None:
         assert 0 < opened["options"]["host_free_bytes"] <= (THIS_MACHINE.look().total_mib << 20)
 
 
-async def test_a_stranger_who_takes_the_memory_of_a_sleeper_is_waited_for(gpus: Path) -> None:
+async def test_a_request_waits_for_a_foreign_process_that_took_the_memory_of_a_sleeper(gpus: Path) -> None:
     folder = Folder(gpus.parent, "alpha", mib=6_000)
     async with on(gpus, {"alpha": folder.model(memory_mib=6_000, devices=["gpu0"])}) as app:
         await move(app, MoveKind.PREPARE, "alpha")

@@ -126,7 +126,7 @@ async def test_translation(client: openai.AsyncOpenAI) -> None:
 
 @pytest.mark.slow
 async def test_voices_are_looked_for_where_asked(client: openai.AsyncOpenAI) -> None:
-    """Nobody speaks in noise."""
+    """Noise has no speech."""
     answer = await client.audio.transcriptions.create(model="alpha", file=file(), extra_body={"vad_filter": True})
     assert answer.text == ""
 
@@ -215,7 +215,7 @@ async def test_type_that_a_caller_claims_is_not_believed(app: App, kind: str) ->
 
 
 @pytest.mark.slow
-async def test_caller_who_leaves_is_heard_no_longer(app: App) -> None:
+async def test_transcribing_stops_when_its_client_disconnects(app: App) -> None:
     await orders.order(app, "load", "alpha")
     async with await Raw.open(app) as raw:
         raw.send(request_bytes("POST", TRANSCRIPTIONS, form([("model", "alpha"), ("stream", "1")], noise(3000)), FORM))

@@ -83,11 +83,11 @@ async def test_progress_is_the_engines(tmp_path: Path, journal: Journal) -> None
         assert (await ended(app, id))["progress"] == 1.0
 
 
-async def test_engine_is_asked_once_a_second_and_only_if_somebody_looks(tmp_path: Path, journal: Journal) -> None:
+async def test_the_engine_is_asked_once_a_second_and_only_if_progress_is_read(tmp_path: Path, journal: Journal) -> None:
     async with gateway(tmp_path, {"m": painter(journal)}) as app:
         id = await submit(app, picture(1.5), GENERATIONS)
         await until(lambda: journal.lines("done", path=GENERATIONS))
-        # Its state was not asked for, and no one listens.
+        # Its state was not asked for, and no client listens.
         assert asked(journal) == 0
         await ended(app, id)
         before, began = asked(journal), asyncio.get_running_loop().time()

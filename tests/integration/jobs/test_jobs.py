@@ -113,7 +113,7 @@ async def test_a_stream_is_kept_as_collected(tmp_path: Path) -> None:
         kept = await result(app, id)
         assert kept.headers["content-type"].startswith("text/event-stream")
         assert kept.data[-1] == "[DONE]"
-        # Not a heartbeat: nobody waited.
+        # Not a heartbeat: no client waited.
         assert not any(event.startswith(":") for event in kept.events)
         said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in kept.data[:-1])
         assert said == "m 1 2"

@@ -187,7 +187,7 @@ async def test_nothing_is_started_where_a_stranger_took_the_memory_since_the_las
         # Looks are taken in turn: after this one, that of the start is over, and the next is seconds away.
         await app.memory_watch.look_now()
         assert fake_gpu.take(gpus, 8_000)
-        assert not app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)), "nobody has looked"
+        assert not app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)), "the probe has not looked"
         asks = asyncio.ensure_future(chat(app, "a"))
         await until(lambda: app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)) == 8_000, "it is seen")
         await looked_again(app)

@@ -247,7 +247,7 @@ async def test_a_program_that_holds_in_redis_itself_is_recalled_for_a_model(
 
 
 @pytest.mark.timeout(600)
-async def test_two_gateways_and_a_trainer_share_gpus_while_everybody_is_killed_in_turn(tmp_path: Path) -> None:
+async def test_two_gateways_and_a_trainer_share_gpus_while_each_is_killed_in_turn(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
         chaos = Chaos(tmp_path, server, seed=4)
         try:

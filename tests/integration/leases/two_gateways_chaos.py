@@ -1,4 +1,4 @@
-"""Two real gateways, one Redis and one set of GPUs under random load, while everybody in turn is killed.
+"""Two real gateways, one Redis and one set of GPUs under random load, while each in turn is killed.
 
 Callers ask both gateways for their models; a trainer asks for a share of a GPU again and again; a nemesis kills
 engines, gateways and the trainer and stops Redis for a moment. Memory is taken in a file by engines and trainer alike,
@@ -77,7 +77,7 @@ class Chaos:
         await asyncio.gather(*actors)
 
     async def quiet_down(self) -> None:
-        """Without faults everybody gets what he asks for: each model of each gateway, and the trainer."""
+        """Without faults all are served: each model of each gateway, and the trainer."""
         for name in self.names:
             for model in MODELS_MIB:
                 await self._until_served(name, model)

@@ -27,7 +27,7 @@ def vllm(folder: Path) -> Path:
 
 
 def said(folder: Path, journal: Journal) -> dict[str, Any]:
-    """Models of a program that no one knows, with the key."""
+    """Models of an unknown program, with the key."""
     return {name: fake(name, *LOADS_S, *journal.switches, sizes_itself=True) for name in NAMES}
 
 

@@ -139,7 +139,7 @@ async def test_where_pids_are_hidden_what_is_used_beyond_claims_is_foreign(gpus:
         assert (await get(app, "/api/v1/status"))["probe"]["pids_visible"] is False
 
 
-async def test_a_probe_that_begins_to_fail_stops_nobody(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_probe_that_begins_to_fail_stops_no_request(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with on(gpus, {"m": on_gpu("m", gpus, 3_000)}) as app:
         whole = gpus.read_text()
         gpus.write_text("broken")

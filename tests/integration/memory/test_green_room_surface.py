@@ -37,7 +37,7 @@ async def test_words_about_caches_that_cannot_be_meant_are_refused(tmp_path: Pat
     assert (odd.status, odd.error["param"]) == (400, "X-Cache-Mode")
 
 
-async def test_what_is_said_of_caches_stays_here_where_nobody_keeps_one(tmp_path: Path) -> None:
+async def test_cache_headers_are_not_sent_to_an_engine_without_a_cache(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     async with gateway(tmp_path, {"a": fake("a", "--journal", str(journal), "--record")}) as app:
         await chat(app, "a", headers={"X-Cache-Tag": "secret-tag", "X-Tenant-ID": "lab"})
@@ -70,7 +70,7 @@ async def test_an_engine_that_cannot_sleep_says_which_it_is_and_what_to_do(tmp_p
 async def test_the_file_of_a_model_is_read_ahead_while_its_caller_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one on stage answers slowly; the other, which shall have its place, is read meanwhile and never loaded."""
+    """The ready model answers slowly; the other, which will replace it, is read meanwhile and never loaded."""
     plain = os.preadv
 
     def nothing_cached(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:

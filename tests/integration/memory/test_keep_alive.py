@@ -36,7 +36,7 @@ async def test_zero_lets_the_engine_go_as_soon_as_it_is_idle(tmp_path: Path) -> 
         assert journal.count("start") == 2
 
 
-async def test_zero_does_not_send_it_away_before_those_who_wait(tmp_path: Path) -> None:
+async def test_a_keep_alive_of_zero_does_not_unload_before_waiting_requests(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     model = fake("m", *journal.switches, "--load-s", "0.2", concurrency=1)
     async with gateway(tmp_path, {"m": model}) as app:

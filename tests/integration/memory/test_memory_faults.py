@@ -147,7 +147,7 @@ async def test_engine_that_can_never_fit_fails_with_the_numbers_and_is_not_tried
         assert (again.status, again.error["code"]) == (507, "model_out_of_memory")
         assert int(again.headers["retry-after"]) > 10
         assert journal.count("start", name="huge") == 2
-        assert journal.count("start", name="other") == 1 and is_ready(app, "other"), "nobody left for it in vain"
+        assert journal.count("start", name="other") == 1 and is_ready(app, "other"), "no model left for it in vain"
         await until(lambda: used_mib(app) == 3_000, "its memory is back")
         await at_rest(app)
 
@@ -221,7 +221,9 @@ async def test_engine_that_dies_of_its_growth_fails_its_request_and_no_other(gpu
 # --- strangers ------------------------------------------------------------------------------------------------------
 
 
-async def test_stranger_that_fills_the_gpu_sends_nobody_away_and_is_waited_for(gpus: Path, journal: Journal) -> None:
+async def test_a_foreign_process_that_fills_the_gpu_evicts_no_model_and_is_waited_for(
+    gpus: Path, journal: Journal
+) -> None:
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000))
     ready = taking("ready", gpus, 8_000)
     cold = taking("cold", gpus, 20_000)
@@ -235,7 +237,7 @@ async def test_stranger_that_fills_the_gpu_sends_nobody_away_and_is_waited_for(g
             await app.memory_watch.look_now()
             await served(app, "ready")
         assert not waiting.done() and journal.count("start", name="cold") == 0
-        assert journal.count("start", name="ready") == 1, "nobody left, because that would have made no room"
+        assert journal.count("start", name="ready") == 1, "no model left, because that would have made no room"
 
         fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000, 0))
         answer = await waiting
@@ -244,7 +246,7 @@ async def test_stranger_that_fills_the_gpu_sends_nobody_away_and_is_waited_for(g
         assert journal.count("start", name="ready") == 1
 
 
-async def test_who_cannot_wait_for_a_stranger_to_leave_hears_how_much_is_missing(gpus: Path) -> None:
+async def test_a_request_that_cannot_wait_for_foreign_memory_is_told_how_much_is_missing(gpus: Path) -> None:
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000, 30_000))
     cold = taking("cold", gpus, 20_000)
     async with on(gpus, {"cold": cold}, server={"wait_max_s": 0.5}) as app:
@@ -255,7 +257,7 @@ async def test_who_cannot_wait_for_a_stranger_to_leave_hears_how_much_is_missing
         assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_stranger_beside_whom_there_is_room_changes_nothing_else(gpus: Path, journal: Journal) -> None:
+async def test_a_foreign_process_that_leaves_enough_room_changes_nothing_else(gpus: Path, journal: Journal) -> None:
     """Only models that really make room leave, and only for a model that comes."""
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000))
     one, two = taking("one", gpus, 8_000), taking("two", gpus, 8_000)

@@ -256,7 +256,7 @@ async def test_operators_order_them_about_by_any_name(app: App) -> None:
     assert (await post(app, "/api/v1/models/nothing/load", {})).status == 404
 
 
-async def test_who_asks_before_the_folders_were_looked_at_waits(
+async def test_a_request_before_the_folders_were_looked_at_waits(
     tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = Library.refresh

@@ -47,7 +47,7 @@ async def test_times_learned_in_one_run_are_known_in_the_next(tmp_path: Path) ->
         assert load_s(app) is None
 
 
-async def test_times_file_that_is_broken_keeps_nobody_from_starting(tmp_path: Path) -> None:
+async def test_a_broken_file_of_times_does_not_stop_the_start(tmp_path: Path) -> None:
     models = {"a": fake("a")}
     async with gateway(tmp_path, models) as app:
         assert (await chat(app, "a")).status == 200

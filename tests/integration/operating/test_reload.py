@@ -352,7 +352,7 @@ async def reload_often(app: App, folder: Path) -> int:
 
 
 @pytest.mark.slow
-async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody_who_is_served(
+async def test_model_files_that_cannot_be_read_stop_a_reload_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_answering = threading.Event()

@@ -100,7 +100,7 @@ SHAPES: dict[str, Any] = {
 
 
 def misfits(value: Any, shape: Any, where: str = "") -> list[str]:
-    """Where a value is not of this shape: keys that are missing, of another kind, or that no one knows of."""
+    """Where a value is not of this shape: keys that are missing, of another kind, or unknown."""
     if isinstance(shape, dict):
         ours = {key[1:]: kind for key, kind in shape.items() if key.startswith("+")}
         theirs = {key: kind for key, kind in shape.items() if not key.startswith("+")}

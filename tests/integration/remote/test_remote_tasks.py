@@ -149,7 +149,7 @@ async def test_a_remote_primary_without_a_first_byte_is_replaced_whatever_answer
         assert (alone.status, alone.error["code"]) == (504, "remote_timeout")
 
 
-async def test_a_local_model_that_fails_is_replaced_and_the_answer_says_by_whom(
+async def test_a_local_model_that_fails_is_replaced_and_the_answer_names_the_other(
     there: Provider, tmp_path: Path
 ) -> None:
     tasks = {"t": {"candidates": ["broken", "cloud"]}, "late": {"candidates": ["broken", "cloud"]}}

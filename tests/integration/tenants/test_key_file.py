@@ -62,7 +62,7 @@ async def until_status(app: App, key: str, status: int) -> None:
     await until(is_so, f"a {status}", every_s=0.05)
 
 
-async def test_without_a_file_everybody_is_refused_until_there_is_one(tmp_path: Path, keys: KeyFile) -> None:
+async def test_without_a_key_file_every_request_is_refused_until_there_is_one(tmp_path: Path, keys: KeyFile) -> None:
     # An address that others reach: the file counts as keys.
     async with gateway(tmp_path, {"m": fake("m")}, server=server(keys, host="0.0.0.0")) as app:
         for path in ("/v1/models", "/api/v1/status", "/metrics"):

@@ -58,7 +58,7 @@ def admins(status: int = 200, body: Any = None) -> Decision:
     return Decision(403, 403, status, body=body)
 
 
-# A new route fails here until somebody has decided who may use it.
+# A new route fails here until it is decided who may use it.
 DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/health"): Decision(200, 200, 200, nobody=200),
     ("GET", "/healthz"): Decision(200, 200, 200, nobody=200),
@@ -109,7 +109,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/v1/models/download"): admins(),
     ("GET", "/v1/models/download/{job_id}"): admins(404),
     ("DELETE", "/v1/models/download/{job_id}"): admins(404),
-    # Everybody's is not a tenant's to forget.
+    # A tenant may not flush the caches of all.
     ("POST", "/v1/cache/flush"): Decision(403, 403, 200, body={"scope": "all"}),
     ("GET", "/api/v1/leases"): leases(200),
     ("POST", "/api/v1/leases"): leases(201, {"mib": 1}),
@@ -229,7 +229,7 @@ async def test_every_registered_route_has_a_decision(app: App) -> None:
     [*DECISIONS.items(), *ASKING.items(), *UPSTREAM.items(), *NOTHING.items()],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-async def test_who_may(app: App, route: tuple[str, str], decision: Decision) -> None:
+async def test_each_route_admits_the_keys_that_it_should(app: App, route: tuple[str, str], decision: Decision) -> None:
     method, template = route
     path = template.replace("{model_id:path}", "m").replace("{request_id}", "r-0").replace("{lease_id}", "l-0")
     wanted = {

@@ -154,7 +154,7 @@ async def test_key_may_stand_in_x_api_key(guarded: App) -> None:
 
 
 async def test_a_body_is_not_read_from_someone_without_a_key(guarded: App) -> None:
-    """The refusal comes at the end of the headers: nobody uploads a gigabyte to be told no."""
+    """The refusal comes at the end of the headers, before a gigabyte is uploaded."""
     async with await Raw.open(guarded) as raw:
         raw.send(request_bytes("POST", CHAT, None, {"Content-Length": "50000000", "Expect": "100-continue"}))
         assert (await raw.head())[0] == 401

@@ -229,7 +229,7 @@ async def test_refusals_are_counted_for_their_key_by_class(tmp_path: Path) -> No
             None: (4, 4, 1),
             "dear": (2, 1, 1),
         }
-        assert (await usage(app, "?by=key", "root"))["total"]["requests"] == 6, "a wrong key is nobody's"
+        assert (await usage(app, "?by=key", "root"))["total"]["requests"] == 6, "a wrong key belongs to no tenant"
 
 
 async def test_without_keys_tenants_are_those_that_callers_name(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ async def test_one_is_unloaded_and_its_neighbours_go_on_in_the_same_process(app:
     pid = await pid_of(app, "alpha")
     before = memfds()
     assert (await order(app, "unload", "bravo")).status == 200
-    assert len(before - memfds()) == 1, "its memory was given back, and nobody else's"
+    assert len(before - memfds()) == 1, "its memory was given back, and no other's"
     await says(app, "alpha")
     assert await pid_of(app, "alpha") == pid
     await says(app, "bravo")
@@ -111,7 +111,7 @@ async def test_worker_lost_with_many_models_leaves_all_asleep_and_all_answer_aga
     await at_rest(app)
 
 
-async def test_isolated_model_takes_nobody_with_it(app: App) -> None:
+async def test_an_isolated_model_that_dies_takes_no_other_with_it(app: App) -> None:
     for model in (*SHARING, ALONE):
         await says(app, model)
     pid, apart = await pid_of(app, "alpha"), await pid_of(app, ALONE)

@@ -50,7 +50,7 @@ def test_killed_at_every_write_of_an_update(tmp_path: Path) -> None:
         try:
             # What the death before has left.
             number, said = says(gate)
-            assert number in (last, last + 1), "a version that nobody asked for, or one that was promised is gone"
+            assert number in (last, last + 1), "a version that was not asked for, or one that was promised is gone"
             assert names[number] == said, "weights of another version"
             _, _, told = call(gate, "GET", "/status")
             assert (told["model_version"], told["updating"]) == (number, False)

@@ -288,7 +288,7 @@ async def test_files_that_were_fetched_again_by_hand_while_the_gateway_was_down_
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)
         await update(app, "org/bravo")
-    # As if it had been killed before it deleted what it no longer keeps, which somebody then did by hand.
+    # As if it had been killed before it deleted what it no longer keeps, which was then done by hand.
     store = tmp_path / "state" / "versions.json"
     written = json.loads(store.read_text())
     now = written["models"]["m"]
@@ -341,7 +341,9 @@ async def test_files_that_the_configuration_of_another_gateway_names_stay(hub: S
         write_config(other, {"plain": tiny(link)})
         await second.reload()
         marks = tmp_path / "models" / ".greenroom"
-        await until(lambda: [file.name for file in marks.iterdir()] == ["fetching"], "it is nobody's to delete")
+        await until(
+            lambda: [file.name for file in marks.iterdir()] == ["fetching"], "it has no mark that lets it be deleted"
+        )
         await update(app, "org/bravo")
         assert alpha.exists()
         # What no configuration names is deleted as ever.
@@ -395,7 +397,7 @@ async def test_files_that_came_just_before_an_update_are_not_its_own(hub: Standi
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)
         await update(app, "org/bravo")
-    # From here on both are files that somebody else has put there, one before the start and one after it.
+    # From here on both count as files from elsewhere, one before the start and one after it.
     (tmp_path / "state" / "versions.json").unlink()
     shutil.rmtree(tmp_path / "models" / ".greenroom")
     aside = (tmp_path / "models" / "models--org--bravo").rename(tmp_path / "aside")
@@ -437,7 +439,7 @@ async def test_what_an_update_was_fetching_when_the_gateway_ended_is_fetched_by_
             await http(app, "POST", "/update-model", {"model_repo_id": "org/bravo"})
             await until(lambda: _states(app) == ["done", "running"], "it is being fetched")
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        # Nobody waits for it any more: it does not go on by itself.
+        # No call waits for it any more: it does not go on by itself.
         assert _states(app) == ["done", "failed"]
         await update(app, "org/bravo")
         assert files(tmp_path, "bravo") and not files(tmp_path, "alpha")
