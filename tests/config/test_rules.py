@@ -254,10 +254,9 @@ BAD_IDS = {
     "a/./b": "segments",
     "..": "segments",
     "a/logs/stream": "end in /stream",
-    **dict.fromkeys(sorted(RESERVED_IDS), ""),
+    **{name: f"{name} is a word of the management API" for name in sorted(RESERVED_IDS | RESERVED_ENDINGS)},
     **{f"{name}/a": f"begin with {name}/" for name in sorted(RESERVED_IDS)},
     **{f"a/{name}": f"end in /{name}" for name in sorted(RESERVED_ENDINGS)},
-    **dict.fromkeys(sorted(RESERVED_ENDINGS), ""),
 }
 
 

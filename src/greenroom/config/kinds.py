@@ -135,7 +135,7 @@ def id_problem(name: str) -> str | None:
         return "an id may not contain control or invisible characters"
     if name != name.strip():
         return "an id may not begin or end with a space"
-    if name in RESERVED_IDS:
+    if name in RESERVED_IDS or name in RESERVED_ENDINGS:
         return f"{name} is a word of the management API and cannot be an id"
     if segments[0] in RESERVED_IDS:
         return f"an id may not begin with {segments[0]}/: that is a word of the management API"
