@@ -189,3 +189,16 @@ def test_of_many_items_only_a_few_are_looked_at() -> None:
     looked_at.clear()
     index.leading(lambda item, now: (float(item),), counts, 0.0)
     assert len(looked_at) <= REFRESHED_BY_LEADING + LEADING_MIN
+
+
+def test_what_has_left_or_does_not_count_never_leads() -> None:
+    index: TurnIndex[int, int] = TurnIndex(8)
+    for key in range(40):
+        index.put(key, key)
+    for _ in range(10):
+        index.leading(lambda item, now: (float(item),), lambda item, now: True, 0.0)
+    index.drop(0)
+    leading = index.leading(lambda item, now: (float(item),), lambda item, now: item != 2, 0.0)
+    assert leading[:LEADING_MIN] == [1, 3, 4, 5]
+    few = index.leading(lambda item, now: (float(item),), lambda item, now: item == 30, 0.0)
+    assert few[0] == 30 and 0 not in few
