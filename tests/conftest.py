@@ -37,7 +37,7 @@ def _let_examples_take_their_time() -> None:
 
 
 _let_examples_take_their_time()
-# What is said in the last moment of a process must be read by somebody, so it goes where nothing is captured.
+# What a process says at its end must not be lost, so it goes where nothing is captured.
 _UNCAPTURED = pytest.StashKey[int]()
 
 

@@ -113,7 +113,7 @@ async def gateway(folder: Path, models: dict[str, Any], **options: Any) -> Async
 
 
 async def _closed(app: App) -> None:
-    """Wait for its end; where that does not come, say what everybody is doing."""
+    """Wait for its end; where that does not come, say what every task is doing."""
     try:
         await asyncio.wait_for(app.closed.wait(), PATIENCE_S)
     except TimeoutError:

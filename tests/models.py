@@ -83,7 +83,7 @@ def made_in(directory: Path, name: str, make: Callable[[Path], None]) -> None:
         try:
             os.replace(draft, directory / name)
         except OSError:
-            # A folder does not replace one that somebody else has finished meanwhile, which is as good.
+            # A folder does not replace one that another process has finished meanwhile, which is as good.
             if not (directory / name).is_dir():
                 raise
 

@@ -40,7 +40,7 @@ class Faults:
     redirect_api: str | None = None
     gated: bool = False
     gated_bytes: bool = False
-    """Everybody may look at the repository, and not everybody at its files."""
+    """Every caller may look at the repository, but not every one at its files."""
     api_refuse: int = 0
     api_with: int = 503
     drip_s: float = 0.0

@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "greenroom"
 
-# What each part may import of ours, besides itself. `errors` is a leaf that anyone may import.
+# What each part may import of ours, besides itself. `errors` is a leaf that every part may import.
 MAY_IMPORT = {
     "errors": set(),
     "core": set(),

@@ -110,7 +110,7 @@ def test_the_largest_leaves_whatever_the_policy_says_of_its_loss() -> None:
     assert (small.loss, large.loss) == (0.0, 100.0)
 
 
-def test_who_is_fixed_stays_and_nobody_is_named_in_vain() -> None:
+def test_a_fixed_resident_stays_and_no_model_is_evicted_in_vain() -> None:
     small, large = resident("small", 4_000, loss=0.0), resident("large", 8_000, loss=0.0, is_fixed=True)
     assert leaves_for(3_000, small, large) == ["small"]
     assert leaves_for(5_000, small, large) is None

@@ -4,8 +4,8 @@
 
 The callers ask again as soon as they are answered. Tokens a second while updates run are compared with those of the
 same callers before. The flip is the longest time for which a request queued around the end of an update; there is a
-place for every one, so without an update nobody queues. Every answer must be whole, and nobody who asks after the first
-answer of a version may get an older one.
+place for every one, so without an update no request queues. Every answer must be whole, and no request sent after
+the first answer of a version may get an older one.
 """
 
 from __future__ import annotations

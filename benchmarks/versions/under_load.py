@@ -3,7 +3,7 @@
     python -m benchmarks.versions.under_load [--updates 200] [--clients 50] [--limit-s 400]
 
 Each caller asks again as soon as it was answered. Every answer must be whole and belong to the version that its header
-names: the models say who they are. No request and no update may fail, every version must be seen, and no request may be
+names: models tell their version. No request and no update may fail, every version must be seen, and no request may be
 answered by an older version than one that answered before it was sent. The scheduler's events are recorded and played
 again: the longest time in which a request waited though a place was free, or the name had no version that serves, must
 not exceed one decision.

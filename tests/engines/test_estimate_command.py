@@ -149,7 +149,7 @@ def test_a_gguf_files_identity_is_what_it_holds_and_not_where_it_lies(tmp_path: 
     assert identity(tmp_path / "gone.gguf")[0] == ""
 
 
-def test_a_fifo_in_a_models_place_hangs_nobody(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_model_blocks_no_estimate(tmp_path: Path) -> None:
     fifo = tmp_path / "m.gguf"
     os.mkfifo(fifo)
     model = Model(path=str(fifo))

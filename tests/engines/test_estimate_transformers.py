@@ -1,4 +1,4 @@
-"""What is estimated for folders that our own worker hosts: on stage and asleep, on a GPU and on the host."""
+"""What is estimated for folders that our own worker hosts: ready and asleep, on a GPU and on the host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_kv_memory_is_what_the_worker_takes_to_the_byte(tmp_path: Path, config: 
     assert part(found, "KV memory")[0] == -(-exact // MIB)
 
 
-def test_kv_memory_holds_four_texts_where_nobody_says_how_many(tmp_path: Path) -> None:
+def test_kv_memory_holds_four_texts_by_default(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     assert part(ready(path, context=2048), "KV memory") == part(ready(path, cache_tokens=4 * 2048), "KV memory")
     assert part(ready(path), "KV memory") == part(ready(path, cache_tokens=4 * 8192), "KV memory")

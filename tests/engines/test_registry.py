@@ -1,4 +1,4 @@
-"""Engines of other packages are found by name, what is wrong with one is said, and who tells what a model can do."""
+"""Engines of other packages are found by name, what is wrong with one is said; what decides abilities."""
 
 from __future__ import annotations
 

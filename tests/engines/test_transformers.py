@@ -30,7 +30,7 @@ def test_a_folder_is_hosted(tmp_path: Path) -> None:
     assert engine.name == "transformers" and engine.hosted is True
 
 
-def test_models_share_a_worker_unless_python_gpus_environment_or_wish_differ(tmp_path: Path) -> None:
+def test_models_share_a_worker_unless_python_gpus_environment_or_isolation_differ(tmp_path: Path) -> None:
     plain = ENGINE.host_key("s1", model(tmp_path), GPU)
     assert plain == ENGINE.host_key("s2", model(tmp_path, dtype="float32", ctx_size=7), GPU)
     assert plain.python == sys.executable and plain.may_take_spare

@@ -1,4 +1,4 @@
-"""Marks of fetched weights: who may delete what, where folders are shared and where nothing can be locked."""
+"""Marks of fetched weights: which gateway may delete what, in shared folders and where nothing can be locked."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_folder_with_a_file_that_was_replaced_is_not_deleted_and_one_with_more
     assert one.take(str(folder)) is None
 
 
-def test_what_somebody_wants_to_keep_is_not_deleted(tmp_path: Path) -> None:
+def test_disowned_weights_are_not_deleted(tmp_path: Path) -> None:
     one, path = fetched(tmp_path, "hub/models--a/snapshots/1/a.gguf")
     other, neighbour = fetched(tmp_path, "hub/models--a/snapshots/2/a.gguf")
     (tmp_path / "link").symlink_to(tmp_path / "hub")

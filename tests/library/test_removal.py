@@ -165,7 +165,7 @@ async def test_model_that_is_gone_already_is_not_found(tmp_path: Path) -> None:
 
 
 async def test_failure_is_told_and_the_model_stays(tmp_path: Path) -> None:
-    """A file that became a folder cannot be unlinked, whoever asks."""
+    """A file that became a folder cannot be unlinked, even by root."""
     put(tmp_path / "a.gguf", tiny("a"))
     shelf = await library(tmp_path)
     (tmp_path / "a.gguf").unlink()

@@ -152,7 +152,7 @@ async def test_too_many_listeners_are_refused_until_one_leaves() -> None:
     hub.subscribe()
 
 
-def test_publishing_to_nobody_needs_no_loop_and_keeps_a_bounded_past() -> None:
+def test_publishing_without_subscribers_needs_no_loop_and_keeps_a_bounded_past() -> None:
     hub = Hub()
     for _ in range(100_000):
         hub.publish("tick", {})

@@ -72,7 +72,7 @@ def killed(file: Path) -> None:
             told |= set((said + rest.read()).decode().split())
         assert told <= {one.name for one in read_keys(file)}, turn
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    # Nothing waits for a lock of the dead, and a draft that one of them left is in no one's way.
+    # Nothing waits for a lock of the dead, and a draft that one of them left blocks nothing.
     add_key(file, key("last"))
     assert told and read_keys(file)[-1].name == "last"
 

@@ -199,7 +199,7 @@ async def test_a_look_that_breaks_is_told_and_not_the_last(tmp_path: Path, part:
 
     def changed() -> None:
         if breaks and part == "what hears of it":
-            raise RuntimeError("nobody listens")
+            raise RuntimeError("it breaks")
 
     followed.ring = KeyRing(looked, changed, look_every_s=0.01)
     await followed.begin()

@@ -15,7 +15,7 @@ from greenroom.tenancy.key_file import FileKey
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, cap, new_key, presented_key
 
 
-def test_without_keys_anyone_may_come_and_name_his_tenant() -> None:
+def test_without_keys_every_caller_is_admitted_and_names_its_tenant() -> None:
     keys = Keys()
     assert not keys.enabled
     assert keys.check(None) is keys.check(b"whatever") is ANYONE

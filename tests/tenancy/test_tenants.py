@@ -31,7 +31,7 @@ def test_name_is_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("raw", [None, b""])
-def test_nobody_named_is_no_tenant(raw: bytes | None) -> None:
+def test_a_request_without_a_tenant_name_has_no_tenant(raw: bytes | None) -> None:
     tenants = Tenants()
     assert tenants.name(raw) == NO_TENANT
     assert len(tenants) == 0
@@ -69,7 +69,7 @@ def test_header_and_configuration_agree_on_names(name: str) -> None:
     assert not name or is_taken(lambda: Tenants().name(name.encode())) == configured
 
 
-def test_whoever_does_not_fit_shares_one_name() -> None:
+def test_tenants_beyond_the_limit_share_one_name() -> None:
     tenants = Tenants(live_max=3)
     assert [tenants.name(b"%d" % number) for number in range(5)] == ["0", "1", "2", OTHER, OTHER]
     assert tenants.name(b"1") == "1"

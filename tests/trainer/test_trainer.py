@@ -38,7 +38,7 @@ def trainer(*replicas: FakeReplica | str) -> Trainer:
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
+def unreachable() -> Iterator[str]:
     """An address at which nothing listens, and which nothing else can take meanwhile."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -53,9 +53,9 @@ def orders(one: FakeReplica) -> list[str]:
     return [path for method, path, _ in one.asked if method == "POST"]
 
 
-def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, nobody: str) -> None:
+def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, unreachable: str) -> None:
     first, second = replica(3), replica(4)
-    answers = trainer(first, second, nobody).prompt("hi", max_tokens=5)
+    answers = trainer(first, second, unreachable).prompt("hi", max_tokens=5)
     assert [(one.text, one.model_version, one.code) for one in answers] == [
         ("hi!", 3, None),
         ("hi!", 4, None),
@@ -146,8 +146,8 @@ def test_another_repository_or_commit_does_not_agree(replica: Make, other: tuple
     assert not report.ok and outcomes(report) == [Outcome.SERVES, Outcome.DIFFERS]
 
 
-def test_a_replica_that_is_away_does_not_agree(replica: Make, nobody: str) -> None:
-    report = trainer(replica(), nobody).verify()
+def test_a_replica_that_is_away_does_not_agree(replica: Make, unreachable: str) -> None:
+    report = trainer(replica(), unreachable).verify()
     assert not report.ok and (report.results[1].outcome, report.results[1].code) == (Outcome.FAILED, "unreachable")
 
 
@@ -191,17 +191,17 @@ def test_one_that_keeps_no_version_goes_back_by_an_update(replica: Make) -> None
     assert first.serves == (5, "org/old", "c0")
 
 
-def test_without_all_or_nothing_those_that_took_it_keep_it(replica: Make, nobody: str) -> None:
+def test_without_all_or_nothing_those_that_took_it_keep_it(replica: Make, unreachable: str) -> None:
     first, second = replica(3), replica(3)
     second.fails_with = ("fetch_failed", "no such repository")
-    report = trainer(first, second, nobody).update("org/new", all_or_nothing=False)
+    report = trainer(first, second, unreachable).update("org/new", all_or_nothing=False)
     assert outcomes(report) == [Outcome.SERVES, Outcome.FAILED, Outcome.LOST]
     assert first.serves[1] == "org/new"
 
 
-def test_nothing_is_asked_for_where_one_cannot_be_asked(replica: Make, nobody: str) -> None:
+def test_nothing_is_asked_for_where_one_cannot_be_asked(replica: Make, unreachable: str) -> None:
     first = replica(3)
-    report = trainer(first, nobody).update("org/new")
+    report = trainer(first, unreachable).update("org/new")
     assert outcomes(report) == [Outcome.UNTOUCHED, Outcome.FAILED] and orders(first) == []
 
 

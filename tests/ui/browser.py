@@ -1,7 +1,7 @@
 """A headless Chromium, and tabs that notice what no page may do.
 
 Owns what counts as wrong in every test: an error on the console (a violation of the content security policy is one),
-an exception nobody caught, a dialog, a request to another host, a hostile string that was run.
+an uncaught exception, a dialog, a request to another host, a hostile string that was run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timeline, Metrics, Tenants and limits: the last hour, and who uses how much."""
+"""Timeline, Metrics, Tenants and limits: the last hour, and how much each tenant uses."""
 
 from __future__ import annotations
 

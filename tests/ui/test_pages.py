@@ -1,4 +1,4 @@
-"""Every page with the scene's data: shown, readable by everybody, and never taken for anything but text."""
+"""Every page with the scene's data: shown, accessible, and never taken for anything but text."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_changed_file_is_told_and_reloaded(looking: Tab, stage: Scene) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_shuts_anybody_out(browser: Browser, stage: Scene, scheme: str) -> None:
+def test_every_page_is_accessible(browser: Browser, stage: Scene, scheme: str) -> None:
     """axe finds nothing serious on any page."""
     with tab(browser, stage.url, color_scheme=scheme) as opened:
         opened.page.add_init_script(path=AXE)

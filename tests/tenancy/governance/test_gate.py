@@ -102,7 +102,7 @@ async def test_each_refusal_has_its_own_code_and_its_line(
 
 
 async def test_without_a_good_token_nothing_is_looked_up(tmp_path: Path) -> None:
-    """What a call does besides is found on disk: nobody has the disk searched without a token."""
+    """What a call does besides is found on disk, which is not searched without a token."""
     gate = await opened(tmp_path, key_path=key_file(tmp_path))
     looked: list[str] = []
     for token in (
