@@ -35,6 +35,14 @@ def _gateway(**server: Any) -> FakeGateway:
     return FakeGateway({"a": model()}, **server)
 
 
+@pytest.fixture(scope="module")
+def described() -> Client:
+    """Of a gateway that has described its routes already, which takes most of a second. Only to be read from."""
+    client = Client(_gateway())
+    asyncio.run(client.get("/api/v1/openapi.json"))
+    return client
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,9 +148,8 @@ async def test_a_route_is_analysed_once_and_not_before_it_answers(monkeypatch: p
 @pytest.mark.parametrize(
     "target", ["/v1/models", "/v1/models/a", "/health", "/metrics", "/api/v1/status", "/api/v1/docs"]
 )
-async def test_head_is_asked_like_get(target: str) -> None:
-    client = Client(_gateway())
-    head, get = await client.ask("HEAD", target), await client.get(target)
+async def test_head_is_asked_like_get(described: Client, target: str) -> None:
+    head, get = await described.ask("HEAD", target), await described.get(target)
     assert (head.status, head.headers.keys()) == (200, get.headers.keys())
 
 
@@ -156,9 +163,9 @@ async def test_a_stream_has_no_head(target: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def schema() -> dict[str, Any]:
-    """Read only, and the same for every gateway. To make it takes half a second."""
-    return asyncio.run(Client(_gateway()).get("/api/v1/openapi.json")).json
+def schema(described: Client) -> dict[str, Any]:
+    """Read only, and the same for every gateway."""
+    return asyncio.run(described.get("/api/v1/openapi.json")).json
 
 
 def test_no_id_ends_in_a_word_that_follows_an_id_in_a_path(schema: dict[str, Any]) -> None:
@@ -278,8 +285,8 @@ class _Links(HTMLParser):
         self.links += [value or "" for name, value in attrs if name in ("href", "src")]
 
 
-async def test_the_page_lists_the_api_and_loads_nothing_from_elsewhere() -> None:
-    answer = await Client(_gateway()).get("/api/v1/docs")
+async def test_the_page_lists_the_api_and_loads_nothing_from_elsewhere(described: Client) -> None:
+    answer = await described.get("/api/v1/docs")
     page = _Links()
     page.feed(answer.body.decode())
     assert answer.status == 200
