@@ -229,7 +229,7 @@ def test_a_request_that_loses_patience_is_told_how_long_it_may_take() -> None:
     assert call.rejection is not None and call.rejection.retry_after_s == 5.0
 
 
-def test_a_clock_that_runs_ahead_takes_nobodys_patience() -> None:
+def test_an_expiry_timer_that_fires_early_rejects_no_request() -> None:
     world = one_at_a_time()
     ready(world, "a")
     world.arrive("running", "a")

@@ -50,7 +50,7 @@ def test_the_nearest_owner_counts(family: tuple[int, int]) -> None:
     assert proc.owner_of(child, {parent: "near", os.getpid(): "far"}, no_owner) == "near"
 
 
-def test_strangers_and_the_dead_are_nobodys(family: tuple[int, int]) -> None:
+def test_foreign_and_ended_processes_have_no_owner(family: tuple[int, int]) -> None:
     ended = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     ended.wait()
     assert proc.owners_of([*family, ended.pid, 1], {}, no_owner) == {}

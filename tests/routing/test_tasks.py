@@ -109,7 +109,7 @@ def test_a_task_none_of_whose_models_can_serve_says_why() -> None:
     )
 
 
-def test_a_model_without_a_version_is_named_only_to_those_who_may_use_it() -> None:
+def test_a_model_without_a_version_is_named_only_to_keys_that_may_use_it() -> None:
     with pytest.raises(NoCandidate) as caught:
         ladder_of("small", "unborn", sees=("small",), ability=Ability.SPEECH)
     assert "unborn" not in caught.value.message

@@ -24,7 +24,7 @@ def test_without_keys_every_caller_is_admitted_and_names_its_tenant() -> None:
     assert cap(-100, ANYONE.priority_max) == -100
 
 
-def test_right_key_says_who_calls() -> None:
+def test_a_right_key_identifies_its_caller() -> None:
     keys = Keys([ApiKey(name="lab", key="s3cret", tenant="physics", priority_max="normal", admin=False)])
     assert keys.enabled
     assert keys.check(b"s3cret") == Caller(name="lab", tenant="physics", priority_max=1, admin=False)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def test_newcomer_cannot_load_while_a_model_it_would_evict_must_stay() -> None:
     assert leavers(company, "x", "y free", staying="y free") == set()
 
 
-def test_model_that_is_not_there_is_in_nobodys_way() -> None:
+def test_a_model_that_is_not_ready_keeps_no_newcomer_out() -> None:
     assert leavers(ByGroup(()), "a", "b", staying="c") == {"b"}
 
 

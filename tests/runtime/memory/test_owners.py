@@ -74,7 +74,7 @@ def test_leases_of_other_gateways_are_hidden() -> None:
     assert tables.owners() == {f"{OTHER_WORD}l9": Owner({A: 700}, hidden=True)}
 
 
-def test_every_try_to_start_a_slot_is_that_slots_and_other_runs_are_nobodys() -> None:
+def test_every_try_to_start_a_slot_belongs_to_it_and_other_runs_to_none() -> None:
     owners = Tables().owners
     assert owners.by_identity("gate:run:s1.1") == "s1"
     assert owners.by_identity("gate:run:s1.12") == "s1"

@@ -55,7 +55,7 @@ def test_a_model_is_failed_until_its_back_off_ends() -> None:
     assert status_word(gateway.state, A, NOW + 5) is StatusWord.UNLOADED
 
 
-def test_a_pause_that_is_nobodys_fault_is_no_failure() -> None:
+def test_a_pause_for_want_of_a_lease_is_no_failure() -> None:
     gateway = FakeGateway({"a": model()})
     record = gateway.state.models[A]
     record.failures, record.retry_at, record.pausing = 1, NOW + 5, Outcome.NO_LEASE

@@ -57,7 +57,7 @@ async def written(runner: TemplateRunner, said: dict[str, Any], deadline_s: floa
 
 
 def running(parent: int | None = None) -> list[int]:
-    """The scribes of a process, this one if none is named, that have not ended."""
+    """The template processes of a worker, this one if none is named, that have not ended."""
     return [
         pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_sandbox(pid, parent or os.getpid())
     ]
@@ -78,7 +78,7 @@ def busy_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def test_a_scribe_is_started_when_it_is_needed_and_kept(templates: SandboxPool) -> None:
+async def test_a_template_process_is_started_when_it_is_needed_and_kept(templates: SandboxPool) -> None:
     runner = TemplateRunner(templates)
     assert running() == []
     assert await written(runner, order()) == "hi"
@@ -121,7 +121,7 @@ async def test_a_template_that_does_not_end_is_stopped_while_others_are_written(
     await until(lambda: len(running()) == 1)
 
 
-async def test_one_model_never_keeps_all_scribes_busy(templates: SandboxPool) -> None:
+async def test_one_model_never_keeps_all_template_processes_busy(templates: SandboxPool) -> None:
     runner = TemplateRunner(templates)
     stuck = [asyncio.create_task(written(runner, order(LOOPING))) for _ in range(TEMPLATES.processes_max + 2)]
     await until(lambda: len(running()) == TEMPLATES.processes_a_model)
@@ -134,7 +134,7 @@ async def test_one_model_never_keeps_all_scribes_busy(templates: SandboxPool) ->
     await until(lambda: len(running()) == 1)
 
 
-async def test_there_are_never_more_scribes_than_allowed(templates: SandboxPool) -> None:
+async def test_there_are_never_more_template_processes_than_allowed(templates: SandboxPool) -> None:
     runners = [TemplateRunner(templates) for _ in range(TEMPLATES.processes_max * 2)]
     asked = [written(runner, order(content=str(place))) for place, runner in enumerate(runners * 3)]
     assert await asyncio.gather(*asked) == [str(place) for place in range(len(asked))]
@@ -153,7 +153,7 @@ async def test_a_request_that_waits_too_long_for_a_template_process_is_refused()
     await templates.close()
 
 
-async def test_a_caller_that_leaves_takes_its_scribe_along(templates: SandboxPool) -> None:
+async def test_a_template_process_ends_when_its_call_is_cancelled(templates: SandboxPool) -> None:
     task = asyncio.create_task(written(TemplateRunner(templates), order(NUMBERS[0])))
     await until(lambda: running() and busy_s(running()[0]) > 0.3)
     task.cancel()
@@ -173,7 +173,7 @@ async def test_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(template
     assert await asyncio.gather(*(written(TemplateRunner(templates), order()) for _ in range(8))) == ["hi"] * 8
 
 
-async def test_a_scribe_that_is_killed_fails_its_order_only(templates: SandboxPool) -> None:
+async def test_a_template_process_that_is_killed_fails_its_order_only(templates: SandboxPool) -> None:
     runner = TemplateRunner(templates)
     task = asyncio.create_task(written(runner, order(LOOPING)))
     await until(lambda: running() and busy_s(running()[0]) > 0.3)
@@ -208,7 +208,7 @@ async def test_text_that_is_no_unicode_is_a_complaint_and_nothing_worse(template
     assert await written(runner, order()) == "hi"
 
 
-async def test_a_scribe_inherits_nothing_and_is_bounded(
+async def test_a_template_process_inherits_nothing_and_is_bounded(
     templates: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -231,7 +231,7 @@ async def test_a_scribe_inherits_nothing_and_is_bounded(
     assert b"torch" not in (process / "maps").read_bytes().replace(b".venv-torch", b"")
 
 
-async def test_a_scribe_ends_with_its_worker_however_that_ends() -> None:
+async def test_a_template_process_ends_with_its_worker_however_that_ends() -> None:
     environment = {**os.environ, "PYTHONPATH": str(worker_rig.PROGRAM.parents[2])}
     worker = subprocess.Popen([sys.executable, "-c", WORKER], env=environment)
     try:
@@ -271,17 +271,17 @@ async def odd(tmp_path: Path) -> AsyncIterator[Odd]:
     await until(lambda: running() == [])
 
 
-async def test_a_scribe_that_does_not_start_says_how_it_ended(odd: Odd) -> None:
+async def test_a_template_process_that_does_not_start_says_how_it_ended(odd: Odd) -> None:
     with pytest.raises(Unavailable, match="code 3"):
         await written(odd("os._exit(3)"), order())
 
 
-async def test_a_scribe_that_is_never_ready_is_given_up(odd: Odd) -> None:
+async def test_a_template_process_that_is_never_ready_is_given_up(odd: Odd) -> None:
     with pytest.raises(Unavailable, match=r"not ready after 0\.2 s"):
         await written(odd("time.sleep(600)", start_s=0.2), order())
 
 
-async def test_a_scribe_that_says_more_than_was_asked_for_is_ended(odd: Odd) -> None:
+async def test_a_template_process_that_says_more_than_was_asked_for_is_ended(odd: Odd) -> None:
     with pytest.raises(Stopped, match="without an end"):
         await written(odd("os.write(0, b'rtext' + b'\\xff' * 8)\ntime.sleep(600)"), order())
 

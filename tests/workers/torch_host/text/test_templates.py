@@ -102,7 +102,7 @@ async def test_a_model_without_a_template_says_what_to_do(template: Maker) -> No
     assert refused.value.code == "no_chat_template"
 
 
-async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: TextCodec) -> None:
+async def test_without_a_free_template_process_a_request_is_answered_503(byte_text: TextCodec) -> None:
     with pytest.raises(ApiError) as refused:
         none = SandboxPool(replace(TEMPLATES, processes_max=0, wait_s=0.01))
         await ChatTemplate(byte_text, none).render(HI, None, {}, CONTEXT)
