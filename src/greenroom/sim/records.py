@@ -270,9 +270,8 @@ class EndedCalls:
 
     def __iter__(self) -> Iterator[EndedCall]:
         models, tenants = self._models.all, self._tenants.all
-        for arrived, granted, ended, output, priority, model, tenant, fate, code, *flags in self._LAYOUT.iter_unpack(
-            self._packed
-        ):
+        for row in self._LAYOUT.iter_unpack(self._packed):
+            arrived, granted, ended, output, priority, model, tenant, fate, code, was_broken, is_lease = row
             yield EndedCall(
                 arrived,
                 granted,
@@ -283,7 +282,8 @@ class EndedCalls:
                 TenantId(tenants[tenant]),
                 _FATES[fate],
                 _CODES[code],
-                *flags,
+                was_broken,
+                is_lease,
             )
 
 

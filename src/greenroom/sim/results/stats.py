@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
 
-from greenroom.core.model import DeviceKind, MoveKind, TenantId
+from greenroom.core.model import DeviceKind, ModelId, MoveKind, TenantId
 from greenroom.sim.records import EndedCall, Fate
 from greenroom.sim.truth import Delays, Tiers
 from greenroom.sim.world import World
@@ -172,10 +173,10 @@ def stats_of(world: World) -> Stats:
         broken=tally.broken,
         gone=tally.fates[Fate.GONE],
         rejected=dict(sorted(tally.rejected.items())),
-        waits=waits_of(tally.waits),
-        by_class={class_name(priority): waits for priority, waits in _split(tally.by_class)},
-        by_tenant=dict(_split(tally.by_tenant)),
-        by_model=dict(_split(tally.by_model)),
+        waits=waits_of(chain.from_iterable(tally.waits.values())),
+        by_class={class_name(priority): waits for priority, waits in tally.waits_by(lambda kind: kind.priority)},
+        by_tenant=dict(tally.waits_by(lambda kind: str(kind.tenant))),
+        by_model=dict(tally.waits_by(lambda kind: str(kind.model))),
         lost_by_class={class_name(priority): tally.lost_by_class[priority] for priority in sorted(tally.lost_by_class)},
         lost_by_tenant=dict(sorted(tally.lost_by_tenant.items())),
         delays=dict(sorted(world.truth.meters.delays.items())),
@@ -190,13 +191,19 @@ def stats_of(world: World) -> Stats:
         served_per_s=tally.fates[Fate.SERVED] * per_s,
         tokens_per_s=tally.tokens * per_s,
         tiers=world.truth.meters.tiers.means(tally.ends_s),
-        over_time=tally.over_time(),
+        over_time=_over_time(world.ended, tally.arrives_s),
         events=world.events_told,
     )
 
 
+class _Kind(NamedTuple):
+    model: ModelId
+    priority: int
+    tenant: TenantId
+
+
 class _Tally:
-    """Sums over ended requests; waits are kept as plain numbers, because there may be millions."""
+    """Sums over ended requests; waits are kept once and as plain numbers, because there may be millions."""
 
     def __init__(self) -> None:
         self.fates: Counter[Fate] = Counter()
@@ -205,12 +212,9 @@ class _Tally:
         self.tokens = 0
         self.begins_s = inf
         self.ends_s = 0.0
-        # Of served requests, in the same order.
-        self.arrived = array("d")
-        self.waits = array("d")
-        self.by_class: dict[int, array[float]] = {}
-        self.by_tenant: dict[str, array[float]] = {}
-        self.by_model: dict[str, array[float]] = {}
+        # When the last of those that were served arrived.
+        self.arrives_s = 0.0
+        self.waits: dict[_Kind, array[float]] = {}
         self.lost_by_class: Counter[int] = Counter()
         self.lost_by_tenant: Counter[str] = Counter()
         self.shares: dict[str, _Share] = {}
@@ -226,14 +230,10 @@ class _Tally:
             self._add_lost(call)
 
     def _add_served(self, call: EndedCall) -> None:
-        wait_s = call.wait_s
         self.broken += call.was_broken
         self.tokens += call.output_len
-        self.arrived.append(call.arrived)
-        self.waits.append(wait_s)
-        _group(self.by_class, call.priority).append(wait_s)
-        _group(self.by_tenant, str(call.tenant)).append(wait_s)
-        _group(self.by_model, str(call.model)).append(wait_s)
+        self.arrives_s = max(self.arrives_s, call.arrived)
+        self._waits_of(_Kind(call.model, call.priority, call.tenant)).append(call.wait_s)
         share = self._share(call.tenant)
         share.served_s += call.ended_at - call.granted_at
         share.spent_s += call.ended_at - call.arrived
@@ -251,16 +251,17 @@ class _Tally:
             share = self.shares[tenant] = _Share()
         return share
 
-    def over_time(self) -> tuple[Moment, ...]:
-        """By the time of arrival, in stretches of equal length."""
-        width = (max(self.arrived, default=0.0) or 1.0) / MOMENTS
-        stretches: list[array[float]] = [array("d") for _ in range(MOMENTS)]
-        for at, wait_s in zip(self.arrived, self.waits, strict=True):
-            stretches[min(MOMENTS - 1, int(at / width))].append(wait_s)
-        return tuple(
-            Moment((number + 0.5) * width, len(waits), quantile(sorted(waits), 0.95) if waits else 0.0)
-            for number, waits in enumerate(stretches)
-        )
+    def _waits_of(self, kind: _Kind) -> array[float]:
+        found = self.waits.get(kind)
+        if found is None:
+            found = self.waits[kind] = array("d")
+        return found
+
+    def waits_by(self, key_of: Callable[[_Kind], Key]) -> list[tuple[Key, Waits]]:
+        groups: dict[Key, list[array[float]]] = {}
+        for kind, waits in self.waits.items():
+            groups.setdefault(key_of(kind), []).append(waits)
+        return [(key, waits_of(chain.from_iterable(groups[key]))) for key in sorted(groups, key=str)]
 
 
 class _Share:
@@ -278,15 +279,17 @@ class _Share:
         return self.served_s / self.spent_s if self.spent_s > 0 else 1.0
 
 
-def _group(groups: dict[Key, array[float]], key: Key) -> array[float]:
-    group = groups.get(key)
-    if group is None:
-        group = groups[key] = array("d")
-    return group
-
-
-def _split(groups: Mapping[Key, array[float]]) -> list[tuple[Key, Waits]]:
-    return [(key, waits_of(groups[key])) for key in sorted(groups, key=str)]
+def _over_time(ended: Iterable[EndedCall], arrives_s: float) -> tuple[Moment, ...]:
+    """Served requests by the time of arrival, the last of which is given, in stretches of equal length."""
+    width = (arrives_s or 1.0) / MOMENTS
+    stretches: list[array[float]] = [array("d") for _ in range(MOMENTS)]
+    for call in ended:
+        if call.fate is Fate.SERVED and not call.is_lease:
+            stretches[min(MOMENTS - 1, int(call.arrived / width))].append(call.wait_s)
+    return tuple(
+        Moment((number + 0.5) * width, len(waits), quantile(sorted(waits), 0.95) if waits else 0.0)
+        for number, waits in enumerate(stretches)
+    )
 
 
 def _devices(world: World, until: float) -> dict[str, DeviceUse]:
