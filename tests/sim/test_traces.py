@@ -11,7 +11,7 @@ import pytest
 from greenroom.core.events import RequestArrived, ServeDone
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.record.recording import encode
-from greenroom.sim.records import SimArrival
+from greenroom.sim.records import SORTED_MAX, Arrivals, SimArrival
 from greenroom.sim.traces import traces
 from greenroom.sim.traces.columns import TraceError
 from greenroom.sim.traces.traces import Known, read_trace, trace_of
@@ -365,6 +365,15 @@ def test_rows_far_out_of_order_are_sorted_and_equals_keep_their_order(tmp_path: 
     assert [(row.at, row.prompt_len) for row in found] == sorted(told)
     packed = trace_of(written(tmp_path, HEADER, *rows)).rows
     assert packed[5] == found[5] and packed[-1] == found[-1] and packed[3:6] == found[3:6] and len(packed) == 2_000
+
+
+def test_more_rows_than_are_sorted_at_once_are_in_order_and_equals_keep_theirs() -> None:
+    rows = Arrivals()
+    for number in range(SORTED_MAX + 1_000):
+        rows.add(-number // 3, "a", number, 0, "", 1)
+    rows.sort()
+    lengths = [row.prompt_len for row in rows]
+    assert lengths == sorted(range(SORTED_MAX + 1_000), key=lambda number: (-number // 3, number))
 
 
 def test_an_empty_file_says_what_a_trace_has(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from heapq import merge
 from struct import Struct
 from typing import Any, NamedTuple, overload
 
@@ -102,7 +103,7 @@ class Arrivals(Sequence[SimArrival]):
         size, packed = self._LAYOUT.size, self._packed
         times = array("d", (row[0] for row in self._LAYOUT.iter_unpack(packed)))
         ordered = bytearray(len(packed))
-        for place, number in enumerate(sorted(range(len(times)), key=times.__getitem__)):
+        for place, number in enumerate(_in_order(times)):
             ordered[place * size : (place + 1) * size] = packed[number * size : (number + 1) * size]
         self._packed, self._in_order = ordered, True
 
@@ -135,6 +136,17 @@ class Arrivals(Sequence[SimArrival]):
             TenantId(self._tenants.all[tenant]),
             priority,
         )
+
+
+# Rows that are sorted at once.
+SORTED_MAX = 65_536
+
+
+def _in_order(times: array[float]) -> Iterator[int]:
+    """The numbers of rows in order of their times. All at once, as objects, they would take more than the rows."""
+    starts = range(0, len(times), SORTED_MAX)
+    parts = (range(start, min(start + SORTED_MAX, len(times))) for start in starts)
+    return merge(*(array("I", sorted(part, key=times.__getitem__)) for part in parts), key=times.__getitem__)
 
 
 class SimCall:
