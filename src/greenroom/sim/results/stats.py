@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
@@ -43,7 +43,7 @@ class Waits:
     p95_s: float
     p99_s: float
     max_s: float
-    # Waits and the share of requests that waited at most so long: some points of the curve, for the plots.
+    # Waits and the share of requests that waited at most so long: some points of the curve, where it is plotted.
     curve: tuple[tuple[float, float], ...]
 
 
@@ -175,8 +175,9 @@ def stats_of(world: World) -> Stats:
         rejected=dict(sorted(tally.rejected.items())),
         waits=waits_of(chain.from_iterable(tally.waits.values())),
         by_class={class_name(priority): waits for priority, waits in tally.waits_by(lambda kind: kind.priority)},
-        by_tenant=dict(tally.waits_by(lambda kind: str(kind.tenant))),
-        by_model=dict(tally.waits_by(lambda kind: str(kind.model))),
+        # There may be many tenants and models, and no plot shows the curves of each.
+        by_tenant={key: replace(waits, curve=()) for key, waits in tally.waits_by(lambda kind: str(kind.tenant))},
+        by_model={key: replace(waits, curve=()) for key, waits in tally.waits_by(lambda kind: str(kind.model))},
         lost_by_class={class_name(priority): tally.lost_by_class[priority] for priority in sorted(tally.lost_by_class)},
         lost_by_tenant=dict(sorted(tally.lost_by_tenant.items())),
         delays=dict(sorted(world.truth.meters.delays.items())),
@@ -257,11 +258,12 @@ class _Tally:
             found = self.waits[kind] = array("d")
         return found
 
-    def waits_by(self, key_of: Callable[[_Kind], Key]) -> list[tuple[Key, Waits]]:
+    def waits_by(self, key_of: Callable[[_Kind], Key]) -> Iterator[tuple[Key, Waits]]:
         groups: dict[Key, list[array[float]]] = {}
         for kind, waits in self.waits.items():
             groups.setdefault(key_of(kind), []).append(waits)
-        return [(key, waits_of(chain.from_iterable(groups[key]))) for key in sorted(groups, key=str)]
+        for key in sorted(groups, key=str):
+            yield key, waits_of(chain.from_iterable(groups[key]))
 
 
 class _Share:
