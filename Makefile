@@ -182,11 +182,9 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	$(COMPILED)/bin/python -c 'from greenroom.server.admin.reports.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
 	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
-# One test draws records from their annotations, which compiled classes do not keep.
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
-	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' $(SPREAD) $(SLOW_JOBS) \
-	  --deselect tests/runtime/record/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
-	  tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
+	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu and not pure' $(SPREAD) $(SLOW_JOBS) \
+	  tests/core tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
 	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 

@@ -70,6 +70,7 @@ def watched(world: World) -> list[str]:
     return asked
 
 
+@pytest.mark.pure
 def test_one_round_asks_for_no_more_than_so_many_of_a_few() -> None:
     world = hopeful_crowd(2 * ASKED_MAX + 8)
     asked = watched(world)
@@ -77,6 +78,7 @@ def test_one_round_asks_for_no_more_than_so_many_of_a_few() -> None:
     assert len(asked) == 2 * ASKED_MAX
 
 
+@pytest.mark.pure
 def test_one_round_asks_for_a_bounded_number_of_models_and_for_all_in_turn() -> None:
     world = hopeful_crowd(MODELS_FEW + 16)
     asked, rounds = watched(world), world.scheduler._rounds
@@ -98,6 +100,7 @@ def test_rounds_that_end_early_still_serve_every_request() -> None:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("models", [MODELS_FEW + 16, 2 * MODELS_FEW + 32])
+@pytest.mark.pure
 def test_a_round_ranks_no_more_than_so_many_however_many_wait(models: int) -> None:
     world = crowd(*[7_000] * models)
     ranked: list[str] = []
@@ -157,6 +160,7 @@ def test_models_that_are_removed_in_a_crowd_are_no_longer_ranked() -> None:
     assert world.calls_by_id["r-m002"].fate is Fate.SERVED
 
 
+@pytest.mark.pure
 def test_no_question_is_asked_when_an_answer_ends_where_a_model_leaves_before_the_last() -> None:
     ranked: list[str] = []
 

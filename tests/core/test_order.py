@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
+
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits, Timer, TimerKind
@@ -321,6 +323,7 @@ class LastComeFirst(FirstCome):
         return (-waiter.sequence,)
 
 
+@pytest.mark.pure
 def test_a_policy_of_ones_own_decides_the_order() -> None:
     world = World(
         [model("a", 6_000), model("b", 6_000)],
@@ -341,6 +344,7 @@ class EvictsNothing(ByMemory):
         return super().eviction_for(target, [], room_mib)
 
 
+@pytest.mark.pure
 def test_a_custom_swapper_decides_which_models_leave() -> None:
     swappers = {**SWAPPERS, "stubborn": EvictsNothing}
     world = World([model("a", 6_000), model("b", 6_000)], limits=Limits(swapper="stubborn"), swappers=swappers)
@@ -350,6 +354,7 @@ def test_a_custom_swapper_decides_which_models_leave() -> None:
     assert world.kinds() == ["load a"] and world.fate("r") is Fate.WAITING
 
 
+@pytest.mark.pure
 def test_waiting_requests_follow_a_changed_policy() -> None:
     world = World([model("a")], policies={**BUILT_IN, "last": LastComeFirst})
     ready(world, "a")

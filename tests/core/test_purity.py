@@ -106,6 +106,7 @@ class Asking:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 5, 9, 13, 16))])
+@pytest.mark.pure
 def test_questions_and_decisions_change_nothing(seed: int) -> None:
     asking, one = Asking(), Play(draw_scenario(seed), hashed=True)
     one.checkers, one._hash = Checkers([]), asking  # type: ignore[assignment]
@@ -121,6 +122,7 @@ def test_questions_and_decisions_change_nothing(seed: int) -> None:
     assert asking.asked_of > 10
 
 
+@pytest.mark.pure
 def test_the_comparison_sees_a_change_however_deep() -> None:
     scheduler = Scheduler(effects=None)  # type: ignore[arg-type]
     before = facts(scheduler.state)

@@ -8,6 +8,8 @@ from enum import Enum
 from inspect import isfunction
 from typing import Any, get_args, get_origin, get_type_hints
 
+import pytest
+
 from greenroom.core import events as ev
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, Move, MoveKind, Need, OtherLease
@@ -137,6 +139,7 @@ def handed_out() -> dict[type[Any], str]:
     return found
 
 
+@pytest.mark.pure
 def test_nothing_that_the_view_hands_out_can_be_written() -> None:
     found = handed_out()
     assert {Limits, SlotFacts, Move, ModelSpec, HoldingFacts}.issubset(found), "the way through the view is followed"
@@ -148,6 +151,7 @@ def test_nothing_that_the_view_hands_out_can_be_written() -> None:
             assert not kind.__annotations__, f"{way}: {kind.__name__} has attributes that can be set"
 
 
+@pytest.mark.pure
 def test_slots_are_seen_as_read_only_facts() -> None:
     world = World([model("a", 4_000)])
     ready(world, "a")

@@ -634,5 +634,6 @@ def picture(thing: object) -> object:
     if isinstance(thing, Queue):
         # Its times are computed again when they are read; reading them changes nothing.
         assert thing.deadline_at >= thing.oldest
-    names = thing.__slots__ if hasattr(thing, "__slots__") else vars(thing)
-    return [(name, picture(getattr(thing, name))) for name in names]
+    # A compiled class has neither slots nor a dictionary, but the names of its attributes.
+    names = getattr(thing, "__slots__", None) or getattr(thing, "__mypyc_attrs__", None) or vars(thing)
+    return [(name, picture(getattr(thing, name))) for name in names if name != "__dict__"]

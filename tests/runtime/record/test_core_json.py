@@ -45,6 +45,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize(
     "kind", [*EVENTS, Rejection, effects.Reason, Move, events.Limits], ids=lambda kind: kind.__name__
 )
+@pytest.mark.pure
 def test_every_kind_of_record_comes_back_as_it_was(kind: type[Any]) -> None:
     # A busy machine is slow to make records, which says nothing of them.
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
