@@ -67,6 +67,27 @@ def test_no_gateway_begins_to_use_what_another_one_is_told_to_delete(tmp_path: P
     assert os.listdir(tmp_path / FOLDER) == [], "the mark is gone with it"
 
 
+@pytest.mark.parametrize("deletes", ["the one that uses them", "another one"])
+def test_weights_that_are_fetched_again_after_they_were_deleted_are_locked(tmp_path: Path, deletes: str) -> None:
+    (first, path), second = fetched(tmp_path, "a.gguf"), marks(tmp_path)
+    with (first if deletes == "the one that uses them" else second).deleting(str(path), force=True):
+        path.unlink()
+    path.write_bytes(b"weights again")
+    first.mark(str(path))
+    assert first.use(str(path))
+    assert second.is_used_elsewhere(str(path)) and second.take(str(path)) is None
+
+
+def test_a_first_fetch_looks_for_other_roots_as_deep_as_models_may_lie(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*"abcdefghijklmnop")
+    deep.mkdir(parents=True)
+    close_all(marks(deep).begin_fetch())
+    close_all(marks(tmp_path / "a" / "b").begin_fetch())
+    locks = marks(tmp_path).begin_fetch()
+    assert len(locks) == 2, "its own, and that of a/b"
+    close_all(locks)
+
+
 def test_nothing_is_deleted_while_a_gateway_fetches_and_nothing_fetched_while_one_deletes(tmp_path: Path) -> None:
     (one, path), other = fetched(tmp_path, "a.gguf"), marks(tmp_path)
     fetching = [*one.begin_fetch(), *other.begin_fetch()]

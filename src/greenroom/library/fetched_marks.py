@@ -17,8 +17,10 @@ import json
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final
 
+from greenroom.library.folders import DEPTH_MAX, FOLDERS_MAX
 from greenroom.library.roots import Roots, is_below
 
 FOLDER: Final = ".greenroom"
@@ -35,11 +37,13 @@ class FetchedMarks:
         """Let no gateway delete anything until these are closed. Raises BlockingIOError while one just does."""
         roots, locks = list(self._roots().real()), list[int]()
         try:
-            for root in roots:
-                _share(os.path.join(root, FOLDER, FETCHING), os.O_CREAT, locks)
+            own = [os.path.join(root, FOLDER, FETCHING) for root in roots]
+            for file in own:
+                _share(file, os.O_CREAT, locks)
             # A gateway with a root below may be deleting there since before these files were made.
             for file in _fetching_below(roots):
-                _share(file, 0, locks)
+                if file not in own:
+                    _share(file, 0, locks)
         except BlockingIOError:
             close_all(locks)
             raise
@@ -64,7 +68,7 @@ class FetchedMarks:
         True if an update of any gateway fetched them, and they can be locked: only then they may be deleted one day.
         Raises BlockingIOError if another gateway is just deleting them.
         """
-        if path in self._held:
+        if self._uses(path):
             return True
         fd = self._open(path)
         if fd is None:
@@ -83,6 +87,16 @@ class FetchedMarks:
         self._held[path] = fd
         return True
 
+    def _uses(self, path: str) -> bool:
+        """True if this gateway holds the lock of these weights. If their mark was deleted, there may be others now."""
+        if (fd := self._held.get(path)) is None:
+            return False
+        with contextlib.suppress(OSError):
+            if (file := self._file(path)) is not None and os.path.samestat(os.fstat(fd), os.lstat(file)):
+                return True
+        os.close(self._held.pop(path))
+        return False
+
     def use_only(self, paths: Collection[str]) -> None:
         """Use no others any more."""
         for path in [path for path in self._held if path not in paths]:
@@ -90,7 +104,7 @@ class FetchedMarks:
 
     def is_used_elsewhere(self, path: str) -> bool:
         """True if another gateway uses these weights, which an update fetched. Of those in use here, False."""
-        if path in self._held or (fd := self._open(path)) is None:
+        if self._uses(path) or (fd := self._open(path)) is None:
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,9 +121,10 @@ class FetchedMarks:
     def deleting(self, path: str, *, force: bool) -> Iterator[None]:
         """Let no other gateway begin to use these weights meanwhile. If they are gone at the end, so is their mark.
 
-        Raises BlockingIOError if another one uses them, unless `force`. Those in use here are not locked again.
+        Raises BlockingIOError if another one uses them, unless `force`. Those in use here are not locked again. Whether
+        one fetches them is not asked: an operator wants these to go, whatever comes after.
         """
-        fd = None if path in self._held else self._open(path)
+        fd = None if self._uses(path) else self._open(path)
         locks = [] if fd is None else [fd]
         try:
             if fd is not None:
@@ -240,11 +255,13 @@ def _lock_to_delete(fd: int, *, force: bool) -> None:
 
 
 def _fetching_below(roots: Iterable[str]) -> Iterator[str]:
-    """The lock files of gateways whose roots are these folders or lie below them."""
+    """The lock files of gateways whose roots are these folders or lie below them, as deep as models are looked for."""
     for root in roots:
-        for folder, folders, _ in os.walk(root):
+        for folder, folders, _ in islice(os.walk(root), FOLDERS_MAX):
             if FOLDER in folders and os.path.lexists(file := os.path.join(folder, FOLDER, FETCHING)):
                 yield file
+            if folder.count(os.sep) - root.count(os.sep) >= DEPTH_MAX:
+                folders.clear()
 
 
 def close_all(fds: Iterable[int]) -> None:
