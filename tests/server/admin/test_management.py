@@ -90,6 +90,12 @@ async def test_a_method_that_a_path_does_not_take_is_refused(method: str, target
     assert allowed in answer.error["message"]
 
 
+@pytest.mark.parametrize("name", ["", "a/", "org/update", "a/load", "loaded/x"])
+async def test_a_path_below_models_is_a_name_that_is_not_known(name: str) -> None:
+    answer = await Client(_gateway()).get(f"/v1/models/{name}")
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
 @pytest.mark.parametrize(
     ("target", "body", "param"),
     [

@@ -151,17 +151,20 @@ def refuse_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> 
 
 
 PATH = "/api/v1/models"
-# Words that stand before or behind a model's id have routes of their own.
-_BEFORE = tuple(f"{MODELS}/{word}/".encode() for word in RESERVED_IDS)
+# Orders for a model follow its id and have routes of their own, as have words that stand in the place of an id.
 _BEHIND = (*(f"/{word}".encode() for word in RESERVED_ENDINGS), b"/logs/stream", b"/")
+_INSTEAD = frozenset(f"{MODELS}/{word}".encode() for word in RESERVED_IDS)
+_BELOW = f"{PATH}/".encode()
+_INVENTORY = f"{MODELS}/inventory/".encode()
 
 
 class OneModel(LazyRoute):
-    """Matches a model's id, which may have slashes, but no order that stands before or behind an id."""
+    """Matches a model's id, which may have slashes, but no path that has another route."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         raw = scope["raw_path"]
-        is_order = raw.endswith(_BEHIND) or (raw + b"/").startswith(_BEFORE)
+        is_below = raw.startswith(_BELOW) and raw.endswith(_BEHIND)
+        is_order = is_below or raw in _INSTEAD or raw.startswith(_INVENTORY)
         return (Match.NONE, {}) if is_order else super().matches(scope)
 
 
