@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from greenroom.config.kinds import HEX_64, ID_CHARS_MAX, NO_CONTROLS, Name, RoutePattern, Section
 from greenroom.config.reader import Problem, break_on
@@ -44,18 +44,18 @@ class Verb(StrEnum):
 _OF_ALL_MODELS: Final = frozenset((Verb.READ, Verb.FLUSH, Verb.DOWNLOAD, Verb.DELETE, Verb.RELOAD))
 
 
-# No key is as old. A date without its hyphens is read as seconds since 1970.
-_EARLIEST: Final = datetime(2001, 1, 1, tzinfo=UTC)
-
-
 def _in_utc(moment: datetime) -> datetime:
     try:
-        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except OverflowError:
         raise ValueError("in UTC it lies before the year 1 or after the year 9999") from None
-    if moment < _EARLIEST:
-        raise ValueError(f"is in the year {moment.year}; a date is written with hyphens, as in 2027-01-31")
-    return moment
+
+
+def _no_number(value: object) -> object:
+    """A date without its hyphens would be taken for seconds since 1970."""
+    if isinstance(value, int | float) or (isinstance(value, str) and value.strip().isdigit()):
+        raise ValueError("is a number; a date is written with hyphens, as in 2027-01-31")
+    return value
 
 
 ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=NO_CONTROLS)]
@@ -113,7 +113,7 @@ class ApiKey(Section):
     """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
     leases: bool = False
     """Whether it may take leases, which can evict models; a key with admin may anyway."""
-    expires: Moment | None = None
+    expires: Annotated[Moment, BeforeValidator(_no_number)] | None = None
     """When it stops being accepted, such as 2027-01-31 or 2027-01-31T18:00:00+01:00; UTC when no zone is given."""
 
     limits: RateLimits | None = None
