@@ -73,6 +73,11 @@ def test_a_wait_for_a_rule_is_not_told_as_one_for_memory() -> None:
     assert said.public == f"{M} waits until other models have left. Ask again." and "memory" not in said.beside
 
 
+def test_a_model_that_leaves_does_not_wait_for_a_rule() -> None:
+    said = error(RejectCode.EXPIRED, LEAVING, retry_after_s=5.0, beside=(ModelId("a"),))
+    assert said.beside["loading"]["state"] == "leaving" and "is leaving" in said.message
+
+
 def test_too_large_tells_need_and_room() -> None:
     said = error(RejectCode.TOO_LARGE, needs_mib=41_000, free_mib=23_920)
     assert isinstance(said, TooLarge) and said.final

@@ -189,7 +189,7 @@ def _late(rejection: Rejection, retry_s: float | None, phase: Phase, progress: f
             f"{rejection.capacity_mib:,} MiB are free{_held(rejection)}. Ask again, or unload another model."
         )
         public = f"{rejection.model} waits for memory. Ask again."
-    elif rejection.beside:
+    elif phase is Phase.WAITING and rejection.beside:
         message = (
             f"{rejection.model} waits: scheduler.company does not let it be ready beside {', '.join(rejection.beside)}."
             " Ask again, or unload what is in the way."
