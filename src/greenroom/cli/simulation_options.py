@@ -135,7 +135,10 @@ def _path(text: str, instead: str) -> str:
 
 def _needs_asleep(path: str) -> dict[str, Need]:
     """What models that can sleep need meanwhile: a JSON object with MiB of GPU and of host for each."""
-    return {name: Need(*mibs) for name, mibs in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+    try:
+        return {name: Need(*mibs) for name, mibs in json.loads(Path(path).read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"it cannot be read: {error}") from error
 
 
 def _from_zero(text: str) -> float:

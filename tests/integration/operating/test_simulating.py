@@ -61,6 +61,12 @@ async def test_models_sleep_in_the_green_room_of_the_gateway(tmp_path: Path) -> 
     assert [one for one in said["assumed"] if "gpu0 2,500 MiB, host 20,000 MiB" in one]
 
 
+async def test_a_model_that_names_a_gpu_and_needs_memory_of_the_host_only_is_played(tmp_path: Path) -> None:
+    models = {"a": fake("a", memory_mib=0, host_memory_mib=500, devices=["gpu0"])}
+    async with gateway(tmp_path, models, **ONE_GPU, host={"memory_mib": 20_000}) as app:
+        assert (await post(app, PATH, {"rate": 0.02})).status == 200
+
+
 async def test_orders_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
     async with gateway(tmp_path, MODELS, **ONE_GPU) as app:
         await chat(app, "a")

@@ -215,7 +215,8 @@ class Simulating:
         for name, entry in self._entries():
             spec, record = entry.spec, known.get(entry.id)
             need = spec.need if record is None else record.need
-            on_gpu = {"memory_mib": need.gpu_mib, "host_memory_mib": need.host_mib}
+            devices = {"devices": [gpus[device] for device in spec.devices if device in gpus]}
+            on_gpu = {"memory_mib": need.gpu_mib, "host_memory_mib": need.host_mib, **devices}
             on_host = {"memory_mib": need.host_mib, "device": "cpu"}
             told: dict[str, Any] = {
                 "cmd": ["true", "${PORT}"],
@@ -224,9 +225,8 @@ class Simulating:
                 "ttl_s": spec.ttl_s,
                 "pinned": spec.pinned,
                 "preload": spec.preload,
-                "devices": [gpus[device] for device in spec.devices if device in gpus],
             }
-            told |= on_gpu if need.gpu_mib else on_host if need.host_mib else {}
+            told |= on_gpu if need.gpu_mib else on_host if need.host_mib else devices
             told |= {} if spec.concurrency is None else {"concurrency": spec.concurrency}
             yield name, told
 
