@@ -1,6 +1,6 @@
 """Every lease store there is, as the contract suite wants it: two GPUs of 10,000 MiB, nothing held, no grace.
 
-To add a store: write an async context manager that gives a `Stage`, and name it in STAGES.
+To add a store: write an async context manager that gives a `StoreRig`, and name it in STORES.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SLOT_MIB = 6_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """`client()` is one more program that uses the same store; the stage closes them all. `load()` makes a model hold
+class StoreRig:
+    """`client()` is one more program that uses the same store; the rig closes them all. `load()` makes a model hold
     SLOT_MIB on gpu0."""
 
     client: Callable[[], LeaseStore]
@@ -40,7 +40,7 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def redis_stage(folder: Path) -> AsyncIterator[Stage]:
+async def redis_store(folder: Path) -> AsyncIterator[StoreRig]:
     clients: list[RedisStore] = []
     with redis_server(folder / "redis") as server:
 
@@ -49,7 +49,7 @@ async def redis_stage(folder: Path) -> AsyncIterator[Stage]:
             return clients[-1]
 
         try:
-            yield Stage(client, lambda: _hold_slot(client()))
+            yield StoreRig(client, lambda: _hold_slot(client()))
         finally:
             for one in clients:
                 await one.close()
@@ -61,14 +61,14 @@ async def _hold_slot(store: SharedStore) -> None:
 
 
 @contextlib.asynccontextmanager
-async def gateway_stage(folder: Path) -> AsyncIterator[Stage]:
+async def gateway_store(folder: Path) -> AsyncIterator[StoreRig]:
     """The store that a gateway keeps itself, as other programs see it: over HTTP."""
     async with gateway(folder, _MODELS, gpus=_GPUS) as app:
         yield _over_http(app)
 
 
 @contextlib.asynccontextmanager
-async def shared_stage(folder: Path) -> AsyncIterator[Stage]:
+async def shared_store(folder: Path) -> AsyncIterator[StoreRig]:
     """A gateway whose leases are in Redis, as other programs see it: over HTTP."""
     with redis_server(folder / "redis") as server:
         leases = {"store": grown_up(server).url, "host": HOST}
@@ -80,27 +80,27 @@ _GPUS = [{"memory_mib": GPU_MIB, "margin_mib": 0}] * len(GPUS)
 _MODELS = {"m": fake("m", memory_mib=SLOT_MIB, ttl_s=0)}
 
 
-def _over_http(app: App) -> Stage:
+def _over_http(app: App) -> StoreRig:
     async def load() -> None:
         await asyncio.to_thread(Client(parse(url(app))).post, "/api/v1/models/m/load")
 
-    return Stage(lambda: HttpStore(url(app)), load)
+    return StoreRig(lambda: HttpStore(url(app)), load)
 
 
 @contextlib.asynccontextmanager
-async def book_stage(folder: Path) -> AsyncIterator[Stage]:
+async def book_store(folder: Path) -> AsyncIterator[StoreRig]:
     """The scripts without Redis, as simulations use them."""
     book = Book(time.time)
 
     def client() -> BookStore:
         return BookStore(lambda: book, at_once, grace_s=0, offers=dict.fromkeys(GPUS, GPU_MIB))
 
-    yield Stage(client, lambda: _hold_slot(client()))
+    yield StoreRig(client, lambda: _hold_slot(client()))
 
 
-STAGES: dict[str, Callable[[Path], AbstractAsyncContextManager[Stage]]] = {
-    "book": book_stage,
-    "gateway": gateway_stage,
-    "redis": redis_stage,
-    "shared": shared_stage,
+STORES: dict[str, Callable[[Path], AbstractAsyncContextManager[StoreRig]]] = {
+    "book": book_store,
+    "gateway": gateway_store,
+    "redis": redis_store,
+    "shared": shared_store,
 }

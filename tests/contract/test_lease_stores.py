@@ -16,7 +16,7 @@ import pytest
 
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore, holder_of
-from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
+from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STORES, StoreRig
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.slow
 SHORT_TTL_S = 1.0
 
 
-@pytest.fixture(params=sorted(STAGES))
-async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with STAGES[request.param](tmp_path) as stage:
-        yield stage
+@pytest.fixture(params=sorted(STORES))
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StoreRig]:
+    async with STORES[request.param](tmp_path) as rig:
+        yield rig
 
 
 @pytest.fixture
-def store(stage: Stage) -> LeaseStore:
-    return stage.client()
+def store(rig: StoreRig) -> LeaseStore:
+    return rig.client()
 
 
 def ask(
@@ -134,11 +134,11 @@ async def test_only_the_named_gpus_are_given(store: LeaseStore) -> None:
         await store.acquire(ask("b", 4_000, devices=("gpu1",)))
 
 
-async def test_asking_again_with_the_same_id_is_asking_once(stage: Stage) -> None:
-    first = await stage.client().acquire(ask("a", 6_000, devices=("gpu0",)))
-    again = await stage.client().acquire(ask("a", 6_000, devices=("gpu0",)))
+async def test_asking_again_with_the_same_id_is_asking_once(rig: StoreRig) -> None:
+    first = await rig.client().acquire(ask("a", 6_000, devices=("gpu0",)))
+    again = await rig.client().acquire(ask("a", 6_000, devices=("gpu0",)))
     assert (again.token, again.claim) == (first.token, first.claim)
-    assert len(await stage.client().leases()) == 1
+    assert len(await rig.client().leases()) == 1
 
 
 # Programs that this machine cannot look at, and one that does not say which it is.
@@ -156,8 +156,8 @@ OTHER_ASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wait_s", [0.0, PATIENCE_S])
 @pytest.mark.parametrize("other", OTHER_ASKS)
-async def test_a_held_lease_is_not_given_to_another_ask_of_its_id(stage: Stage, other: str, wait_s: float) -> None:
-    mine, others = stage.client(), stage.client()
+async def test_a_held_lease_is_not_given_to_another_ask_of_its_id(rig: StoreRig, other: str, wait_s: float) -> None:
+    mine, others = rig.client(), rig.client()
     asked = ask("a", 6_000, devices=("gpu0",))
     lease = await mine.acquire(asked)
     with pytest.raises(LeaseTaken, match=r"lease a .*choose another id") as refused:
@@ -169,8 +169,8 @@ async def test_a_held_lease_is_not_given_to_another_ask_of_its_id(stage: Stage, 
 
 @pytest.mark.parametrize("wait_s", [0.0, PATIENCE_S])
 @pytest.mark.parametrize("other", OTHER_ASKS)
-async def test_a_place_in_line_is_not_given_to_another_ask_of_its_id(stage: Stage, other: str, wait_s: float) -> None:
-    mine, others = stage.client(), stage.client()
+async def test_a_place_in_line_is_not_given_to_another_ask_of_its_id(rig: StoreRig, other: str, wait_s: float) -> None:
+    mine, others = rig.client(), rig.client()
     first = await mine.acquire(ask("first", GPU_MIB, devices=("gpu0",)))
     asked = ask("a", 6_000, devices=("gpu0",), wait_s=PATIENCE_S)
     async with waiting(mine, asked) as waiter:
@@ -182,14 +182,14 @@ async def test_a_place_in_line_is_not_given_to_another_ask_of_its_id(stage: Stag
     assert (lease.claim, lease.holder) == ({"gpu0": 6_000}, holder_of(os.getpid()))
 
 
-async def test_a_holder_that_asks_again_may_name_the_gpus_it_was_given(stage: Stage) -> None:
-    first = await stage.client().acquire(ask("a", 6_000))
-    again = await stage.client().acquire(ask("a", 6_000, devices=tuple(first.claim)))
+async def test_a_holder_that_asks_again_may_name_the_gpus_it_was_given(rig: StoreRig) -> None:
+    first = await rig.client().acquire(ask("a", 6_000))
+    again = await rig.client().acquire(ask("a", 6_000, devices=tuple(first.claim)))
     assert (again.token, again.claim) == (first.token, first.claim)
 
 
-async def test_a_released_id_is_free_for_any_holder(stage: Stage) -> None:
-    mine, others = stage.client(), stage.client()
+async def test_a_released_id_is_free_for_any_holder(rig: StoreRig) -> None:
+    mine, others = rig.client(), rig.client()
     first = await mine.acquire(ask("a", 6_000, devices=("gpu0",)))
     await mine.release("a", first.token)
     second = await others.acquire(replace(ask("a", 100, devices=("gpu1",)), holder=OTHERS[0]))
@@ -202,8 +202,8 @@ async def test_a_released_id_is_free_for_any_holder(stage: Stage) -> None:
     assert (await others.renew("a", second.token)).claim == {"gpu1": 100}
 
 
-async def test_a_holder_is_told_that_an_operator_released_its_lease(stage: Stage) -> None:
-    store = stage.client()
+async def test_a_holder_is_told_that_an_operator_released_its_lease(rig: StoreRig) -> None:
+    store = rig.client()
     lease = await store.acquire(ask("a"))
     await store.release("a")
     # Not that it is unknown: then its holder would ask for it anew.
@@ -212,9 +212,9 @@ async def test_a_holder_is_told_that_an_operator_released_its_lease(stage: Stage
     assert not isinstance(lost.value, LeaseUnknown)
 
 
-async def test_the_lease_of_a_model_is_neither_given_to_a_program_nor_renewed_nor_released(stage: Stage) -> None:
-    store = stage.client()
-    await stage.load()
+async def test_the_lease_of_a_model_is_neither_given_to_a_program_nor_renewed_nor_released(rig: StoreRig) -> None:
+    store = rig.client()
+    await rig.load()
     (slot,) = await store.leases()
     assert (slot.kind, sum(slot.claim.values())) == ("slot", SLOT_MIB)
     for holder in (slot.holder, *OTHERS):
@@ -250,8 +250,8 @@ async def test_every_other_id_names_a_lease(store: LeaseStore, id: str) -> None:
     assert await states(store) == {}
 
 
-async def test_tokens_grow_with_every_grant(stage: Stage) -> None:
-    stores = (stage.client(), stage.client())
+async def test_tokens_grow_with_every_grant(rig: StoreRig) -> None:
+    stores = (rig.client(), rig.client())
     tokens = []
     for number in range(10):
         lease = await stores[number % 2].acquire(ask(f"a{number}", 100))
@@ -307,8 +307,8 @@ async def outlives(store: LeaseStore, ttl_s: float) -> bool:
     return is_held
 
 
-async def test_a_lease_that_is_not_renewed_lapses_and_is_lost_to_its_holder(stage: Stage) -> None:
-    lost, other = stage.client(), stage.client()
+async def test_a_lease_that_is_not_renewed_lapses_and_is_lost_to_its_holder(rig: StoreRig) -> None:
+    lost, other = rig.client(), rig.client()
     lease = await lost.acquire(ask("a", GPU_MIB, devices=("gpu0",), ttl_s=SHORT_TTL_S))
     follower = await other.acquire(ask("b", GPU_MIB, devices=("gpu0",), wait_s=PATIENCE_S))
     assert follower.token > lease.token
@@ -324,8 +324,8 @@ async def test_another_token_does_not_renew(store: LeaseStore) -> None:
         await store.renew("never-was", lease.token)
 
 
-async def test_a_waiter_is_granted_what_another_releases(stage: Stage) -> None:
-    holder, other = stage.client(), stage.client()
+async def test_a_waiter_is_granted_what_another_releases(rig: StoreRig) -> None:
+    holder, other = rig.client(), rig.client()
     first = await holder.acquire(ask("a", GPU_MIB, devices=("gpu0",)))
     async with waiting(other, ask("b", 8_000, devices=("gpu0",), wait_s=PATIENCE_S)) as waiter:
         assert not waiter.done()
@@ -344,12 +344,12 @@ async def test_a_wait_that_is_over_ends_in_a_denial(store: LeaseStore) -> None:
     assert await states(store) == {"a": "held"}
 
 
-async def test_waiters_are_served_by_priority_then_by_arrival(stage: Stage) -> None:
-    holder = stage.client()
+async def test_waiters_are_served_by_priority_then_by_arrival(rig: StoreRig) -> None:
+    holder = rig.client()
     granted: list[str] = []
 
     async def take_turn(id: str, priority: int) -> None:
-        store = stage.client()
+        store = rig.client()
         lease = await store.acquire(ask(id, GPU_MIB, devices=("gpu0",), priority=priority, wait_s=PATIENCE_S))
         granted.append(id)
         await store.release(id, lease.token)
@@ -366,8 +366,8 @@ async def test_waiters_are_served_by_priority_then_by_arrival(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-async def test_a_waiter_is_not_overtaken_by_equal_or_lower_priority(stage: Stage, priority: int) -> None:
-    store = stage.client()
+async def test_a_waiter_is_not_overtaken_by_equal_or_lower_priority(rig: StoreRig, priority: int) -> None:
+    store = rig.client()
     await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
         with pytest.raises(LeaseDenied):
@@ -375,15 +375,15 @@ async def test_a_waiter_is_not_overtaken_by_equal_or_lower_priority(stage: Stage
         assert (await store.acquire(ask("d", 1_000, devices=("gpu1",), priority=priority))).claim == {"gpu1": 1_000}
 
 
-async def test_higher_priority_overtakes_a_waiter(stage: Stage) -> None:
-    store = stage.client()
+async def test_higher_priority_overtakes_a_waiter(rig: StoreRig) -> None:
+    store = rig.client()
     await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
         assert (await store.acquire(ask("c", 1_000, devices=("gpu0",), priority=0))).claim == {"gpu0": 1_000}
 
 
-async def test_a_waiter_that_leaves_is_not_in_the_way(stage: Stage) -> None:
-    store = stage.client()
+async def test_a_waiter_that_leaves_is_not_in_the_way(rig: StoreRig) -> None:
+    store = rig.client()
     await store.acquire(ask("a", 6_000, devices=("gpu0",)))
     async with waiting(store, ask("b", 8_000, devices=("gpu0",), wait_s=PATIENCE_S)):
         pass
@@ -391,8 +391,8 @@ async def test_a_waiter_that_leaves_is_not_in_the_way(stage: Stage) -> None:
     assert (await store.acquire(ask("c", 4_000, devices=("gpu0",)))).claim == {"gpu0": 4_000}
 
 
-async def test_a_cancelled_wait_does_not_end_the_lease_of_a_repeated_call(stage: Stage) -> None:
-    store, again = stage.client(), stage.client()
+async def test_a_cancelled_wait_does_not_end_the_lease_of_a_repeated_call(rig: StoreRig) -> None:
+    store, again = rig.client(), rig.client()
     first = await store.acquire(LeaseAsk("first", "first", 8_000, devices=("gpu0",)))
     asked = LeaseAsk("job", "job", 8_000, devices=("gpu0",), wait_s=30)
     async with waiting(store, asked) as gives_up:
@@ -406,10 +406,10 @@ async def test_a_cancelled_wait_does_not_end_the_lease_of_a_repeated_call(stage:
         assert (await again.renew("job", held.token)).state == "held"
 
 
-async def test_every_client_sees_each_lease_and_its_holder(stage: Stage) -> None:
+async def test_every_client_sees_each_lease_and_its_holder(rig: StoreRig) -> None:
     mine = holder_of(os.getpid())
-    await stage.client().acquire(ask("a", 6_000, devices=("gpu0",), priority=2))
-    (seen,) = await stage.client().leases()
+    await rig.client().acquire(ask("a", 6_000, devices=("gpu0",), priority=2))
+    (seen,) = await rig.client().leases()
     assert (seen.name, seen.state, seen.claim, seen.priority, seen.kind) == (
         "job-a",
         "held",
@@ -421,7 +421,7 @@ async def test_every_client_sees_each_lease_and_its_holder(stage: Stage) -> None
     assert seen.expires_in_s > 0
 
 
-async def test_many_at_once_never_hold_more_than_there_is(stage: Stage) -> None:
+async def test_many_at_once_never_hold_more_than_there_is(rig: StoreRig) -> None:
     held: Counter[str] = Counter()
     worst: Counter[str] = Counter()
 
@@ -436,7 +436,7 @@ async def test_many_at_once_never_hold_more_than_there_is(stage: Stage) -> None:
             held.subtract(lease.claim)
             await store.release(id, lease.token)
 
-    clients: list[Callable[[], LeaseStore]] = [stage.client] * 8
+    clients: list[Callable[[], LeaseStore]] = [rig.client] * 8
     await asyncio.wait_for(asyncio.gather(*(work(number, new()) for number, new in enumerate(clients))), 2 * PATIENCE_S)
     assert 0 < max(worst.values()) <= GPU_MIB
-    assert await states(stage.client()) == {}
+    assert await states(rig.client()) == {}

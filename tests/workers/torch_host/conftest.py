@@ -1,4 +1,4 @@
-"""A model's API on a Unix socket, with a performer that follows a script, and the clients that ask it."""
+"""A model's API on a Unix socket, with an engine that follows a script, and the clients that ask it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rig:
-    performer: FakeEngine
+    engine: FakeEngine
     text: TextCodec
     socket: Path
     http: httpx2.AsyncClient
@@ -75,11 +75,11 @@ def open_api(byte_text: TextCodec, socket_folder: Path, templates: SandboxPool) 
 
         own = text or byte_text
         script = says if callable(says) else lambda ask: own.tokens_of(says, False)
-        performer = FakeEngine(script, context)
+        engine = FakeEngine(script, context)
         path = socket_folder / "model.sock"
         served = await serve_text(
             path,
-            performer,
+            engine,
             own,
             "tiny",
             templates=templates,
@@ -91,9 +91,9 @@ def open_api(byte_text: TextCodec, socket_folder: Path, templates: SandboxPool) 
         http = httpx2.AsyncClient(transport=transport, base_url="http://model", timeout=60)
         client = openai.AsyncOpenAI(api_key="none", base_url="http://model/v1", http_client=http, max_retries=0)
         try:
-            yield Rig(performer, own, path, http, client, served)
+            yield Rig(engine, own, path, http, client, served)
         finally:
-            performer.go.set()
+            engine.go.set()
             await http.aclose()
             await served.close()
 

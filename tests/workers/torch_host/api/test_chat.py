@@ -1,4 +1,4 @@
-"""Chat through the OpenAI client, over a Unix socket, against a scripted performer."""
+"""Chat through the OpenAI client, over a Unix socket, against a scripted engine."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ async def streamed(rig: Rig, **body: Any) -> list[Any]:
 
 async def test_a_whole_answer_has_text_reason_and_usage(open_api: Opener) -> None:
     async with open_api("hello world") as rig:
-        rig.performer.cached_tokens = 3
+        rig.engine.cached_tokens = 3
         answer = await ask(rig)
     assert answer.choices[0].message.content == "hello world"
     assert answer.choices[0].finish_reason == "stop"
-    asked = rig.performer.asks[0]
+    asked = rig.engine.asks[0]
     assert rig.text.decode(asked.tokens) == "<|user|>hi\n<|assistant|>"
     assert answer.usage.prompt_tokens == len(asked.tokens)
     assert answer.usage.completion_tokens == len(rig.text.tokens_of("hello world", False))
@@ -71,19 +71,19 @@ async def test_a_stream_says_token_by_token_and_then_done(open_api: Opener) -> N
 
 async def test_a_token_is_sent_before_the_next_is_there(open_api: Opener) -> None:
     async with open_api("hello world") as rig:
-        rig.performer.holds_after = 1
+        rig.engine.holds_after = 1
         async with asyncio.timeout(30):
             stream = await ask(rig, stream=True)
             first = await anext(stream)
             second = await anext(stream)
             assert (first.choices[0].delta.role, bool(second.choices[0].delta.content)) == ("assistant", True)
-            rig.performer.go.set()
+            rig.engine.go.set()
             assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "stop"
 
 
 async def test_usage_comes_last_in_a_stream_that_asks_for_it(open_api: Opener) -> None:
     async with open_api("hello") as rig:
-        rig.performer.cached_tokens = 2
+        rig.engine.cached_tokens = 2
         chunks = await streamed(rig, stream_options={"include_usage": True})
     assert chunks[-1].choices == []
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 2
@@ -117,10 +117,10 @@ async def test_a_stop_sequence_ends_the_answer_and_is_not_said(open_api: Opener,
 
 async def test_the_model_stops_working_when_a_stop_sequence_is_found(open_api: Opener) -> None:
     async with open_api("one two three four five six seven") as rig:
-        rig.performer.holds_after = 8
+        rig.engine.holds_after = 8
         answer = await asyncio.wait_for(ask(rig, stop="two"), 30)
     assert answer.choices[0].message.content == "one "
-    assert [end.reason for end in rig.performer.wait_for_ends(1)] == ["cancelled"]
+    assert [end.reason for end in rig.engine.wait_for_ends(1)] == ["cancelled"]
 
 
 async def test_an_answer_is_as_long_as_it_may_be(open_api: Opener) -> None:
@@ -151,7 +151,7 @@ async def test_sampling_parameters_and_headers_reach_the_engine(open_api: Opener
             extra_headers={"X-Tenant-ID": "t", "X-Cache-Tag": "g", "X-Cache-Mode": "none"},
         )
         await ask(rig)
-    first, second, plain = rig.performer.asks
+    first, second, plain = rig.engine.asks
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (0.5, 0.9, 40)
     assert (first.sampling.min_p, first.sampling.repetition_penalty) == (0.1, 1.5)
     assert (first.sampling.presence_penalty, first.sampling.frequency_penalty) == (-1, 1)
@@ -177,7 +177,7 @@ async def test_several_choices_are_told_apart(open_api: Opener, streams: bool) -
         else:
             answer = await ask(rig, n=3, seed=10)
             texts = {choice.index: choice.message.content for choice in answer.choices}
-            assert answer.usage.prompt_tokens == len(rig.performer.asks[0].tokens)
+            assert answer.usage.prompt_tokens == len(rig.engine.asks[0].tokens)
     assert texts == {0: "answer 10", 1: "answer 11", 2: "answer 12"}
 
 
@@ -207,7 +207,7 @@ async def test_content_in_parts_and_old_calls_reach_the_template(open_api: Opene
     ]
     async with open_api("x") as rig:
         await ask(rig, messages=messages, extra_body={"chat_template_kwargs": {"shouts": True}})
-    prompt = rig.text.decode(rig.performer.asks[0].tokens)
+    prompt = rig.text.decode(rig.engine.asks[0].tokens)
     assert prompt == '<|system|>be brief\n<|assistant|>\nCALL {"a": 1}\n<|tool|>42\n!<|assistant|>'
 
 
@@ -227,7 +227,7 @@ async def test_a_call_of_a_tool_is_taken_out_of_the_text(open_api: Opener, strea
     assert [call.function.name for call in calls] == ["get_weather"]
     assert json.loads(calls[0].function.arguments) == {"city": "Paris", "days": 3}
     assert calls[0].id.startswith("call_")
-    assert "TOOLS get_weather" in rig.text.decode(rig.performer.asks[0].tokens)
+    assert "TOOLS get_weather" in rig.text.decode(rig.engine.asks[0].tokens)
 
 
 async def test_without_tools_nothing_is_a_call(open_api: Opener) -> None:
@@ -235,7 +235,7 @@ async def test_without_tools_nothing_is_a_call(open_api: Opener) -> None:
         plain = await ask(rig)
         forbidden = await ask(rig, tools=[WEATHER], tool_choice="none")
     assert [answer.choices[0].message.content for answer in (plain, forbidden)] == [CALL, CALL]
-    assert "TOOLS" not in rig.text.decode(rig.performer.asks[1].tokens)
+    assert "TOOLS" not in rig.text.decode(rig.engine.asks[1].tokens)
 
 
 async def test_calls_marked_by_special_tokens_are_found(open_api: Opener, tmp_path: Any) -> None:
@@ -295,7 +295,7 @@ async def test_a_schema_that_fails_in_the_middle_is_the_callers_to_change(
     body = {"messages": HI, "response_format": wanted, "stream": streams}
     async with open_api() as rig:
         (brace,) = rig.text.tokens_of("{", False)
-        monkeypatch.setattr(rig.performer, "_next", out_of_turn)
+        monkeypatch.setattr(rig.engine, "_next", out_of_turn)
         response = await rig.http.post("/v1/chat/completions", json=body)
     last = response.text.strip().splitlines()[-1].removeprefix("data: ")
     error = json.loads(last)["error"]
@@ -315,33 +315,33 @@ async def test_json_mode_makes_an_object(open_api: Opener) -> None:
 @pytest.mark.parametrize("when", ["before the first token", "in the middle of a stream", "before a whole answer"])
 async def test_a_client_that_leaves_ends_its_asks(open_api: Opener, when: str) -> None:
     async with open_api("one two three four five six seven") as rig:
-        rig.performer.holds_after = 2 if "middle" in when else 0
+        rig.engine.holds_after = 2 if "middle" in when else 0
         body = {"messages": HI, "n": 2, "stream": "whole" not in when}
         raw = json.dumps(body).encode()
         reader, writer = await asyncio.open_unix_connection(str(rig.socket))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
-        await until(lambda: len(rig.performer.asks) == 2)
+        await until(lambda: len(rig.engine.asks) == 2)
         if "middle" in when:
             await asyncio.wait_for(reader.readuntil(b"data: "), 30)
         else:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.2)
         writer.close()
-        ends = await asyncio.to_thread(rig.performer.wait_for_ends, 2)
+        ends = await asyncio.to_thread(rig.engine.wait_for_ends, 2)
         assert [end.reason for end in ends] == ["cancelled", "cancelled"]
-        rig.performer.holds_after = None
+        rig.engine.holds_after = None
         assert (await ask(rig)).choices[0].message.content == "one two three four five six seven"
 
 
 async def test_a_model_that_fails_is_500_before_a_stream_and_an_event_in_it(open_api: Opener) -> None:
     async with open_api("one two three four") as rig:
-        rig.performer.fails_with = "out of luck"
+        rig.engine.fails_with = "out of luck"
         early = await rig.http.post("/v1/chat/completions", json={"messages": HI, "stream": True})
-        rig.performer.fails_with = None
-        rig.performer.holds_after = 2
+        rig.engine.fails_with = None
+        rig.engine.holds_after = 2
         async with rig.http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as response:
-            rig.performer.fails_with = "out of luck"
-            rig.performer.go.set()
+            rig.engine.fails_with = "out of luck"
+            rig.engine.go.set()
             late = (await response.aread()).decode()
     assert early.status_code == 500 and early.json()["error"]["message"] == "out of luck"
     assert response.status_code == 200
@@ -350,7 +350,7 @@ async def test_a_model_that_fails_is_500_before_a_stream_and_an_event_in_it(open
 
 async def test_too_little_memory_is_told_apart(open_api: Opener) -> None:
     async with open_api() as rig:
-        rig.performer.fails_with, rig.performer.lacks_memory = "2 GiB are missing", True
+        rig.engine.fails_with, rig.engine.lacks_memory = "2 GiB are missing", True
         response = await rig.http.post("/v1/chat/completions", json={"messages": HI})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (503, "out_of_memory")
@@ -359,7 +359,7 @@ async def test_too_little_memory_is_told_apart(open_api: Opener) -> None:
 
 async def test_a_model_that_is_gone_is_503(open_api: Opener) -> None:
     async with open_api() as rig:
-        rig.performer.is_gone = True
+        rig.engine.is_gone = True
         response = await rig.http.post("/v1/chat/completions", json={"messages": HI, "n": 2})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
     assert response.json()["error"]["type"] == "server_error"
@@ -371,7 +371,7 @@ async def test_a_slow_reader_gets_everything_in_fewer_events(open_api: Opener) -
         raw = json.dumps({"messages": HI, "stream": True}).encode()
         reader, writer = await asyncio.open_unix_connection(str(rig.socket), limit=4096)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
-        await asyncio.to_thread(rig.performer.wait_for_ends, 1)
+        await asyncio.to_thread(rig.engine.wait_for_ends, 1)
         async with asyncio.timeout(60):
             said = b""
             while not said.endswith(b"0\r\n\r\n"):
@@ -447,7 +447,7 @@ async def test_what_is_wrong_is_400_and_named(open_api: Opener, body: dict[str, 
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
-    assert not rig.performer.asks
+    assert not rig.engine.asks
 
 
 async def test_unknown_fields_and_nulls_are_ignored(open_api: Opener) -> None:

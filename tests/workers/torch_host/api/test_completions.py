@@ -20,7 +20,7 @@ async def test_a_text_is_continued(open_api: Opener) -> None:
     async with open_api(" sat on") as rig:
         answer = await ask(rig)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" sat on", "stop")
-    assert rig.performer.asks[0].tokens == rig.text.tokens_of("the cat", True)
+    assert rig.engine.asks[0].tokens == rig.text.tokens_of("the cat", True)
     assert answer.usage.completion_tokens == len(rig.text.tokens_of(" sat on", False))
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
@@ -28,7 +28,7 @@ async def test_a_text_is_continued(open_api: Opener) -> None:
 async def test_a_sentencepiece_continuation_keeps_its_space(open_api: Opener, sentence_text: TextCodec) -> None:
     async with open_api("cat", text=sentence_text) as rig:
         answer = await ask(rig, "the", echo=True)
-    assert rig.performer.asks[0].tokens[0] == 1, "the text begins with its mark"
+    assert rig.engine.asks[0].tokens[0] == 1, "the text begins with its mark"
     assert answer.choices[0].text == "the cat"
 
 
@@ -37,7 +37,7 @@ async def test_prompts_come_as_texts_tokens_or_lists_of_either(open_api: Opener)
         tokens = rig.text.tokens_of("the cat", False)
         for prompt in ("the cat", tokens, ["the cat", "the dog"], [tokens, [5, 6]]):
             await ask(rig, prompt)
-    asked = [one.tokens for one in rig.performer.asks]
+    asked = [one.tokens for one in rig.engine.asks]
     assert asked == [tokens, tokens, tokens, rig.text.tokens_of("the dog", False), tokens, [5, 6]]
 
 
@@ -46,7 +46,7 @@ async def test_choices_of_several_prompts_are_numbered_in_order(open_api: Opener
         return ask.tokens[:1]
 
     async with open_api(script) as rig:
-        rig.performer.cached_tokens = 2
+        rig.engine.cached_tokens = 2
         answer = await ask(rig, [[70], [71, 72]], n=2)
     letters = [rig.text.decode([token]) for token in (70, 70, 71, 71)]
     assert [choice.text for choice in answer.choices] == letters
@@ -102,9 +102,9 @@ async def test_tokens_that_are_no_whole_letter_are_spelled_in_bytes(open_api: Op
 
 async def test_headers_tell_what_the_cache_and_the_model_did(open_api: Opener) -> None:
     async with open_api("x") as rig:
-        rig.performer.cached_tokens = 16
+        rig.engine.cached_tokens = 16
         hit = await rig.http.post("/v1/completions", json={"prompt": "the cat"})
-        rig.performer.cached_tokens = 0
+        rig.engine.cached_tokens = 0
         miss = await rig.http.post("/v1/completions", json={"prompt": "the cat"})
     assert (hit.headers["x-cache-hit"], hit.headers["x-cache-tokens-reused"]) == ("true", "16")
     assert (miss.headers["x-cache-hit"], miss.headers["x-cache-tokens-reused"]) == ("false", "0")
@@ -114,9 +114,9 @@ async def test_headers_tell_what_the_cache_and_the_model_did(open_api: Opener) -
 @pytest.mark.parametrize("says", ["x", ""], ids=["a token", "only its end"])
 async def test_the_head_of_a_stream_tells_what_was_reused(open_api: Opener, says: str) -> None:
     async with open_api(says) as rig:
-        rig.performer.cached_tokens = 16
+        rig.engine.cached_tokens = 16
         hit = await rig.http.post("/v1/completions", json={"prompt": "the cat", "stream": True})
-        rig.performer.cached_tokens = 0
+        rig.engine.cached_tokens = 0
         miss = await rig.http.post("/v1/completions", json={"prompt": "the cat", "stream": True})
     assert (hit.headers["x-cache-hit"], hit.headers["x-cache-tokens-reused"]) == ("true", "16")
     assert (miss.headers["x-cache-hit"], miss.headers["x-cache-tokens-reused"]) == ("false", "0")
@@ -126,20 +126,20 @@ async def test_the_head_of_a_stream_tells_what_was_reused(open_api: Opener, says
 @pytest.mark.parametrize("streams", [True, False])
 async def test_what_was_reused_is_the_sum_over_all_prompts_each_counted_once(open_api: Opener, streams: bool) -> None:
     async with open_api("x") as rig:
-        rig.performer.cached_tokens = 16
+        rig.engine.cached_tokens = 16
         body = {"prompt": ["the cat", "the dog"], "n": 3, "stream": streams}
         response = await rig.http.post("/v1/completions", json=body)
-    assert len(rig.performer.asks) == 6
+    assert len(rig.engine.asks) == 6
     assert response.headers["x-cache-tokens-reused"] == "32"
 
 
 async def test_a_stream_does_not_wait_for_a_prompt_without_a_place_and_says_nothing_wrong(open_api: Opener) -> None:
     body = {"prompt": ["the cat", "the dog"], "stream": True, "stream_options": {"include_usage": True}}
     async with open_api("x") as rig:
-        rig.performer.cached_tokens, rig.performer.places = 16, 1
+        rig.engine.cached_tokens, rig.engine.places = 16, 1
         async with rig.http.stream("POST", "/v1/completions", json=body) as response:
-            assert rig.performer.asks[1].cached_tokens is None, "the head came before the second prompt had its place"
-            rig.performer.go.set()
+            assert rig.engine.asks[1].cached_tokens is None, "the head came before the second prompt had its place"
+            rig.engine.go.set()
             lines = (await response.aread()).decode().split()
     assert not {"x-cache-hit", "x-cache-tokens-reused"} & set(response.headers)
     assert '"cached_tokens":32' in "".join(lines).replace(" ", "")
@@ -172,4 +172,4 @@ async def test_what_is_wrong_is_400_and_named(open_api: Opener, body: dict[str, 
     async with open_api() as rig:
         response = await rig.http.post("/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert not rig.performer.asks
+    assert not rig.engine.asks

@@ -17,7 +17,7 @@ from tests.workers.torch_host.conftest import Opener
 
 async def test_each_input_has_its_vector_as_numbers_or_base64(open_api: Opener) -> None:
     async with open_api(embeds=True) as rig:
-        rig.performer.vectors = [[0.5, -0.25], [1.0, 0.0]]
+        rig.engine.vectors = [[0.5, -0.25], [1.0, 0.0]]
         numbers = await rig.openai.embeddings.create(model="tiny", input=["the cat", "hi"], encoding_format="float")
         # The client asks for base64 unless told otherwise, and decodes it.
         decoded = await rig.openai.embeddings.create(model="tiny", input=["the cat", "hi"])
@@ -35,7 +35,7 @@ async def test_inputs_come_as_texts_tokens_or_lists_of_either(open_api: Opener) 
         for given in ("hi", [5, 6], ["hi", "hi"], [[5], [6]]):
             assert (await rig.http.post("/v1/embeddings", json={"input": given})).status_code == 200
     hi = rig.text.tokens_of("hi", True)
-    assert rig.performer.embedded == [[hi], [[5, 6]], [hi, hi], [[5], [6]]]
+    assert rig.engine.embedded == [[hi], [[5, 6]], [hi, hi], [[5], [6]]]
 
 
 async def test_shorter_vectors_only_where_the_model_was_trained_for_them(open_api: Opener, tmp_path: Any) -> None:
@@ -46,7 +46,7 @@ async def test_shorter_vectors_only_where_the_model_was_trained_for_them(open_ap
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
     unit = SentenceConfig(steps=("normalize",))
     async with open_api(embeds=True, text=TextCodec.load(folder), sentence=unit) as rig:
-        rig.performer.vectors = [[3.0, 4.0, 5.0, 6.0]]
+        rig.engine.vectors = [[3.0, 4.0, 5.0, 6.0]]
         short = await rig.http.post("/v1/embeddings", json={"input": "a", "dimensions": 2})
         other = await rig.http.post("/v1/embeddings", json={"input": "a", "dimensions": 4})
     vector = short.json()["data"][0]["embedding"]
@@ -56,9 +56,9 @@ async def test_shorter_vectors_only_where_the_model_was_trained_for_them(open_ap
 
 async def test_a_model_that_fails_is_told(open_api: Opener) -> None:
     async with open_api(embeds=True) as rig:
-        rig.performer.vectors = RuntimeError("no luck")
+        rig.engine.vectors = RuntimeError("no luck")
         failed = await rig.http.post("/v1/embeddings", json={"input": "a"})
-        rig.performer.vectors = PromptTooLong("too long for it")
+        rig.engine.vectors = PromptTooLong("too long for it")
         long = await rig.http.post("/v1/embeddings", json={"input": "a"})
     message = failed.json()["error"]["message"]
     assert failed.status_code == 500 and "inside the worker" in message and "no luck" not in message
@@ -89,4 +89,4 @@ async def test_a_text_longer_than_the_context_is_refused_not_cut(open_api: Opene
     async with open_api(embeds=True, context=16) as rig:
         response = await rig.http.post("/v1/embeddings", json={"input": "x y " * 40})
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert not rig.performer.embedded
+    assert not rig.engine.embedded

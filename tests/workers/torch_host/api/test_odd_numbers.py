@@ -46,7 +46,7 @@ async def test_an_odd_number_is_400_and_named(open_api: Opener, path: str, name:
             assert response.status_code == 400, (value[:20], error)
             assert error["param"] == name, (value[:20], error)
             assert name in error["message"] and len(error["message"]) < 300, (value[:20], error)
-    assert not rig.performer.asks
+    assert not rig.engine.asks
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -103,11 +103,11 @@ async def test_an_unknown_cache_mode_is_refused(open_api: Opener) -> None:
 
 async def test_a_closed_api_has_ended_what_it_asked(open_api: Opener) -> None:
     async with open_api("one two three four") as rig:
-        rig.performer.holds_after = 1
+        rig.engine.holds_after = 1
         asked = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "a"}))
-        await until(lambda: rig.performer.asks)
+        await until(lambda: rig.engine.asks)
         await rig.served.close()
-        assert rig.performer.asks[0].cancelled
-        assert [end.reason for end in await asyncio.to_thread(rig.performer.wait_for_ends, 1)] == ["cancelled"]
+        assert rig.engine.asks[0].cancelled
+        assert [end.reason for end in await asyncio.to_thread(rig.engine.wait_for_ends, 1)] == ["cancelled"]
         with pytest.raises(Exception, match=r"disconnected|reset|closed|peer"):
             await asked

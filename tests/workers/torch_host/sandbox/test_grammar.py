@@ -272,11 +272,11 @@ async def test_no_more_compilations_wait_than_may(byte_text: TextCodec, compilin
 async def test_threads_that_compile_end_with_the_model(
     byte_text: TextCodec, grammars: Grammars, socket_folder: Path, templates: SandboxPool
 ) -> None:
-    performer = FakeEngine(lambda ask: [])
+    engine = FakeEngine(lambda ask: [])
     before = set(threading.enumerate())
     served = await serve_text(
         socket_folder / "s",
-        performer,
+        engine,
         byte_text,
         "tiny",
         templates=templates,

@@ -191,7 +191,7 @@ async def test_the_model_stops_at_its_call_even_where_its_files_do_not_say_so(
 ) -> None:
     async with open_api(saying(text, CALLS + "<|call|>and more"), text) as rig:
         await ask(rig, tools=[WEATHER])
-        stops = rig.performer.asks[0].stop_tokens
+        stops = rig.engine.asks[0].stop_tokens
     assert {text.speller.spell(token)[0] for token in stops} == {"<|return|>", "<|call|>"}
 
 
@@ -201,7 +201,7 @@ async def test_an_answer_held_to_a_schema_is_final_at_once(open_api: Opener, tex
     async with open_api("", text) as rig:
         content, reasoning, _, _ = await both(rig, response_format=wanted)
         assert (json.loads(content), reasoning) == ({"a": 1}, "")
-        assert text.decode(rig.performer.asks[0].tokens).endswith("<|start|>assistant<|channel|>final<|message|>")
+        assert text.decode(rig.engine.asks[0].tokens).endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
 async def test_a_tool_that_must_be_called_is(open_api: Opener, text: TextCodec) -> None:
@@ -218,7 +218,7 @@ async def test_reasoning_comes_back_to_the_template(open_api: Opener, text: Text
     messages: Any = [*HI, said, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
     async with open_api(saying(text, "<|channel|>final<|message|>ok"), text) as rig:
         assert (await ask(rig, messages=messages)).choices[0].message.content == "ok"
-        prompt = text.decode(rig.performer.asks[0].tokens)
+        prompt = text.decode(rig.engine.asks[0].tokens)
     assert "<|channel|>analysis<|message|>Need weather.\n\nI look.<|end|><|start|>assistant to=functions" in prompt
 
 
