@@ -276,6 +276,27 @@ async def test_refused_request_without_a_body_leaves_the_connection_open(serve: 
     assert server.edge.stats.refused == 2
 
 
+@pytest.mark.parametrize("body", [b"", b"{}"])
+@pytest.mark.parametrize("ends", ["answered", "refused", "body too large", "bug"])
+async def test_every_answer_has_what_admit_added(body: bytes, ends: str, serve: Serve, connect: Connect) -> None:
+    def admit(head: Head) -> int:
+        head.add_to_answer([(b"x-one", b"1")])
+        head.add_to_answer([(b"x-two", b"2")])
+        head.answer_lines = lambda: b"x-left: 5\r\n"
+        if ends == "refused":
+            raise InvalidKey("no key")
+        if ends == "bug":
+            raise ValueError
+        return 1 if ends == "body too large" else 2
+
+    server = await serve()
+    server.admit = admit
+    client = await connect(server)
+    await client.send(post(body))
+    headers = (await client.response()).headers
+    assert [headers[name] for name in ("x-one", "x-two", "x-left")] == ["1", "2", "5"]
+
+
 async def test_refused_upload_can_read_why(serve: Serve, connect: Connect) -> None:
     server = await serve()
     server.admit = deny

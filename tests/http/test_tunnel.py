@@ -9,6 +9,7 @@ import pytest
 
 from greenroom.http.relays.relay import RelayOutcome
 from greenroom.http.relays.tunnel import Tunnel
+from greenroom.http.request import Head
 from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines
@@ -55,6 +56,20 @@ async def test_bytes_pass_both_ways(engines: Engines, behind: Behind, connect: C
     await client.close()
     assert await tunnel.wait() is RelayOutcome.COMPLETE
     await until(lambda: proxy.pool.open_count == 0)
+
+
+async def test_upgrade_has_the_headers_of_every_answer(engines: Engines, behind: Behind, connect: Connect) -> None:
+    def admit(head: Head) -> int:
+        head.add_to_answer([(b"x-ours", b"1")])
+        head.answer_lines = lambda: b"x-left: 5\r\n"
+        return 0
+
+    proxy = await behind(await engines(echoing))
+    proxy.server.admit = admit
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    response = await client.response()
+    assert (response.status, response.headers["x-ours"], response.headers["x-left"]) == (101, "1", "5")
 
 
 @pytest.mark.parametrize("who", ["client", "engine", "us", "pool"])

@@ -1,9 +1,13 @@
 """Pages of allowed origins can use the answers; preflights need no key; others hear nothing."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from greenroom.server.front import MANAGEMENT_BODY_MAX
 from tests.harness import fake, gateway
-from tests.integration.raw import Raw
+from tests.integration.raw import Raw, http
 
 ORIGIN = "https://chat.example.org"
 
@@ -58,3 +62,29 @@ async def test_a_page_may_read_what_the_gateway_tells_in_headers(tmp_path: Path)
         raw.send(question("GET", "/health", Origin=ORIGIN))
         answer = await raw.answer()
         assert told | of_models <= set(answer.headers["access-control-expose-headers"].split(", "))
+
+
+@pytest.mark.parametrize("status", [401, 413, 429])
+async def test_page_may_read_why_its_request_was_refused_before_its_body_came(tmp_path: Path, status: int) -> None:
+    server: dict[str, Any] = {"allowed_origins": [ORIGIN]}
+    path, length = "/v1/chat/completions", "2"
+    if status == 401:
+        server["api_keys"] = [{"name": "k", "key": "secret"}]
+    elif status == 413:
+        path, length = "/api/v1/reload", str(MANAGEMENT_BODY_MAX + 1)
+    tenants = {"lab": {"requests_per_minute": 1}}
+    sent = {"Origin": ORIGIN, "X-Tenant-ID": "lab", "Content-Length": length}
+    async with gateway(tmp_path, {"a": fake("a")}, server=server, tenants=tenants) as app:
+        if status == 429:
+            await http(app, "POST", path, body=b"{}", headers=sent)
+        async with await Raw.open(app) as raw:
+            raw.send(question("POST", path, **sent))
+            answer = await raw.answer()
+        assert (answer.status, answer.headers.get("access-control-allow-origin")) == (status, ORIGIN)
+        assert answer.headers["vary"] == "origin"
+
+
+async def test_preflight_without_an_origin_is_a_request_like_others(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app, await Raw.open(app) as raw:
+        raw.send(question("OPTIONS", "/v1/models", **{"Access-Control-Request-Method": "POST"}))
+        assert (await raw.answer()).status == 405

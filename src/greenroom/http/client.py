@@ -21,7 +21,7 @@ from typing import Final, Protocol, cast
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
 from greenroom.http import headers as wire
 from greenroom.http.body import BodyBudget
-from greenroom.http.exchange import Exchange, RawReceiver, Refusal, WriteBatch, Writer
+from greenroom.http.exchange import Exchange, RawReceiver, Refusal, WriteBatch, Writer, answer_head
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import ClientRequestReader, Head
 
@@ -233,10 +233,12 @@ class ClientConnection(asyncio.Protocol):
         self._state.stats.refused += 1
         head = self._reader.head
         status, headers, body = self._owner.refusal(None, head, error)
-        rendered = wire.render_head(
-            status, headers, b"content-length: %d\r\n%b" % (len(body), wire.CLOSE), self._state.date
-        )
-        self._send(rendered if head is not None and head.method == b"HEAD" else rendered + body)
+        framing, date = b"content-length: %d\r\n%b" % (len(body), wire.CLOSE), self._state.date
+        if head is None:
+            self._send(wire.render_head(status, headers, framing, date) + body)
+        else:
+            rendered = answer_head(head, status, headers, framing, date)
+            self._send(rendered if head.method == b"HEAD" else rendered + body)
         if linger:
             self._linger()
         else:

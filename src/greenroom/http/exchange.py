@@ -53,6 +53,18 @@ class AnswerWire(Protocol):
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport: ...
 
 
+def answer_head(request: Head, status: int, headers: Headers, framing: bytes, date: bytes) -> bytes:
+    """The head of an answer to this request, with the headers that all of its answers get.
+
+    Every answer begins here: those of engines, errors, early refusals (`client.py`) and upgrades (`tunnel.py`).
+    """
+    if request.answer_headers is not None:
+        headers = headers + request.answer_headers
+    if request.answer_lines is not None:
+        framing += request.answer_lines()
+    return wire.render_head(status, headers, framing, date)
+
+
 class Exchange:
     """`on_gone` is called once if the client leaves before the answer is complete, and never after that."""
 
@@ -206,11 +218,7 @@ class Exchange:
             framing += wire.CLOSE
         elif old:
             framing += wire.KEEP_ALIVE
-        if head.answer_headers is not None:
-            headers = headers + head.answer_headers
-        if head.answer_lines is not None:
-            framing += head.answer_lines()
-        rendered = wire.render_head(status, headers, framing, state.date)
+        rendered = answer_head(head, status, headers, framing, state.date)
         self.started = True
         return rendered
 

@@ -338,7 +338,7 @@ class Head:
         self.chunked = False
         self.expects_continue = False
         self.upgrade: bytes | None = None
-        # Headers that every answer to this request gets, also errors.
+        # Headers that every answer to this request gets, also errors: see `add_to_answer`.
         self.answer_headers: Headers | None = None
         # Makes more of them, as finished lines, when the answer begins.
         self.answer_lines: Callable[[], bytes] | None = None
@@ -349,6 +349,10 @@ class Head:
         self.asked: str | None = None
         # The client that its body names, once that is read.
         self.client: str | None = None
+
+    def add_to_answer(self, headers: Headers) -> None:
+        """Give these headers to whatever answers this request, an early refusal included."""
+        self.answer_headers = headers if self.answer_headers is None else self.answer_headers + headers
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of this header. `name` is lower-case."""

@@ -92,7 +92,7 @@ class FrontDoor:
                 # Where there are keys, no page knows one.
                 self._check_page(head, said)
         else:
-            head.answer_headers = answer_headers(origin)
+            head.add_to_answer(cors_headers(origin))
             if is_preflight(head):
                 return 0
         route = MODEL_ROUTES.get(head.path)
@@ -114,7 +114,7 @@ class FrontDoor:
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
-        if head.note is None and head.answer_headers is not None and is_preflight(head):
+        if head.note is None and is_preflight(head):
             exchange.respond(204, preflight_headers(head), b"")
             return
         route = MODEL_ROUTES.get(head.path)
@@ -382,7 +382,7 @@ EXPOSED = (
 REMEMBER_S = 600
 
 
-def answer_headers(origin: bytes) -> Headers:
+def cors_headers(origin: bytes) -> Headers:
     return [
         (b"access-control-allow-origin", origin),
         (b"access-control-expose-headers", EXPOSED),
@@ -392,7 +392,9 @@ def answer_headers(origin: bytes) -> Headers:
 
 def is_preflight(head: Head) -> bool:
     """True for a browser's CORS preflight, which carries no credentials."""
-    return head.method == b"OPTIONS" and head.get(b"access-control-request-method") is not None
+    if head.method != b"OPTIONS" or head.get(b"origin") is None:
+        return False
+    return head.get(b"access-control-request-method") is not None
 
 
 def preflight_headers(head: Head) -> Headers:

@@ -86,9 +86,12 @@ async def test_a_job_is_run_like_a_request_and_its_answer_kept(tmp_path: Path) -
         row = await ended(app, taken["id"])
         assert (row["status"], row["progress"], row["error"]) == ("done", 1.0, None)
         assert row["created"] <= row["started"] <= row["ended"]
-        kept = await result(app, taken["id"])
+        origin = {"Origin": "http://localhost:3000"}
+        kept = await result(app, taken["id"], by=origin)
         assert (kept.status, kept.text) == (200, "m 1 2")
         assert kept.headers["content-type"] == "application/json"
+        # What every answer gets is added when the result is fetched.
+        assert kept.headers["access-control-allow-origin"] == origin["Origin"]
         assert row["result_bytes"] > len(kept.body)
         # Counted as every other request.
         records = [record for record in app.activity.recent(10) if record.route == "chat"]

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from greenroom.http import headers as wire
 from greenroom.http.engine_connection import Connection
-from greenroom.http.exchange import Exchange
+from greenroom.http.exchange import Exchange, answer_head
 from greenroom.http.headers import Headers, response_headers
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 
@@ -100,7 +99,7 @@ class Tunnel(Relay):
     def _switching_head(self, headers: Headers) -> bytes:
         kept = response_headers(headers, self._options.extra_headers)
         kept += [header for header in headers if header[0] == b"upgrade"]
-        return wire.render_head(101, kept, b"connection: upgrade\r\n", b"")
+        return answer_head(self.exchange.head, 101, kept, b"connection: upgrade\r\n", b"")
 
     def _end(self) -> None:
         """Close both sides in order, so that what was already taken still arrives, if it is read soon."""
