@@ -73,7 +73,12 @@ def test_every_file_has_its_stages(quick: list[Stage], slow: list[Stage]) -> Non
 
 
 def test_check_comes_first_then_the_core_and_then_units(quick: list[Stage]) -> None:
-    firsts = ["tests/test_layers.py", "tests/core/test_order.py", "tests/http/test_edge.py", "tests/cli/test_main.py"]
+    firsts = [
+        "tests/test_layers.py",
+        "tests/core/queue/test_order.py",
+        "tests/http/test_edge.py",
+        "tests/cli/test_main.py",
+    ]
     found = [min(number for number, stage in enumerate(quick) if stage.runs(file)) for file in firsts]
     assert found == sorted(found)
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.versions.judge import grant_gap_ms, went_back
 from benchmarks.versions.under_load import Told, goals_of, is_met, is_of, read_stream, told
 from greenroom.core.model import ModelId
-from tests.core.test_order import ready
+from tests.core.queue.test_order import ready
 from tests.core.world import World, model
 
 GOOD = {

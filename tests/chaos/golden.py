@@ -35,7 +35,7 @@ from greenroom.sim.world import World
 from tests.chaos.checks.base import EFFECTS, Checkers
 from tests.chaos.play import Play
 from tests.chaos.scenario import draw_scenario
-from tests.core.scenarios import finish, mixed_scenario
+from tests.core.runs.scenarios import finish, mixed_scenario
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.play import play as play_shared
 

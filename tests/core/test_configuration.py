@@ -5,8 +5,8 @@ from __future__ import annotations
 from greenroom.core.effects import OpOutcome, RejectCode
 from greenroom.core.events import Learned, Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, Outcome, RequestId, Tier
+from tests.core.queue.test_order import ready
 
-from .test_order import ready
 from .world import Fate, World, gpu, host, model
 
 

@@ -13,8 +13,8 @@ from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, Need, Tier
+from tests.core.queue.test_order import ready
 
-from .test_order import ready
 from .world import Fate, World, gpu, host, model, picture
 
 

@@ -10,8 +10,8 @@ from greenroom.core.events import Timer, TimerKind
 from greenroom.core.invariants import check
 from greenroom.core.model import ModelId, MoveKind, Need, OpId, Outcome, RequestId, SlotId, Tier
 from greenroom.core.state import LeavingOp, State
+from tests.core.queue.test_order import ready
 
-from .test_order import ready
 from .world import World, model
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId, lease_name
+from tests.core.decide.test_memory import victims
+from tests.core.queue.test_order import ready
 
-from .test_memory import victims
-from .test_order import ready
 from .world import Fate, World, gpu, host, model
 
 GPU1 = DeviceId("gpu1")

@@ -10,9 +10,9 @@ from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.ledger import Holding
 from greenroom.core.model import DeviceId, LeaseId, ModelId, MoveId, MoveKind, Need, OtherLease, Outcome, Tier
+from tests.core.decide.test_memory import victims
+from tests.core.queue.test_order import ready
 
-from .test_memory import victims
-from .test_order import ready
 from .world import Fate, World, gpu, host, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")

@@ -8,8 +8,8 @@ from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import MoveKind, Need, Outcome, RequestId
+from tests.core.queue.test_order import ready
 
-from .test_order import ready
 from .world import Call, Fate, World, gpu, host, model, picture
 
 

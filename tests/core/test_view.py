@@ -14,8 +14,8 @@ from greenroom.core import events as ev
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, Move, MoveKind, Need, OtherLease
 from greenroom.core.view import LEASE_MARK, HoldingFacts, SchedulerView, SlotFacts
+from tests.core.queue.test_order import ready
 
-from .test_order import ready
 from .world import HOST, World, gpu, host, model
 
 GPU0 = DeviceId("gpu0")

@@ -8,8 +8,8 @@ from greenroom.core.decide.decision import Refuse, Wait, WaitReason
 from greenroom.core.effects import OpOutcome, RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Group, Matrix, ModelId, MoveKind, Need, Rules
+from tests.core.queue.test_order import ready
 from tests.core.test_explain import explained
-from tests.core.test_order import ready
 from tests.core.world import Fate, World, model
 
 A, B, C = map(ModelId, "abc")

@@ -8,8 +8,8 @@ from greenroom.core.decide.decision import Refuse, Wait, WaitReason
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Group, ModelId, MoveKind, Need, Tier
+from tests.core.queue.test_order import ready
 from tests.core.test_explain import explained
-from tests.core.test_order import ready
 from tests.core.world import Fate, World, gpu, host, model
 
 A, B = map(ModelId, "ab")

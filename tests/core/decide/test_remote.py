@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Group, Matrix, ModelId, Rules
-from tests.core.test_order import ready
+from tests.core.queue.test_order import ready
 from tests.core.world import Fate, World, model
 
 ALONE = (Group("here", (ModelId("a"), ModelId("b"))),)

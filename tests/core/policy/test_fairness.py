@@ -12,9 +12,8 @@ from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
 from greenroom.core.policy.default import ALIKE_S
 from greenroom.core.queue.waiter import CLEARLY_MORE, SWEEP_MIN, WEIGHT_MIN, Accounts
-
-from .test_order import ready
-from .world import Fate, World, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, model
 
 A, B, C = (TenantId(name) for name in "abc")
 

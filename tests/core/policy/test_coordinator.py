@@ -7,10 +7,9 @@ import pytest
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
 from greenroom.core.policy.coresidency import Group
-
-from .test_memory import victims
-from .test_order import ready
-from .world import Fate, World, gpu, host, model
+from tests.core.decide.test_memory import victims
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, gpu, host, model
 
 LIMITS = Limits(swapper="coordinator")
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")

@@ -12,10 +12,10 @@ from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, Learned
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, RequestId, Tier
+from tests.core.test_others import store
+from tests.core.world import Engine, Fate, World, gpu, host, model
 
 from .test_candidates import served_by
-from .test_others import store
-from .world import Engine, Fate, World, gpu, host, model
 
 LOAD_S = {"a": 20.0, "b": 10.0, "c": 10.0}
 WAKE_S, ANSWER_S = 1.0, 4.0

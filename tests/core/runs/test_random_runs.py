@@ -34,8 +34,7 @@ from greenroom.core.model import (
 from greenroom.core.policy.coresidency import Group, Rules
 from greenroom.core.policy.matrix import Matrix
 from greenroom.core.queue.waitlist import WaiterKind
-
-from .world import HOST, Call, Fate, World, gpu, host, model, picture
+from tests.core.world import HOST, Call, Fate, World, gpu, host, model, picture
 
 # Small enough that things do not fit together, different enough that placement has choices.
 DEVICES = (gpu(0, 8_000, 500), gpu(1, 6_000, 500), host(10_000))

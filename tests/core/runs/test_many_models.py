@@ -10,9 +10,8 @@ from greenroom.core.model import DeviceId, Tier
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.queue.index import LEADING_MIN, REFRESHED_BY_LEADING
 from greenroom.core.queue.waitlist import MODELS_FEW, Queue
-
-from .test_order import ready
-from .world import Fate, World, gpu, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, gpu, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 

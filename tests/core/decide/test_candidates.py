@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import MoveKind, Outcome
-
-from .test_order import ready
-from .world import Fate, World, gpu, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, gpu, model
 
 
 def served_by(world: World, name: str) -> str:

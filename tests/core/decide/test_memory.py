@@ -15,9 +15,8 @@ from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier, cuda_name
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import Eviction, Resident, Target
-
-from .test_order import ready
-from .world import HOST, Engine, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import HOST, Engine, Fate, World, gpu, host, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 

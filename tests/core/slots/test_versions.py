@@ -18,9 +18,8 @@ from greenroom.core.model import (
     RequestId,
     Tier,
 )
-
-from .test_order import ready
-from .world import Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, gpu, host, model
 
 A = ModelId("a")
 NEXT = ModelId("a@2")

@@ -16,9 +16,8 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Need, SlotId, Tier
 from greenroom.core.policy.coresidency import Group, coresidency_under
 from greenroom.core.policy.matrix import Matrix
 from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
-
-from .test_order import ready
-from .world import HOST, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import HOST, Fate, World, gpu, host, model
 
 G0, G1 = DeviceId("gpu0"), DeviceId("gpu1")
 

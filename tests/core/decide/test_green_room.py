@@ -11,9 +11,8 @@ from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Tier
-
-from .test_order import ready
-from .world import HOST, Engine, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import HOST, Engine, Fate, World, gpu, host, model
 
 DEVICES = (gpu(0, 8_000), host(64_000))
 TWO_GPUS = (gpu(0, 4_000), gpu(1, 4_000), host(64_000))

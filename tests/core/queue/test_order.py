@@ -15,8 +15,7 @@ from greenroom.core.policy.base import Turn
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Waiter
-
-from .world import Fate, World, gpu, host, model
+from tests.core.world import Fate, World, gpu, host, model
 
 
 def one_at_a_time(queue_depth_max: int = 1_000) -> World:

@@ -6,8 +6,7 @@ import pytest
 
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import MoveKind, Need, Outcome, Tier
-
-from .world import Fate, World, gpu, host, model
+from tests.core.world import Fate, World, gpu, host, model
 
 HOUR_S = 3_600.0
 

@@ -8,10 +8,9 @@ from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, Tier
 from greenroom.core.policy import make_policy
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-
-from .test_order import ready
-from .test_switching import stream
-from .world import Fate, World, gpu, model
+from tests.core.decide.test_switching import stream
+from tests.core.queue.test_order import ready
+from tests.core.world import Fate, World, gpu, model
 
 FIFO = Limits(policy="fifo")
 

@@ -16,9 +16,8 @@ from greenroom.core.policy.default import ALIKE_S, BoundedFirstCome
 from greenroom.core.policy.swapper import ByMemory, Resident
 from greenroom.core.queue.waiter import Accounts
 from greenroom.core.queue.waitlist import FLOODS_FROM, Queue, Waiter, WaiterKind
-
-from .test_order import ready
-from .world import World, model
+from tests.core.queue.test_order import ready
+from tests.core.world import World, model
 
 LIMITS = Limits(lift_s=60.0, deadlines_s=(5.0, 120.0, 480.0))
 POLICY = BoundedFirstCome(LIMITS, ByMemory())

@@ -7,8 +7,7 @@ from functools import partial
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, MoveKind, Need
-
-from .world import HOST, Engine, World, gpu, host, model
+from tests.core.world import HOST, Engine, World, gpu, host, model
 
 DEVICES = (gpu(0, 8_000, 500), gpu(1, 6_000, 500), host(9_000))
 MODELS = (

@@ -8,8 +8,7 @@ from greenroom.core.decide.arrival import TRY_AGAIN_S
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import ModelId, Tier
-
-from .world import Fate, World, model
+from tests.core.world import Fate, World, model
 
 
 def learned(*names: str, takes_s: float = 10.0) -> World:

@@ -16,9 +16,8 @@ from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, TenantId, Tier
 from greenroom.core.queue.waitlist import MODELS_FEW
-
-from .test_order import ready
-from .world import Call, Engine, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Call, Engine, Fate, World, gpu, host, model
 
 SWAP_S, AWAY_S = 6.0, 12.0
 AT_ONCE_S = (0.0, 0.0, 0.0)

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from greenroom.core.scheduler import Scheduler
+from tests.core.world import Recorder, World
 
 from .scenarios import finish, mixed_scenario
-from .world import Recorder, World
 
-TESTS = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def played() -> World:
@@ -36,11 +36,11 @@ def test_a_fresh_scheduler_fed_with_the_same_events_asks_for_the_same_effects() 
 
 
 def test_the_effects_are_the_same_under_different_hash_seeds() -> None:
-    program = "import core.test_replay as replay; print(replay.fingerprint())"
+    program = "import tests.core.runs.test_replay as replay; print(replay.fingerprint())"
     printed = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             check=True,

@@ -8,9 +8,8 @@ from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, MoveId, MoveKind, Need, Outcome, SlotId, Tier
-
-from .test_order import ready
-from .world import HOST, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import HOST, Fate, World, gpu, host, model
 
 GPU0 = DeviceId("gpu0")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from greenroom.core.events import TimerKind
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
-
-from .test_order import ready
-from .world import Engine, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import Engine, Fate, World, gpu, host, model
 
 
 def test_a_model_leaves_when_it_was_idle_for_its_ttl() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from greenroom.core.effects import Reason, RejectCode
 from greenroom.core.model import LeaseId, Move, Outcome, RequestId, SlotId, Tier
+from tests.core.world import Fate, World
 
 from .scenarios import finish, mixed_scenario
-from .world import Fate, World
 
 # The n-th occurrence; says whether the fault has fired.
 Fault = Callable[[World, int], Callable[[], bool]]

@@ -7,9 +7,8 @@ import pytest
 from greenroom.core import events as ev
 from greenroom.core.effects import OpOutcome, RejectCode
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, OpId, Outcome, Tier
-
-from .test_order import ready
-from .world import HOST, Fate, World, gpu, host, model
+from tests.core.queue.test_order import ready
+from tests.core.world import HOST, Fate, World, gpu, host, model
 
 GPU0 = DeviceId("gpu0")
 

@@ -1,0 +1,1 @@
+"""Order and victims, by policy and swapper."""

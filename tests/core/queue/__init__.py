@@ -1,0 +1,1 @@
+"""What waits, and in which order."""
