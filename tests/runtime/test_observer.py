@@ -33,6 +33,17 @@ def test_decision_is_kept_with_number_time_and_reason() -> None:
     ]
 
 
+def test_departure_of_a_busy_model_is_counted_by_its_cause() -> None:
+    metrics = Metrics()
+    observer = Observer(Hub(), metrics)
+    observer.moving(unload(1), because("leaving", model="a", cause="evicted", for_model="b"))
+    observer.moving(unload(2), because("ttl", model="a"))
+    shown, _ = render(metrics, Gauges())
+    assert b'evictions_total{model="a",reason="evicted"} 1.0' in shown
+    assert b'evictions_total{model="a",reason="ttl"} 1.0' in shown
+    assert b"leaving" not in shown
+
+
 def test_only_the_last_decisions_are_kept() -> None:
     observer = Observer(Hub(), Metrics())
     for number in range(DECISIONS_MAX + 5):

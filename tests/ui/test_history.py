@@ -22,7 +22,7 @@ def test_timeline_shows_where_models_were_and_why(looking: Tab) -> None:
     expect(first.get_by_role("link", name="qwen3-14b", exact=True)).to_be_visible()
     load = first.get_by_role("button", name=re.compile("^qwen3-14b: load from"))
     load.first.focus()
-    expect(page.get_by_role("status").filter(has_text="qwen3-14b: load")).to_contain_text("Why: asked for")
+    expect(page.get_by_role("status").filter(has_text="qwen3-14b: load")).to_contain_text("Why: it was asked for")
     # A model that fell asleep is shown on the host.
     host = page.get_by_role("region", name="Host memory")
     expect(host.get_by_role("button", name=re.compile("^gemma-3-4b: asleep from"))).to_be_visible()

@@ -103,6 +103,34 @@ def test_decisions_have_reasons_and_explain_tells_what_would_happen(opened: Tab)
     expect(page.get_by_role("alert")).to_contain_text("unheard-of")
 
 
+def test_a_model_that_left_after_its_answers_says_for_which_one(opened: Tab) -> None:
+    left = {
+        "seq": 1,
+        "at": 1.0,
+        "what": "unload",
+        "model": BUSY,
+        "why": "leaving",
+        "cause": "evicted",
+        "for_model": OTHER,
+    }
+    opened.page.route(
+        "**/api/v1/decisions?*",
+        lambda route: route.fulfill(content_type="application/json", body=json.dumps({"decisions": [left]})),
+    )
+    page = opened.open("decisions")
+    expect(page.get_by_role("row").filter(has_text=f"unloaded: it made room for {OTHER}; it left once")).to_have_count(
+        1
+    )
+
+
+def test_every_reason_of_a_departure_has_words() -> None:
+    sources = Path(__file__).parents[2]
+    known = re.findall(r'case "(\w+)":', (sources / "ui/src/reasons.ts").read_text())
+    told = (sources / "docs/operating.md").read_text().partition("| `why` |")[2].partition("\n\n")[0]
+    words = {word for row in told.splitlines() for word in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
+    assert {"evicted", "leaving", "held"} <= words <= set(known)
+
+
 def test_a_lease_can_be_released(opened: Tab, gate: GatewayProcess) -> None:
     page = opened.open("leases")
     expect(page.get_by_text("No program holds a lease")).to_be_visible()

@@ -141,12 +141,17 @@ export function decided(one: Decision): { subject: string; text: string } {
   return { subject, text: `${DONE[one.what] ?? plain(one.what)}: ${because(one)}` };
 }
 
-function because(one: Decision): string {
+/** Why a move was begun or an answer cut, in words. */
+export function because(one: Decision): string {
   const ttl = typeof one.ttl_s === "number" ? ` for ${seconds(one.ttl_s)}` : "";
   switch (one.why) {
     case "asked_for":
-    case "asked":
       return "it was asked for";
+    case "asked":
+      return "an operator asked for that";
+    case "leaving":
+      // It was told to leave earlier, while it answered or moved.
+      return `${because({ ...one, why: String(one.cause) })}; it left once it was idle`;
     case "evicted":
       return one.for_model ? `it made room for ${one.for_model}` : "it made room for another model";
     case "ttl":
@@ -159,6 +164,8 @@ function because(one: Decision): string {
       return "the time for running answers was over";
     case "green_room":
       return "the green room needed its memory";
+    case "held":
+      return "its next version needs its memory";
     case "new_revision":
       return "its configuration changed";
     case "new_version":

@@ -60,7 +60,7 @@ class Observer:
         _log.info(f"{move.kind.value} started", **facts, why=_plain(str(reason)))
         self.residency.moving(move, _plain(move.model), self._tell(move.kind.value, facts, reason))
         if move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
-            self._metrics.evicted(move.model, reason.why)
+            self._metrics.evicted(move.model, _cause(reason))
 
     def moved(self, move: Move, outcome: Outcome, took_s: float) -> None:
         self._moving.pop(move.id, None)
@@ -137,6 +137,11 @@ class Observer:
         kept.append(decision)
         self._hub.publish(what, told)
         return decision
+
+
+def _cause(reason: Reason) -> str:
+    """Why a slot was told to leave, also if it first had to end what it did (`leaving`)."""
+    return next((str(fact) for name, fact in reason.facts if name == "cause"), reason.why)
 
 
 def _plain(said: _Said) -> _Said:

@@ -7,6 +7,7 @@ import { deviceNames, status } from "../live";
 import { Empty, PageHead, Problem, Readers } from "../parts/bits";
 import { toneOf } from "../parts/memory";
 import { usePoll, type Polled } from "../poll";
+import { because } from "../reasons";
 import { href } from "../route";
 import type { Decision } from "../types";
 import "./history.css";
@@ -233,12 +234,7 @@ function Details({ span, now }: { span: Span | null; now: number }) {
     <p class="panel gantt-details" role="status">
       <b>{says(span, now)}</b>
       <span class="quiet-text">{held.join(", ")}</span>
-      {why && (
-        <span>
-          Why: {String(why.why).replaceAll("_", " ")}
-          {why.for_model && <> for {why.for_model}</>}
-        </span>
-      )}
+      {why && <span>Why: {because(why)}</span>}
     </p>
   );
 }
