@@ -11,11 +11,11 @@ from greenroom.cli.commands import Subcommand
 from greenroom.cli.commands.access import audit, key, token, usage
 from greenroom.cli.commands.gateway import check, demo, importing, replicas, serve, simulate
 from greenroom.cli.commands.models import chat, engines, estimate, jobs, models, pull, trainer
-from greenroom.cli.commands.operating import explain, gpus, leases, logs, moves, orders, ps
+from greenroom.cli.commands.operating import decisions, explain, gpus, leases, logs, moves, orders, ps
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(serve.COMMAND, replicas.COMMAND, demo.COMMAND, check.COMMAND, importing.COMMAND),
-    *(ps.COMMAND, gpus.COMMAND),
+    *(ps.COMMAND, gpus.COMMAND, decisions.COMMAND),
     *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, orders.FLUSH, logs.COMMAND, chat.COMMAND, explain.COMMAND),
     *(engines.COMMAND, estimate.COMMAND, orders.RELOAD, key.COMMAND, simulate.COMMAND),
     *(models.MODELS, models.RM, pull.COMMAND, jobs.COMMAND, leases.LEASE, leases.LEASES),

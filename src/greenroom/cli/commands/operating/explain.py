@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         screen.say(line)
     if args.budget_s is not None and explained["action"] == "serve":
         screen.say(f"  its answer would be cut after {screen.seconds(args.budget_s)}: its budget")
-    screen.hint("nothing was changed; GET /api/v1/decisions lists what was decided lately")
+    screen.hint("nothing was changed; what was decided lately: greenroom decisions")
     return ExitStatus.OK
 
 

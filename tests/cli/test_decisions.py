@@ -1,0 +1,43 @@
+"""`greenroom decisions` shows why models came and left."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from greenroom.cli.main import main
+from tests.cli.fake_gateway import FakeGateway, answer
+
+PATH = "/api/v1/decisions"
+LEFT = {"seq": 7, "at": 1_700_000_000.5, "what": "unload", "model": "qwen", "slot": "s1", "move": "m9"}
+WHY = {"why": "leaving", "cause": "evicted", "for_model": "llama", "for_request": "r-1"}
+
+
+def test_the_last_decisions_of_a_model_are_shown_with_their_reasons(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("GET", PATH, answer({"decisions": [{**LEFT, **WHY}]}))
+    assert main(["decisions", "qwen", "-n", "5"]) == 0
+    assert gateway.asked[-1].target == f"{PATH}?limit=5&model=qwen"
+    titles, shown = capsys.readouterr().out.splitlines()
+    assert titles.split() == ["AT", "WHAT", "MODEL", "WHY"]
+    assert shown.split()[1:] == ["unload", "qwen", "leaving", "cause=evicted", "for_model=llama", "for_request=r-1"]
+
+
+def test_recalls_have_no_model_and_json_is_the_gateways_answer(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"decisions": [{"seq": 1, "at": 1.0, "what": "recall", "lease": "l-1", "why": "evicted"}]}
+    gateway.on("GET", PATH, answer(told))
+    assert main(["decisions"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["recall", "-", "evicted", "lease=l-1"]
+    assert main(["decisions", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "1001", "all"])
+def test_how_many_is_a_number_that_the_gateway_takes(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["decisions", f"--last={wrong}"])
+    assert "1,000" in capsys.readouterr().err
