@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,10 @@ from .conftest import Loads
 DEADLINES = {"deadline_high_s", "deadline_normal_s", "deadline_low_s"}
 # What the catalog does with the models' needs before the core hears of them.
 NOT_THE_CORES = {"fit_memory", "keep_alive_max_s"}
+
+# What no policy asks for, so that the page about the default one does not explain it.
+NOT_THE_POLICYS = {"policy", "swapper", "company", "backoff_s", "backoff_max_s"}
+SCHEDULING = Path(__file__).parents[2] / "docs" / "design" / "scheduling.md"
 
 # What no key sets, and what has a test of its own below.
 NOT_CONFIGURED = {"replan_s", "need_raise", "company"}
@@ -74,6 +80,12 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
 def test_no_key_of_the_configuration_is_forgotten() -> None:
     known = {field.name for field in fields(Limits)}
     assert set(SchedulerSection.model_fields) - DEADLINES - NOT_THE_CORES <= known
+
+
+def test_every_number_of_the_policy_has_a_reason_in_its_page() -> None:
+    table = SCHEDULING.read_text(encoding="utf-8").partition("## Parameters")[2].partition("\n## ")[0]
+    explained = {key for row in table.splitlines() for key in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    assert set(SchedulerSection.model_fields) - NOT_THE_CORES - NOT_THE_POLICYS <= explained
 
 
 @pytest.mark.parametrize(
