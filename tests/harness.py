@@ -27,8 +27,9 @@ from greenroom.runtime.timeouts import TIMEOUTS
 from tests.ports import claim
 from tests.waiting import PATIENCE_S, until_now
 
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-FAKE_SERVER = Path(__file__).parent / "fake_server.py"
+STANDINS = Path(__file__).parent / "standins"
+FAKE_ENGINE = STANDINS / "fake_engine.py"
+FAKE_SERVER = STANDINS / "fake_server.py"
 
 
 def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:

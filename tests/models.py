@@ -13,7 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests import hf_folder, tiny_llm, tiny_whisper, torch_python
+from tests import torch_python
+from tests.samples import hf_folder, tiny_llm, tiny_whisper
 
 
 def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 128, layers: int = 2) -> Path:

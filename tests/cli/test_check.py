@@ -13,10 +13,10 @@ import pytest
 from greenroom.cli.main import main
 from greenroom.engines.estimates.gguf import CONTEXT_MIB
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
-from tests import fake_gpu
 from tests.cli.test_engines import program, python_with
-from tests.hf_folder import write_safetensors
 from tests.models import tiny
+from tests.samples.hf_folder import write_safetensors
+from tests.standins import fake_gpu
 
 GOOD = """
 gpus: [{memory_mib: 8192}]

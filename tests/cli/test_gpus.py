@@ -9,9 +9,9 @@ import pytest
 
 from greenroom.cli.commands.operating import gpus
 from greenroom.cli.main import main
-from tests import fake_gpu
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.cli.test_ps import in_terminal
+from tests.standins import fake_gpu
 
 
 def gpu(**facts: Any) -> dict[str, Any]:

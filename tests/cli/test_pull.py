@@ -21,7 +21,7 @@ from greenroom.cli.main import main
 from greenroom.library.fetched_marks import FetchedMarks
 from greenroom.library.roots import Roots
 from tests.cli.fake_gateway import FakeGateway, answer, error
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
 
 REPO = "org/name"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli.main import main
-from tests import fake_gpu
+from tests.standins import fake_gpu
 
 
 @pytest.fixture

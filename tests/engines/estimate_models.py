@@ -12,8 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests import tiny_llm
-from tests.tiny_llm import Array
+from tests.samples import tiny_llm
+from tests.samples.tiny_llm import Array
 
 TOKENS = tiny_llm.SPECIALS + [f"<0x{byte:02X}>" for byte in range(256)]
 _random = np.random.default_rng(0)

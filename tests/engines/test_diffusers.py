@@ -19,7 +19,7 @@ from greenroom.engines.builtin.transformers import TransformersEngine
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
 from greenroom.engines.registry import engine_for, split_keys
 from greenroom.errors import UnusableModel
-from tests.hf_folder import write_safetensors
+from tests.samples.hf_folder import write_safetensors
 
 ENGINE = DiffusersEngine()
 BOTH = {Ability.IMAGES, Ability.IMAGE_EDITS}

@@ -22,7 +22,7 @@ from greenroom.engines.estimates.llama_options import LlamaOptions, read
 from tests.engines import estimate_models
 from tests.engines.llamacpp_worker import SMALL, Worker, worker
 from tests.models import tiny, tiny_embedding
-from tests.split_gguf import split_gguf
+from tests.samples.split_gguf import split_gguf
 from tests.waiting import until_now
 
 # Buffers are bounded from above; the widest step of some graphs is narrower than the bound.

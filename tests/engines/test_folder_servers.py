@@ -21,7 +21,7 @@ from greenroom.engines.registry import engine_for
 from greenroom.errors import LoadFailed
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.needs import Needs, Subject
-from tests.hf_folder import write_json, write_safetensors
+from tests.samples.hf_folder import write_json, write_safetensors
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 SHAPE = {

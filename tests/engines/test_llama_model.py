@@ -16,8 +16,8 @@ from greenroom.engines.builtin.llamacpp import LlamaCppEngine
 from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, read_header
 from greenroom.engines.estimates.llama_model import abilities_of, files_in, of_model
 from greenroom.errors import LoadFailed
-from tests import tiny_llm
 from tests.models import tiny, tiny_embedding, tiny_lora, tiny_projector, tiny_reranker
+from tests.samples import tiny_llm
 
 TEXT = {Ability.CHAT, Ability.COMPLETIONS}
 ENGINE = LlamaCppEngine()

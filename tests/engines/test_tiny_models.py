@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from greenroom.engines.estimates.gguf_header import read_header
-from tests import models, tiny_llm
+from tests import models
+from tests.samples import tiny_llm
 
 from .llamacpp_worker import worker
 

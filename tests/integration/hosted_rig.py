@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.runtime.timeouts import Timeouts, WorkerTimeouts
 from tests.waiting import until
 
-FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
+FAKE_WORKER = Path(__file__).parent.parent / "standins" / "fake_worker.py"
 
 
 # In place of the Python of a model: runs the fake worker instead of the program that it is given.

@@ -12,9 +12,9 @@ from greenroom.app import App
 from greenroom.core.model import ModelId
 from greenroom.leases.records import Lease
 from greenroom.leases.shared import stored
-from tests import fake_gpu
 from tests.harness import fake, gateway
 from tests.redis_server import RedisServer
+from tests.standins import fake_gpu
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 HOST = "box"

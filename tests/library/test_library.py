@@ -20,7 +20,7 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, folder_files, put, repository
 from tests.models import tiny, tiny_ears, tiny_hf, tiny_lora, tiny_projector
-from tests.split_gguf import split_gguf
+from tests.samples.split_gguf import split_gguf
 from tests.waiting import PATIENCE_S, until
 
 

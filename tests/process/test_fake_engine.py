@@ -20,7 +20,7 @@ from tests.waiting import until_now
 
 from .trees import is_alive
 
-FAKE = Path(__file__).parents[1] / "fake_engine.py"
+FAKE = Path(__file__).parents[1] / "standins" / "fake_engine.py"
 
 
 class Running:

@@ -20,10 +20,10 @@ from unittest import mock
 from urllib.parse import quote
 
 from greenroom.config.kinds import id_problem
-from tests import fake_gpu
 from tests.harness import GatewayProcess, fake, served, write_config
 from tests.integration.hosted_rig import Folder
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins import fake_gpu
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.ui.hostile import PAYLOADS
 from tests.waiting import until_now
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests import comfyui_installation
 from tests.integration.hosted.test_speech import speaking
 from tests.integration.raw import request_bytes
 from tests.models import tiny_ears, tiny_pipelines
-from tests.sounds import FORM, form, heard, noise, silence
+from tests.samples.sounds import FORM, form, heard, noise, silence
+from tests.standins import comfyui_installation
 from tests.torch_python import painter
 
 Described = dict[str, Any]

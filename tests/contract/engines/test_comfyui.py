@@ -16,14 +16,14 @@ import pytest
 from openai import AsyncOpenAI
 
 from greenroom.app import App
-from tests.comfyui_installation import INPUTS, STAND_IN, WORKFLOW, Installation
-from tests.fake_comfyui import PNG
 from tests.harness import gateway, url
 from tests.integration import orders
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive
 from tests.integration.jobs.test_jobs import ended, job, submit
 from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.standins.comfyui_installation import INPUTS, STAND_IN, WORKFLOW, Installation
+from tests.standins.fake_comfyui import PNG
 from tests.waiting import PATIENCE_S, until
 
 GENERATIONS = "/v1/images/generations"

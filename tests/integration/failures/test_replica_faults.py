@@ -21,12 +21,12 @@ from greenroom.process import orphans
 from greenroom.trainer import Outcome, Patience, ReplicaStatus, Report, Trainer
 from greenroom.trainer.following import look
 from greenroom.trainer.replica import Replica
-from tests import fake_gpu
 from tests.deploy.test_scripts import answers
 from tests.harness import write_config
 from tests.integration.versions.test_versions import models, options, weights
 from tests.ports import free_port
 from tests.redis_server import redis_server
+from tests.standins import fake_gpu
 from tests.waiting import PATIENCE_S, until_now
 
 PATIENCE = Patience(answer_s=PATIENCE_S, away_s=PATIENCE_S, poll_s=0.05)

@@ -20,7 +20,7 @@ from greenroom.tenancy.governance.tokens import as_text
 from tests.harness import fake, gateway, url
 from tests.integration.governance.test_governance import KEYS, audited, now, with_key
 from tests.models import tiny
-from tests.standin_hub import standin_hub
+from tests.standins.standin_hub import standin_hub
 from tests.tenancy.governance.token_rig import PUBLIC, signed_token
 
 REPO = "org/name"

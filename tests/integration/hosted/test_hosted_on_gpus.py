@@ -16,11 +16,11 @@ from greenroom.app import App
 from greenroom.core.model import DeviceId, MoveKind, SlotId, Tier
 from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
 from greenroom.runtime.memory.readings import THIS_MACHINE
-from tests import fake_gpu
 from tests.harness import gateway, write_config
 from tests.integration.hosted_rig import Folder, move, nothing_left, tier, until_in, worker_of
 from tests.integration.memory.test_gpu_probe import get, stranger
 from tests.integration.raw import chat
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]

@@ -15,10 +15,10 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import Claim, MoveKind, Tier
 from greenroom.runtime.memory.devices import HOST
-from tests import fake_gpu
 from tests.integration.hosted.test_hosted_on_gpus import A, B, on, seen, slot_of
 from tests.integration.hosted_rig import Folder, move, nothing_left, until_in, worker_of
 from tests.integration.raw import http
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]

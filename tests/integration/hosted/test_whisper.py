@@ -19,7 +19,7 @@ from tests.integration.facts import at_rest, pids
 from tests.integration.raw import Answer, Raw, http, request_bytes
 from tests.later import Later
 from tests.models import tiny_ears
-from tests.sounds import FORM, form, heard, noise
+from tests.samples.sounds import FORM, form, heard, noise
 from tests.waiting import PATIENCE_S, until
 
 openai = Later("openai")

@@ -11,7 +11,6 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import DeviceId
-from tests import fake_gpu
 from tests.harness import GatewayProcess, gateway, write_config
 from tests.integration.facts import Journal, is_ready, pids
 from tests.integration.leases.trainer import trainer
@@ -29,6 +28,7 @@ from tests.integration.sharing_rig import (
     taking,
 )
 from tests.redis_server import RedisServer, redis_server
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

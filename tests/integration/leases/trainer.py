@@ -68,7 +68,7 @@ def main() -> None:
     import greenroom
     from greenroom.leases import client
     from greenroom.leases.shared.redis_store import RedisStore
-    from tests import fake_gpu
+    from tests.standins import fake_gpu
 
     url, _, mib, ttl_s, gpus, priority = sys.argv[1:]
     # A new store grants nothing for as long as a lease may last; that is the same short time in all tests.

@@ -18,8 +18,8 @@ from greenroom.app import App
 from greenroom.config import loader
 from greenroom.core.model import DeviceId
 from greenroom.errors import ConfigError
-from tests import fake_gpu
 from tests.harness import fake, gateway, url, write_config
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

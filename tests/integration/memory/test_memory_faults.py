@@ -21,18 +21,18 @@ from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
 from greenroom.runtime.memory.book import FILE_NAME as NEEDS_FILE
 from greenroom.runtime.timeouts import MemoryTimeouts, Timeouts
-from tests import fake_gpu
 from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.faults import dial
 from tests.integration.raw import asking, chat, http
 from tests.models import tiny as tiny_model
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 A, B = "GPU-aaaa", "GPU-bbbb"
-TESTS = str(FAKE_ENGINE.parent.parent)
+ROOT = str(FAKE_ENGINE.parents[2])
 NEVER_S = 300
 LONG_BACKOFF = {"backoff_s": 100}
 
@@ -279,9 +279,9 @@ def lingering(folder: Path, model: dict[str, Any], file: Path, mib: int) -> dict
     program = folder / "lingering.py"
     program.write_text(
         "import os, signal, subprocess, sys\n"
-        f"sys.path.insert(0, {TESTS!r})\n"
+        f"sys.path.insert(0, {ROOT!r})\n"
         "from pathlib import Path\n"
-        "from tests import fake_gpu\n"
+        "from tests.standins import fake_gpu\n"
         "engine = subprocess.Popen(sys.argv[1:])\n"
         "def leave(*_):\n"
         f"    fake_gpu.describe(Path({str(file)!r}), fake_gpu.gpu({A!r}, 10_000, {mib}))\n"

@@ -15,12 +15,12 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind
 from greenroom.runtime.timeouts import TIMEOUTS
-from tests import fake_gpu
 from tests.harness import gateway, served
 from tests.integration.facts import Journal, at_rest
 from tests.integration.faults import is_alive
 from tests.integration.orders import pid_of, view
 from tests.integration.raw import chat, http
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 KINDS = ("vllm", "sglang")

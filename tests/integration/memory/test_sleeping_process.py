@@ -17,11 +17,11 @@ from greenroom.engines.base import CallEngine, EngineFacts, Launch, LaunchPlace,
 from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.errors import LoadFailed, Unsupported
 from greenroom.process.spawn import Command
-from tests import fake_gpu
 from tests.config.test_plugins import install
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import chat, http
+from tests.standins import fake_gpu
 from tests.waiting import until
 
 

@@ -22,7 +22,7 @@ from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes
 from tests.later import Later
 from tests.models import tiny
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import until, until_now
 
 ollama = Later("ollama")

@@ -18,7 +18,7 @@ import pytest
 from tests.harness import PATIENCE_S, left_behind
 from tests.later import Later
 from tests.models import tiny as tiny_model
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
 
 openai = Later("openai")

@@ -12,7 +12,7 @@ import pytest_asyncio
 from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.raw import Answer, chat, http
-from tests.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import KEY, Provider, provider
 
 pytestmark = pytest.mark.asyncio
 

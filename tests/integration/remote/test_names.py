@@ -14,7 +14,7 @@ from greenroom.core.model import ModelId
 from greenroom.runtime.remote.names import RemoteNames
 from tests.harness import fake, gateway, write_config
 from tests.integration.raw import chat, http
-from tests.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import KEY, Provider, provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

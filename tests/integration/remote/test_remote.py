@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId, Tier
 from tests.harness import fake, gateway, url, write_config
 from tests.integration.raw import CHAT, asking, chat, http
 from tests.later import Later
-from tests.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import KEY, Provider, provider
 from tests.waiting import PATIENCE_S, until
 
 openai = Later("openai")

@@ -15,7 +15,7 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, counters, is_ready
 from tests.integration.raw import chat
-from tests.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import KEY, Provider, provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

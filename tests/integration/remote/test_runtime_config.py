@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import gateway
 from tests.integration.raw import chat, http
-from tests.standin_provider import KEY, long_before_midnight, provider
+from tests.standins.standin_provider import KEY, long_before_midnight, provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

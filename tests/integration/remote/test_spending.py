@@ -16,7 +16,7 @@ from greenroom.app import App
 from tests.harness import gateway, write_config
 from tests.integration.raw import Answer, chat, http
 from tests.redis_server import redis_server
-from tests.standin_provider import KEY, Provider, long_before_midnight, provider
+from tests.standins.standin_provider import KEY, Provider, long_before_midnight, provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

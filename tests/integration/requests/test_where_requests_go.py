@@ -14,7 +14,7 @@ import pytest
 from tests.harness import gateway, served
 from tests.integration.facts import Journal
 from tests.integration.raw import http
-from tests.standin_provider import KEY, provider
+from tests.standins.standin_provider import KEY, provider
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 # The same request in each dialect.

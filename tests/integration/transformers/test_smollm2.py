@@ -9,7 +9,7 @@ import pytest
 from tests.harness import gateway
 from tests.integration.orders import order
 from tests.integration.raw import CHAT, http
-from tests.smollm2 import smollm2_gguf, smollm2_hf
+from tests.samples.smollm2 import smollm2_gguf, smollm2_hf
 from tests.torch_python import hosted
 
 COUNT = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10."

@@ -20,7 +20,7 @@ from tests.integration.raw import http
 from tests.integration.versions.test_trainer import PATIENCE, told
 from tests.integration.versions.test_version_fetch import hub, is_fetching  # noqa: F401
 from tests.integration.versions.test_versions import models, options, update, version, weights
-from tests.standin_hub import StandinHub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S, until
 
 

@@ -27,7 +27,7 @@ from tests.integration.versions.test_version_faults import PROGRAM, call, says
 from tests.integration.versions.test_versions import CHAT, ask, said, update, version
 from tests.models import tiny as tiny_file
 from tests.models import tiny_projector
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import PATIENCE_S, until, until_now
 
 

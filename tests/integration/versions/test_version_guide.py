@@ -11,7 +11,7 @@ from tests.cli.test_guides import blocks
 from tests.harness import gateway, tiny, url
 from tests.integration.versions.test_version_fetch import hub, options
 from tests.models import tiny as tiny_file
-from tests.standin_hub import StandinHub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S
 
 __all__ = ["hub"]

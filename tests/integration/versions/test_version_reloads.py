@@ -18,7 +18,7 @@ from tests.integration.raw import http
 from tests.integration.versions import test_versions
 from tests.integration.versions.test_version_fetch import files, has_first_version, hub, is_fetching, models, options
 from tests.integration.versions.test_versions import update
-from tests.standin_hub import StandinHub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S, until
 
 __all__ = ["hub"]

@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes import FileProbe
-from tests import fake_gpu
+from tests.standins import fake_gpu
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.workers.comfyui import websocket
-from tests.fake_comfyui import frame
+from tests.standins.fake_comfyui import frame
 
 HEAD = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
 

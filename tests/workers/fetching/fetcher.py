@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import greenroom
-from tests.standin_hub import StandinHub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S
 
 LAUNCH = Path(greenroom.__file__).parent / "workers" / "launch.py"

@@ -23,7 +23,7 @@ from greenroom.workers.fetching.main import Fetching, Reporter, trust_bundle
 from greenroom.workers.fetching.places import CachePlace, FetchTarget, FolderPlace
 from greenroom.workers.fetching.transfer import FetchPatience, RateLimit, RemoteFile
 from greenroom.workers.fetching.web import HubOrigin, Network, Web, is_public, redirected, retry_after_s
-from tests.standin_hub import StandinHub, git_sha1, standin_hub
+from tests.standins.standin_hub import StandinHub, git_sha1, standin_hub
 
 DATA = {"sub/model.gguf": random.Random(1).randbytes(30_000), "config.json": b"{}"}
 COMMIT = "0" * 40

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import PATIENCE_S, until_now
 from tests.workers.fetching.fetcher import Fetcher, environment, fetch
 

@@ -1,4 +1,4 @@
-"""The benchmarks that import torch keep up with the worker; tests/test_benchmarks.py has the others."""
+"""The benchmarks that import torch keep up with the worker; tests/benchmarks/test_benchmarks.py has the others."""
 
 from __future__ import annotations
 

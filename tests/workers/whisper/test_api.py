@@ -13,7 +13,7 @@ from greenroom.workers.serving.http import HttpServer
 from greenroom.workers.whisper.api import AudioApi
 from greenroom.workers.whisper.main import BODY_BYTES_MAX
 from greenroom.workers.whisper.transcribing import Transcriber
-from tests.sounds import BOUNDARY, form, silence
+from tests.samples.sounds import BOUNDARY, form, silence
 from tests.waiting import until
 from tests.workers.whisper.test_transcribing import ScriptedModel
 

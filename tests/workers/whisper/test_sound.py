@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.whisper.sound import LENGTH_MAX_S, RATE, SampleReader, length_s
-from tests.sounds import noise, silence
+from tests.samples.sounds import noise, silence
 
 
 def view(content: bytes) -> memoryview:

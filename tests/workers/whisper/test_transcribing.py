@@ -14,7 +14,7 @@ import pytest
 from greenroom.workers.whisper.sound import RATE
 from greenroom.workers.whisper.transcribing import Segment, Transcriber, Wanted
 from tests.models import tiny_ears
-from tests.sounds import noise, silence
+from tests.samples.sounds import noise, silence
 from tests.waiting import until
 
 WINDOW_S = 90

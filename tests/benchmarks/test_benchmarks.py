@@ -15,7 +15,7 @@ from benchmarks.rig.result import Run
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2] / "benchmarks"
 # These import torch, which is never installed beside the gateway; tests/workers/torch_host tries them.
 WITH_TORCH = {"benchmarks.rig.gpu_worker", "benchmarks.hosted.probe_decode", "benchmarks.hosted.spread"}
 MODULES = {

@@ -21,13 +21,13 @@ import sys
 
 if __name__ == "__main__":
     # Run as a program, however isolated: the folder that holds `tests` must be found.
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     # Thousands are started by the tests. Without OpenSSL, which it does not use, and with what it does kept as
     # bytecode, which a program itself never is, each takes a fifth less. Imports leave no garbage to look for.
     for name in ("ssl", "_hashlib"):
         sys.modules[name] = None  # type: ignore[assignment]
     gc.disable()
-    from tests.fake_engine_acts import main
+    from tests.standins.fake_engine_acts import main
 
     gc.enable()
     main()

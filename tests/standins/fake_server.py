@@ -23,12 +23,12 @@ import sys
 import time
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from tests.fake_answers import error
-from tests.fake_engine_acts import Engine, Hung
-from tests.fake_http import Connection, Request
-from tests.fake_switches import parse_switches
+from tests.standins.fake_answers import error
+from tests.standins.fake_engine_acts import Engine, Hung
+from tests.standins.fake_http import Connection, Request
+from tests.standins.fake_switches import parse_switches
 
 FAULTS = frozenset(os.environ.get("FAKE_FAULTS", "").split())
 # What the first token after any prompt is worth, with the weights and without.

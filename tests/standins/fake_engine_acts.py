@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tests import fake_gpu
-from tests.fake_answers import Answer, error, event, vector
-from tests.fake_http import Connection, Gone, Reader, Request, multipart
-from tests.fake_switches import ERRORS, parse_switches
+from tests.standins import fake_gpu
+from tests.standins.fake_answers import Answer, error, event, vector
+from tests.standins.fake_http import Connection, Gone, Reader, Request, multipart
+from tests.standins.fake_switches import ERRORS, parse_switches
 
 # Any bytes will do for a picture.
 PIXEL = "iVBORw0KGgo="

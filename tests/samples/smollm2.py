@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 
 from greenroom.cli import demo_models
-from tests.hf_folder import Array, bpe, llama_tensors, special, write_json, write_safetensors, write_tokenizer
 from tests.models import made_in
+from tests.samples.hf_folder import Array, bpe, llama_tensors, special, write_json, write_safetensors, write_tokenizer
 
 MODEL_ID = "smollm2"
 # The version of this conversion; a folder made by another one is not used.

@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.hf_folder import bpe, llama_tensors, special, write_json, write_safetensors, write_tokenizer
+from tests.samples.hf_folder import bpe, llama_tensors, special, write_json, write_safetensors, write_tokenizer
 
 Array = npt.NDArray[np.float32]
 

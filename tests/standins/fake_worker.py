@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from tests import fake_gpu
-from tests.fake_engine_acts import Engine
-from tests.fake_switches import parse_switches
+from tests.standins import fake_gpu
+from tests.standins.fake_engine_acts import Engine
+from tests.standins.fake_switches import parse_switches
 
 ARENA_MIB = 3
 KV_BYTES = 1024 * 1024

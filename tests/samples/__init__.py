@@ -1,0 +1,1 @@
+"""Models and sounds that tests give to engines, made by code or fetched once."""
