@@ -9,8 +9,8 @@ import pytest
 
 from greenroom.cli.commands.models import jobs
 from greenroom.cli.main import main
+from tests.cli.commands.operating.test_ps import in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error
-from tests.cli.test_ps import in_terminal
 
 ID = "job-" + "5c" * 16
 

@@ -9,8 +9,8 @@ import pytest
 
 from greenroom.cli.commands.operating import gpus
 from greenroom.cli.main import main
+from tests.cli.commands.operating.test_ps import in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
-from tests.cli.test_ps import in_terminal
 from tests.standins import fake_gpu
 
 

@@ -9,8 +9,8 @@ from greenroom.cli.address import parse
 from greenroom.cli.client import Client
 from greenroom.cli.commands.operating import moves
 from greenroom.cli.main import main
+from tests.cli.commands.operating.test_ps import LOADING, in_terminal, model, status
 from tests.cli.fake_gateway import FakeGateway, answer, error
-from tests.cli.test_ps import LOADING, in_terminal, model, status
 
 LOADED = {"model": "org/m", "tier": "ready", "took_s": 1.5, "memory": {"gpu0": 300}}
 

@@ -26,7 +26,7 @@ from greenroom.cli.commands.models.engines import (
 from greenroom.cli.main import main
 from tests.config.test_plugins import install
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 
 from greenroom.cli.commands.models import chat
 from greenroom.cli.main import main
+from tests.cli.commands.operating.test_ps import in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
-from tests.cli.test_ps import in_terminal
 
 PATH = "/v1/chat/completions"
 

@@ -13,7 +13,7 @@ import pytest
 from greenroom.cli.main import main
 from greenroom.engines.estimates.gguf import CONTEXT_MIB
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
-from tests.cli.test_engines import program, python_with
+from tests.cli.commands.models.test_engines import program, python_with
 from tests.models import tiny
 from tests.samples.hf_folder import write_safetensors
 from tests.standins import fake_gpu
