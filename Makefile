@@ -52,7 +52,7 @@ QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
 # These start programs (commands, engines, workers, a Redis) and wait for them, or simulate days. Units come before them.
 PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim tests/chaos \
-  tests/config/test_described.py tests/engines/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
+  tests/config/test_described.py tests/engines/estimates/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
   tests/runtime/remote/test_shared.py tests/server/inference/test_running.py tests/tenancy/test_shared_limits.py \
   tests/tenancy/governance/test_shared_nonces.py
 # Units are what no other stage of `make test` runs: layers are part of `check`, tests of the core are traced for its

@@ -14,7 +14,7 @@ from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, warn
 from greenroom.runtime.record.line_file import replace_file
-from tests.engines.test_estimate_hf import folder
+from tests.engines.estimates.test_estimate_hf import folder
 from tests.models import tiny
 
 

@@ -22,7 +22,7 @@ from greenroom.engines.estimates.hf_folder import (
     weight_files,
 )
 from greenroom.engines.estimates.kv_cache import LayerCache
-from tests.engines.test_safetensors_header import tensor, write
+from tests.engines.estimates.test_safetensors_header import tensor, write
 
 MIB = 2**20
 LLAMA = {

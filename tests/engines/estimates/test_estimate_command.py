@@ -15,7 +15,7 @@ from greenroom.engines.estimates.hf_folder import FolderOptions
 from greenroom.engines.identity import arguments_identity, embedded_identity
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.needs import bits_of, estimate_by_name, parameters_billion
-from tests.engines.test_estimate_hf import folder
+from tests.engines.estimates.test_estimate_hf import folder
 from tests.models import tiny
 
 

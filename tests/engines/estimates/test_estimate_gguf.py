@@ -19,7 +19,7 @@ from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.gguf_header import read_header
 from greenroom.engines.estimates.kv_cache import Cells, attention_bytes, gguf_cache, state_bytes
 from greenroom.engines.estimates.llama_options import LlamaOptions, read
-from tests.engines import estimate_models
+from tests.engines.estimates import estimate_models
 from tests.engines.llamacpp_worker import SMALL, Worker, worker
 from tests.models import tiny, tiny_embedding
 from tests.samples.split_gguf import split_gguf

@@ -13,7 +13,7 @@ from greenroom.engines.estimates import hosted as module
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.hosted import HostedOptions, estimate_asleep, estimate_ready
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
-from tests.engines.test_estimate_hf import LLAMA, MIB, folder
+from tests.engines.estimates.test_estimate_hf import LLAMA, MIB, folder
 
 ARENA = 64 + module.ARENA_ROUNDING_MIB
 LATENT = {**LLAMA, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
