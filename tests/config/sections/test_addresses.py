@@ -7,8 +7,7 @@ import json
 import pytest
 
 from greenroom.errors import ConfigError
-
-from .conftest import Loads
+from tests.config.conftest import Loads
 
 
 @pytest.mark.parametrize(

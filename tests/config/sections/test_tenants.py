@@ -6,8 +6,7 @@ import pytest
 
 from greenroom.config.schema import Config, RateLimits, TenantLimits
 from greenroom.errors import ConfigError
-
-from .conftest import Complaints, Loads
+from tests.config.conftest import Complaints, Loads
 
 
 def per_minute(config: Config) -> dict[str, int | None]:

@@ -10,8 +10,7 @@ from greenroom.core.model import ModelId
 from greenroom.core.policy import matrix
 from greenroom.core.policy.coresidency import Group
 from greenroom.core.policy.matrix import Matrix
-
-from .conftest import Complaints, Loads
+from tests.config.conftest import Complaints, Loads
 
 MODELS = "models: {qwen: {path: q.gguf, aliases: [chat]}, llama: {path: l.gguf}, a/b c: {path: a.gguf}}\n"
 
