@@ -9,7 +9,7 @@ from greenroom.config.schema import Config
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes import make_probe, open_probe
 from greenroom.runtime.memory.readings import NoProbe
-from tests.runtime.memory.test_nvml import FakeNvml, NVMLError
+from tests.runtime.memory.probes.test_nvml import FakeNvml, NVMLError
 from tests.standins import fake_gpu
 
 
