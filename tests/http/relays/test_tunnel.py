@@ -10,10 +10,9 @@ import pytest
 from greenroom.http.relays.relay import RelayOutcome
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.request import Head
+from tests.http.conftest import Behind, Connect, Engines
+from tests.http.wires import DEADLINE_S, Call, Proxy, get, leave
 from tests.waiting import until, until_still
-
-from .conftest import Behind, Connect, Engines
-from .wires import DEADLINE_S, Call, Proxy, get, leave
 
 ASK = get("/ws", "Connection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Key: k\r\n")
 AGREE = (

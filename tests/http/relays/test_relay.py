@@ -9,10 +9,9 @@ import pytest
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
+from tests.http.conftest import Behind, Connect, Engines
+from tests.http.wires import Call, Client, Engine, OddLoop, Proxy, get, post
 from tests.waiting import PATIENCE_S, until, until_still
-
-from .conftest import Behind, Connect, Engines
-from .wires import Call, Client, Engine, OddLoop, Proxy, get, post
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\nServer: e\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
