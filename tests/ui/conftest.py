@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from tests.ui.browser import Tab, chromium, tab
-from tests.ui.scene import Scene, scene
+from tests.ui.rig.browser import Tab, chromium, tab
+from tests.ui.rig.scene import Scene, scene
 
 
 @pytest.fixture(scope="package")

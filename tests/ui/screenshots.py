@@ -13,9 +13,9 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from tests.ui.browser import chromium, tab
-from tests.ui.pages import PAGES, ready
-from tests.ui.scene import Scene, scene
+from tests.ui.rig.browser import chromium, tab
+from tests.ui.rig.pages import PAGES, ready
+from tests.ui.rig.scene import Scene, scene
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SIZES: dict[str, ViewportSize] = {"1440": {"width": 1440, "height": 900}, "390": {"width": 390, "height": 844}}

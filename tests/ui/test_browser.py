@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from playwright.sync_api import Browser
 
-from tests.ui.browser import tab
+from tests.ui.rig.browser import tab
 
 WRONG = {
     "console: broken": "<script>console.error('broken')</script>",

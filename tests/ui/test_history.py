@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.ui.browser import Tab
+from tests.ui.rig.browser import Tab
 
 
 def _shown(looking: Tab, route: str, title: str) -> Page:

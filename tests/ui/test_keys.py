@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.harness import GatewayProcess, fake, gateway_process
-from tests.ui.browser import Tab, tab
+from tests.ui.rig.browser import Tab, tab
 
 ADMIN, ASKER = "gr-" + "a" * 40, "gr-" + "b" * 40
 

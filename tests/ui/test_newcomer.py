@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, expect
 from tests.harness import fake, gateway_process
 from tests.integration.operating.test_readme import until_healthy
 from tests.ports import free_port
-from tests.ui.browser import Tab, tab
+from tests.ui.rig.browser import Tab, tab
 
 
 def test_the_first_minutes_with_scripted_models(browser: Browser, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, expect
 from tests.harness import GatewayProcess, fake, gateway_process, write_config
 from tests.integration.hosted_rig import Folder
 from tests.ports import free_port
-from tests.ui.browser import Tab, tab
-from tests.ui.scene import call
+from tests.ui.rig.browser import Tab, tab
+from tests.ui.rig.scene import call
 from tests.waiting import until_now
 
 

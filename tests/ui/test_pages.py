@@ -10,10 +10,10 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, Route, expect
 
-from tests.ui.browser import Tab, tab
-from tests.ui.hostile import PAYLOADS
-from tests.ui.pages import PAGES, ready
-from tests.ui.scene import TALKER, Scene
+from tests.ui.rig.browser import Tab, tab
+from tests.ui.rig.hostile import PAYLOADS
+from tests.ui.rig.pages import PAGES, ready
+from tests.ui.rig.scene import TALKER, Scene
 
 AXE = Path(__file__).resolve().parents[2] / "ui" / "node_modules" / "axe-core" / "axe.min.js"
 SERIOUS = ("serious", "critical")

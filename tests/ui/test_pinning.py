@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.ui.browser import Tab
+from tests.ui.rig.browser import Tab
 
 
 def test_a_model_is_pinned_and_let_go(looking: Tab) -> None:

@@ -16,8 +16,8 @@ import pytest
 from playwright.sync_api import Browser, Route, expect
 
 from tests.harness import GatewayProcess, fake, write_config
-from tests.ui.browser import Tab, tab
-from tests.ui.scene import CHAT, call
+from tests.ui.rig.browser import Tab, tab
+from tests.ui.rig.scene import CHAT, call
 from tests.waiting import until_now
 
 BUSY, OTHER = "busy", "other"

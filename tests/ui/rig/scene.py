@@ -24,7 +24,7 @@ from tests.harness import GatewayProcess, fake, served, write_config
 from tests.integration.hosted_rig import Folder
 from tests.standins import fake_gpu
 from tests.standins.standin_hub import StandinHub, standin_hub
-from tests.ui.hostile import PAYLOADS
+from tests.ui.rig.hostile import PAYLOADS
 from tests.waiting import until_now
 
 FIRST, SECOND = "GPU-4f1d2c7a", "GPU-9be03158"
