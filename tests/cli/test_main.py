@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -204,6 +205,42 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(gateway: FakeGateway)
         running.stdout.close()
         assert running.stderr.read() == b""
         assert running.wait(60) == 1
+
+
+def onto_a_full_disk(*argv: str) -> tuple[int, str]:
+    """The exit status and what standard error says."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "greenroom.cli.main", *argv]
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    return done.returncode, done.stderr
+
+
+A_MODEL = "gpus: [{memory_mib: 10000}]\nmodels: {m: {cmd: 'sh --port ${PORT}', memory_mib: 8000}}\n"
+NO_SPACE = "greenroom: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["key", "--help"], ["check"], ["check", "--json"], ["simulate", "--json"]]
+)
+def test_output_onto_a_full_disk_is_one_line_and_a_failure(argv: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(A_MODEL)
+    of_a_file = [] if argv[0].startswith("-") or "--help" in argv else ["-c", str(file)]
+    assert onto_a_full_disk(*argv, *of_a_file) == (1, NO_SPACE)
+
+
+def test_a_table_onto_a_full_disk_is_one_line_and_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(A_MODEL)
+    assert onto_a_full_disk("simulate", "-c", str(file), "--seconds", "5") == (1, NO_SPACE)
+
+
+def test_more_than_a_buffer_onto_a_full_disk_is_no_fault_of_the_gateway(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/api/v1/models/m/logs", answer({"model": "m", "lines": ["x" * 100_000]}))
+    gateway.on("GET", "/api/v1/usage", answer("model,requests\n" * 10_000))
+    assert onto_a_full_disk("logs", "m", "--url", gateway.url) == (1, NO_SPACE)
+    assert onto_a_full_disk("usage", "--csv", "--url", gateway.url) == (1, NO_SPACE)
 
 
 def test_a_terminal_without_letters_beyond_ascii_is_served(gateway: FakeGateway) -> None:

@@ -37,6 +37,10 @@ class WrongUsage(CommandFailed):
     exit = ExitStatus.USAGE
 
 
+class OutputLost(CommandFailed):
+    """Standard output cannot be written: a full disk, for instance. A closed pipe is a BrokenPipeError instead."""
+
+
 class NoGateway(CommandFailed):
     """Nothing answers at the address."""
 

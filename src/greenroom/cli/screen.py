@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from greenroom.cli.failures import CommandFailed
+from greenroom.cli.failures import CommandFailed, OutputLost
 
 # Control characters except tab and line break, and marks that change the direction of text.
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -30,9 +30,36 @@ def harmless(text: str) -> str:
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def write(result: str | bytes) -> None:
+    """Write to standard output at once. Raises OutputLost if it takes no more, BrokenPipeError if its reader left."""
+    with _writing():
+        if isinstance(result, bytes):
+            sys.stdout.buffer.write(result)
+        else:
+            sys.stdout.write(result)
+
+
+def flush() -> None:
+    """Write what is still in a buffer. Raises what `write` raises."""
+    with _writing():
+        pass
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hush()
+        raise OutputLost(f"standard output cannot be written: {error.strerror}") from error
+
+
 def say(text: str = "") -> None:
     """A line of the result."""
-    print(harmless(text), flush=True)
+    write(f"{harmless(text)}\n")
 
 
 def note(text: str) -> None:
@@ -57,7 +84,7 @@ def dim(text: str) -> str:
 
 
 def say_json(value: Any, *, on_one_line: bool = False) -> None:
-    print(json.dumps(value, indent=None if on_one_line else 2, ensure_ascii=False), flush=True)
+    write(f"{json.dumps(value, indent=None if on_one_line else 2, ensure_ascii=False)}\n")
 
 
 def hush() -> None:
@@ -100,7 +127,7 @@ def _two(count: int, size: int, large: str, small: str) -> str:
 
 def say_table(titles: Row, rows: Sequence[Row]) -> None:
     if not sys.stdout.isatty():
-        print(plain_table(titles, rows), flush=True)
+        write(f"{plain_table(titles, rows)}\n")
         return
     from rich.console import Console
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import screen
-from greenroom.cli.failures import CommandFailed, ExitStatus
+from greenroom.cli.failures import CommandFailed, ExitStatus, OutputLost
 from greenroom.errors import GreenroomError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
     signals.app = app
     try:
         greet(app)
-    except OSError:
+    except (OSError, OutputLost):
         # The greeting cannot be written (`| head`, a full disk): serve all the same.
         screen.hush()
     await app.closed.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -48,8 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     query = {"since": args.since, "by": args.by} | ({} if args.until is None else {"until": args.until})
     if args.csv:
         for piece in client.download(f"{USAGE}?{urlencode(query | {'format': 'csv'})}"):
-            sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
+            screen.write(piece)
         return ExitStatus.OK
     answer = client.get(USAGE, query)
     if args.json:

@@ -226,8 +226,7 @@ class _Shown:
 
     def _write(self, text: str) -> None:
         self._is_begun = True
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        screen.write(text)
 
 
 def _thought(delta: Mapping[str, Any]) -> object:

@@ -89,8 +89,7 @@ def _result(args: argparse.Namespace, client: Client) -> int:
         for piece in pieces:
             if sys.stdout.isatty() and b"\0" in piece:
                 raise WrongUsage("the result is no text; say where to write it with -o FILE")
-            sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
+            screen.write(piece)
     else:
         screen.note(f"{_written(Path(args.output), pieces):,} bytes in {args.output}")
     return ExitStatus.OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import address, screen
@@ -59,7 +58,7 @@ def _follow(client: Client, path: str, args: argparse.Namespace) -> None:
 
 def _show(line: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(line, ensure_ascii=False), flush=True)
+        screen.say_json(line, on_one_line=True)
     else:
         screen.say(line)
 
