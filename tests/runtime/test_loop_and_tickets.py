@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,8 +11,20 @@ import pytest
 
 from greenroom.config.schema import Config
 from greenroom.core.effects import Effects, OpOutcome, Reason
-from greenroom.core.events import Event, MoveAsked, RequestArrived, RequestGone, ServeDone
-from greenroom.core.model import ModelId, MoveKind, OpId, RequestId, SlotId
+from greenroom.core.events import ConfigChanged, Event, Limits, MoveAsked, RequestArrived, RequestGone, ServeDone
+from greenroom.core.model import (
+    Device,
+    DeviceId,
+    DeviceKind,
+    ModelId,
+    ModelSpec,
+    MoveKind,
+    Need,
+    OpId,
+    RequestId,
+    SlotId,
+)
+from greenroom.core.policy import BUILT_IN, PolicyFactory, PriorityClass, Swapper
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import QueueFull
 from greenroom.http.upstream import EngineAddress, Pool
@@ -79,6 +92,31 @@ def test_an_event_that_fails_raises_at_its_poster_and_stops_no_other() -> None:
         loop.post(order("a"))
     loop.post(order("c"))
     assert effects.seen == ["a", "b", "c"]
+
+
+class Failing:
+    """A policy that raises as soon as a request waits."""
+
+    def __init__(self, limits: Limits, swapper: Swapper) -> None:
+        self.swapper = swapper
+
+    def priority_class(self, priority: int) -> PriorityClass:
+        raise ZeroDivisionError("nothing to divide by")
+
+
+def test_a_policy_that_raises_is_named_with_the_model_it_decided_on() -> None:
+    policies = {**BUILT_IN, "mine": cast(PolicyFactory, Failing)}
+    loop = SchedulerLoop(Scheduler(cast(Effects, Scripted()), policies))
+    gpu = Device(DeviceId("gpu0"), DeviceKind.GPU, 100)
+    model = ModelSpec(ModelId("m"), need=Need(10))
+    loop.post(ConfigChanged(0.0, models=(model,), devices=(gpu,), limits=Limits(policy="mine")))
+    assert loop.failed_at == -inf
+    with pytest.raises(ZeroDivisionError) as raised:
+        loop.post(arrival())
+    assert raised.value.__notes__ == [
+        "The scheduler failed at RequestArrived of m; its policy is 'mine', its swapper 'memory'."
+    ]
+    assert loop.failed_at == 1.0
 
 
 async def test_until_waits_for_a_fact_after_an_event() -> None:

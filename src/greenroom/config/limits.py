@@ -94,4 +94,6 @@ def plugin_problems(limits: Limits) -> Iterator[Problem]:
     try:
         make_policy(limits, POLICIES, SWAPPERS_BY_NAME)
     except Exception as error:
-        yield Problem(("scheduler", POLICIES.word), f"{limits.policy!r} cannot be made: {error}")
+        yield Problem(
+            ("scheduler", POLICIES.word), f"{limits.policy!r} cannot be made: {type(error).__name__}: {error}"
+        )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 from greenroom.core.effects import OpOutcome, Reason, Rejection
@@ -38,6 +39,8 @@ class SchedulerLoop:
         self._queue: deque[Event] = deque()
         self._running = False
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        # When the scheduler last raised instead of deciding: a bug, most likely of a policy of another package.
+        self.failed_at = -inf
 
     def post(self, event: Event) -> None:
         """Handle this event and all that follow from it. Raises only if this event itself cannot be handled."""
@@ -46,7 +49,7 @@ class SchedulerLoop:
             return
         self._running = True
         try:
-            self.scheduler.handle(event)
+            self._handle(event)
         finally:
             if self._queue:
                 self._handle_queued()
@@ -58,9 +61,22 @@ class SchedulerLoop:
         while self._queue:
             event = self._queue.popleft()
             try:
-                self.scheduler.handle(event)
+                self._handle(event)
             except Exception as bug:
                 _log.bug("event failed", bug, event_kind=type(event).__name__)
+
+    def _handle(self, event: Event) -> None:
+        try:
+            self.scheduler.handle(event)
+        except Exception as bug:
+            self.failed_at = event.now
+            limits = self.scheduler.view.limits
+            models = f" of {', '.join(event.candidates)}" if isinstance(event, RequestArrived) else ""
+            bug.add_note(
+                f"The scheduler failed at {type(event).__name__}{models}; "
+                f"its policy is {limits.policy!r}, its swapper {limits.swapper!r}."
+            )
+            raise
 
     async def until(self, fact: Callable[[], bool]) -> None:
         """Wait until this holds after an event."""

@@ -21,7 +21,13 @@ from greenroom.sim.workloads import Workload
 
 
 class CaseFailed(RuntimeError):
-    """A case could not be played. The message has the traceback of its process, or the signal that ended it."""
+    """A case could not be played. `why` is one line, such as what its policy raised; `details` is the traceback."""
+
+    def __init__(self, case: Case, why: str, details: str | None = None) -> None:
+        super().__init__(case, why, details)
+        self.case = case
+        self.why = why
+        self.details = details
 
 
 class CaseRuns:
@@ -75,7 +81,7 @@ class CaseRuns:
         Raises CaseFailed.
         """
         if not self._workers:
-            return run_all(self._compared, self._base, self._workload, self._seed, on_progress)
+            return [self._result(case, on_progress) for case in self._compared]
         found: dict[int, CaseResult] = {}
         todo, playing = iter(range(len(self._compared))), dict[Connection, int]()
         for pipe in self._workers:
@@ -94,15 +100,24 @@ class CaseRuns:
 
     def _heard(self, pipe: Connection, case: Case) -> CaseResult | float:
         try:
-            said: CaseResult | float | str = pipe.recv()
+            said: CaseResult | float | CaseFailed = pipe.recv()
         except (EOFError, OSError):
             process = self._workers[pipe]
             process.join()
             ended = f"its process was ended by signal {-(process.exitcode or 0)}; play fewer at once with --jobs"
-            raise CaseFailed(f"{case.label}: {ended}") from None
-        if isinstance(said, str):
-            raise CaseFailed(f"{case.label}:\n{said}")
+            raise CaseFailed(case, ended) from None
+        if isinstance(said, CaseFailed):
+            raise said
         return said
+
+    def _result(self, case: Case, on_progress: Callable[[Case, float], None]) -> CaseResult:
+        try:
+            return run_all((case,), self._base, self._workload, self._seed, on_progress)[0]
+        except OSError:
+            # Progress cannot be told.
+            raise
+        except Exception as error:
+            raise CaseFailed(case, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
     # --- in a process of its own --------------------------------------------------------------------------------------
 
@@ -137,16 +152,14 @@ class CaseRuns:
             # The parent has closed the pipe, or is gone.
             return
 
-    def _played(self, number: int, pipe: Connection) -> CaseResult | str:
+    def _played(self, number: int, pipe: Connection) -> CaseResult | CaseFailed:
         def tell(_: Case, share: float) -> None:
             pipe.send(share)
 
         try:
-            return run_all((self._compared[number],), self._base, self._workload, self._seed, tell)[0]
-        except OSError:
-            raise
-        except Exception:
-            return traceback.format_exc()
+            return self._result(self._compared[number], tell)
+        except CaseFailed as failed:
+            return failed
 
 
 def _hand_out(pipe: Connection, todo: Iterator[int], playing: dict[Connection, int]) -> None:

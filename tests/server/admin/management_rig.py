@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -122,6 +123,7 @@ class FakeEffects:
 @dataclass
 class FakeLoop:
     scheduler: Scheduler
+    failed_at: float = -math.inf
 
 
 @dataclass

@@ -67,6 +67,11 @@ class Loop(Protocol):
     @property
     def scheduler(self) -> Scheduling: ...
 
+    @property
+    def failed_at(self) -> float:
+        """When it last raised instead of deciding."""
+        ...
+
 
 class LoadFailures(Protocol):
     @property

@@ -80,8 +80,9 @@ HealthWord = Literal["healthy", "draining", "failed", "saturated", "out_of_memor
 
 class Health(View):
     status: HealthWord
-    """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full; out_of_memory:
-    the last load of a model ran out of GPU memory, until it may be tried again."""
+    """draining: shutting down; failed: no model can be loaded at present, or the scheduler or its policy raised an
+    error within the last minute, which the log has; saturated: the queue is full; out_of_memory: the last load of a
+    model ran out of GPU memory, until it may be tried again."""
     leaseStore: Literal["up", "down"] | None  # noqa: N815
     """Where GPUs are shared with other gateways: while their store is down, only models that are loaded are served."""
     keyFile: Literal["ok", "stale"] | None  # noqa: N815

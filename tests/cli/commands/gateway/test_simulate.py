@@ -17,8 +17,10 @@ from greenroom.cli.commands.operating import explain
 from greenroom.cli.failures import ExitStatus
 from greenroom.cli.main import main
 from greenroom.cli.parser import parser
+from greenroom.sim.cases import Case
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.test_guides import ROOT, blocks
+from tests.config.test_plugins import install
 from tests.process.trees import is_alive
 from tests.waiting import PATIENCE_S, until_now
 
@@ -90,12 +92,13 @@ def test_a_case_whose_process_is_gone_is_told_in_words(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise CaseFailed("fifo: its process was ended by signal 9")
+        raise CaseFailed(Case("fifo"), "its process was ended by signal 9")
 
     monkeypatch.setattr(CaseRuns, "results", fail)
     assert main(["simulate", "-c", config, *SHORT]) == ExitStatus.FAILED
     said = capsys.readouterr().err
-    assert "the case fifo could not be played" in said and "signal 9" in said and "Traceback" not in said
+    assert "the case fifo could not be played with the policy 'fifo': its process was ended by signal 9\n" in said
+    assert "Traceback" not in said
 
 
 def test_cases_are_compared_in_a_table_and_in_words(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,6 +486,49 @@ def test_an_unknown_policy_and_too_many_cases_are_refused(config: str, capsys: p
     assert "--policy 'default,,fifo' lacks a name" in capsys.readouterr().err
     assert main(["simulate", "-c", config, "--gpus", "1..60", "--policy", "default,fifo"]) == 2
     assert "120 cases are more than 100" in capsys.readouterr().err
+
+
+POLICIES = """
+from greenroom.core.policy import FirstCome
+
+class Bare:
+    pass
+
+class Raising(FirstCome):
+    def rank(self, queue, now):
+        raise ZeroDivisionError("nothing to divide by")
+
+    def loss(self, resident, now):
+        raise ZeroDivisionError("nothing to divide by")
+"""
+
+
+@pytest.mark.parametrize(
+    ("policies", "told"),
+    [
+        ("bare", "greenroom: --policy: 'bare' cannot be made: TypeError: Bare() takes no arguments\n"),
+        (
+            "raising",
+            "greenroom: the case raising could not be played with the policy 'raising': "
+            "ZeroDivisionError: nothing to divide by\n  | Traceback",
+        ),
+    ],
+)
+@pytest.mark.parametrize("beside", ["", ",default"])
+def test_a_policy_of_another_package_that_is_broken_is_named(
+    policies: str,
+    told: str,
+    beside: str,
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = f"[greenroom.policies]\nbare = {tmp_path.name}_broken:Bare\nraising = {tmp_path.name}_broken:Raising\n"
+    install(tmp_path, entries, **{f"{tmp_path.name}_broken": POLICIES})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["simulate", "-c", config, *SHORT, "--jobs", "2", "--policy", policies + beside]) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_a_configuration_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,18 @@ async def test_health_says_that_every_model_fails_until_one_may_be_tried_again()
     assert (await client.get("/health")).status == 200
 
 
+async def test_health_says_for_a_minute_that_the_scheduler_failed() -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.add_slot("a", Tier.READY)
+    gateway.loop.failed_at = NOW
+    client = Client(gateway)
+    gateway.now = NOW + 59
+    answer = await client.get("/health")
+    assert (answer.status, answer.json["status"]) == (503, "failed")
+    gateway.now = NOW + 60
+    assert (await client.get("/health")).status == 200
+
+
 async def test_health_says_that_the_queue_is_full() -> None:
     gateway = FakeGateway({"a": model()})
     gateway.state.limits = dataclasses.replace(gateway.state.limits, queue_depth_max=2)

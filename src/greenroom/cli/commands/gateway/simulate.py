@@ -11,6 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 from greenroom.cli.simulation_options import add_options, without_effect
 
 if TYPE_CHECKING:
+    from greenroom.core.events import Limits
     from greenroom.sim.cases import Case, CaseResult
     from greenroom.sim.results.stats import Stats, Waits
     from greenroom.sim.truth import Delays
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
+    from greenroom.config.limits import limits_of
     from greenroom.sim.results.report import html
     from greenroom.sim.results.verdict import advice, counted
     from greenroom.sim.runs import CaseFailed, CaseRuns
 
     path = loader.find(args.config)
     config = loader.load(path).config
-    compared = _cases(args, config.scheduler.policy)
+    compared = _cases(args, limits_of(config))
     if args.out:
         _require_writable(args.out)
         _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
@@ -58,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         with runs, _progress(len(compared)) as tell:
             results = runs.results(tell)
     except CaseFailed as error:
-        case, _, why = str(error).partition(":")
-        raise CommandFailed(f"the case {case} could not be played", why.strip()) from error
+        played = f"the case {error.case.label} could not be played with the policy {error.case.policy!r}"
+        raise CommandFailed(f"{played}: {error.why}", error.details) from error
     if args.out:
         if _may_block(os.path.expanduser(args.out)):
             screen.note(f"--out {args.out} is a pipe: waiting for a program that reads from it")
@@ -96,18 +99,21 @@ def _may_block(path: str) -> bool:
     return False
 
 
-def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
-    from greenroom.config.limits import POLICIES
+def _cases(args: argparse.Namespace, limits: Limits) -> tuple[Case, ...]:
+    """The cases that the options ask for. Raises CommandFailed, also for a policy that cannot be made."""
+    from greenroom.config.limits import POLICIES, plugin_problems
     from greenroom.sim.cases import CASES_MAX, cases
 
     known = tuple(POLICIES)
-    named = [usual_policy] if args.policy is None else [word.strip() for word in args.policy.split(",")]
+    named = [limits.policy] if args.policy is None else [word.strip() for word in args.policy.split(",")]
     policies = list(dict.fromkeys(named))
     if "" in policies:
         raise WrongUsage(f"--policy {args.policy!r} lacks a name: write one, or several such as default,fifo")
     for policy in policies:
         if policy not in known:
             raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
+        for problem in plugin_problems(replace(limits, policy=policy)):
+            raise CommandFailed(f"{'scheduler.policy' if args.policy is None else '--policy'}: {problem.message}")
     options = (args.gpus, args.green_room_mib, args.gpu_mib, args.concurrency)
     values = [[None] if given is None else given for given in options]
     count = math.prod(map(len, (policies, *values)))

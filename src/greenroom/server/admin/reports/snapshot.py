@@ -28,6 +28,8 @@ from greenroom.server.admin.views import StatusWord
 BUILD: Final[Literal["pure", "compiled"]] = "pure" if edge.__file__.endswith(".py") else "compiled"
 # A page of status stays readable, and small, however long the queue is.
 WAITING_SHOWN_MAX = 100
+# A scheduler that raised counts as failed for so long; what the next request will meet is not known.
+SCHEDULER_FAILED_S = 60.0
 
 
 class Snapshot:
@@ -91,6 +93,8 @@ class Snapshot:
             return "draining"
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return "saturated"
+        if self._now - self._gateway.loop.failed_at < SCHEDULER_FAILED_S:
+            return "failed"
         if not self._is_store_up and not any(self.word(entry) is StatusWord.LOADED for entry in catalog):
             return "failed"
         # Only during the back-off: later, requests must come through to find out whether models load again.
