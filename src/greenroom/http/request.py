@@ -27,7 +27,10 @@ from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
 _FRAMING: Final = frozenset(
-    (b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"authorization", b"x-api-key")
+    (
+        *(b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"),
+        *(b"authorization", b"x-api-key", b"x-tenant-id"),
+    )
 )
 _HOST: Final = Pattern(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH_DIGITS_MAX: Final = 18
@@ -395,7 +398,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     head = Head(method, parts[1], headers, version, peer_ip, keep_alive)
     host: bytes | None = None
     lengths = 0
-    authorizations = keys = 0
+    authorizations = keys = tenants = 0
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -408,6 +411,8 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             authorizations += 1
         elif name == b"x-api-key":
             keys += 1
+        elif name == b"x-tenant-id":
+            tenants += 1
         elif name == b"content-length":
             lengths += 1
             # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
@@ -424,6 +429,8 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     if authorizations > 1 or keys > 1:
         # A proxy before us may have checked the other one.
         raise BadFraming("The request has more than one Authorization or x-api-key header.")
+    if tenants > 1:
+        raise BadFraming("The request has more than one X-Tenant-ID header.")
     if lengths > 1:
         raise BadFraming("The length of the body is given more than once.")
     if host is None:
