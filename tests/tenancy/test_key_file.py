@@ -125,10 +125,17 @@ def test_the_line_to_mend_is_named(wrong: int) -> None:
         assert why(text).startswith(f"the key file keys.json, line {line}: keys[{wrong}].name: may not begin or end")
 
 
+@pytest.mark.parametrize("field", ["expires", "created", "revoked"])
 @pytest.mark.parametrize("moment", [20270131, "20270131", 20270131120000, " 1800000000 ", 0, 1.5])
-def test_a_date_without_hyphens_is_refused(moment: object) -> None:
-    said = why(document({"name": "a", "sha256": HASH, "expires": moment}))
-    assert "keys[0].expires: is a number; a date is written with hyphens, as in 2027-01-31" in said
+def test_a_date_without_hyphens_is_refused(field: str, moment: object) -> None:
+    said = why(document({"name": "a", "sha256": HASH, field: moment}))
+    assert f"keys[0].{field}: is a number; a date is written with hyphens, as in 2027-01-31" in said
+
+
+@pytest.mark.parametrize("field", ["expires", "created", "revoked"])
+def test_true_is_neither_a_date_nor_a_number(field: str) -> None:
+    said = why(document({"name": "a", "sha256": HASH, field: True}))
+    assert said.endswith(f"keys[0].{field}: a date is wanted, such as 2027-01-31, not true")
 
 
 def test_what_a_machine_without_a_clock_writes_can_be_read() -> None:

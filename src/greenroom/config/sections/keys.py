@@ -52,14 +52,16 @@ def _in_utc(moment: datetime) -> datetime:
 
 
 def _no_number(value: object) -> object:
-    """A date without its hyphens would be taken for seconds since 1970."""
+    """A date without its hyphens would be taken for seconds since 1970, and so would true."""
+    if isinstance(value, bool):
+        raise ValueError(f"a date is wanted, such as 2027-01-31, not {str(value).lower()}")
     if isinstance(value, int | float) or (isinstance(value, str) and value.strip().isdigit()):
         raise ValueError("is a number; a date is written with hyphens, as in 2027-01-31")
     return value
 
 
 ModelPattern = Annotated[str, StringConstraints(min_length=1, max_length=ID_CHARS_MAX, pattern=NO_CONTROLS)]
-Moment = Annotated[datetime, AfterValidator(_in_utc)]
+Moment = Annotated[datetime, BeforeValidator(_no_number), AfterValidator(_in_utc)]
 
 
 class ModelScope:
@@ -113,7 +115,7 @@ class ApiKey(Section):
     """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
     leases: bool = False
     """Whether it may take leases, which can evict models; a key with admin may anyway."""
-    expires: Annotated[Moment, BeforeValidator(_no_number)] | None = None
+    expires: Moment | None = None
     """When it stops being accepted, such as 2027-01-31 or 2027-01-31T18:00:00+01:00; UTC when no zone is given."""
 
     limits: RateLimits | None = None
