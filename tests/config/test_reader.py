@@ -146,8 +146,22 @@ def test_unquoted_text_means(text: str, value: object) -> None:
 
 
 def test_quoted_text_stays_text_and_keys_are_always_text(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("3.10: '5'\ntrue: \"true\"\nnull: |\n  7\n")
-    assert read(tmp_path / "my.yaml").tree == {"3.10": "5", "true": "true", "null": "7\n"}
+    (tmp_path / "my.yaml").write_text("3.10: '5'\n'true': \"true\"\n\"null\": |\n  7\n")
+    source = read(tmp_path / "my.yaml")
+    assert source.tree == {"3.10": "5", "true": "true", "null": "7\n"}
+    assert source.problems == ()
+
+
+@pytest.mark.parametrize("key", ["null:", "~:", "true:", "False:", "?\n  :"])
+@pytest.mark.parametrize("parser", [yaml.SafeLoader, reader.FASTEST])
+def test_a_word_that_is_no_text_is_no_key(key: str, parser: reader.Parser, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(f"tenants:\n  lab: {{}}\n  {key} {{}}\n")
+    source = read(tmp_path / "my.yaml", parser)
+    (problem,) = source.problems
+    assert (problem.where, problem.line) == (("tenants",), 3)
+    word = "nothing" if "?" in key else key[:-1]
+    assert problem.message == f"{word} stands for a key; put it in quotes if that is its name"
+    assert source.tree == {"tenants": {"lab": {}}}
 
 
 def test_every_value_has_the_line_of_its_key(tmp_path: Path) -> None:

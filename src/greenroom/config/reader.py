@@ -1,9 +1,9 @@
 """Reads YAML into a plain tree that knows the line of every value, and reports problems by file, line and key.
 
 Owns the dialect: text, whole numbers, numbers, true and false, lists and mappings. Keys are always text, a repeated
-key is refused, and only `true`, `false` and `null` are special words, so that `flash_attn: on` stays text. Gives no
-meaning to keys: the schema does. Size, depth and number of values are bounded. `Problem` and `refusal` are used by
-everything that checks a file.
+key is refused, and only `true`, `false` and `null` are special words, so that `flash_attn: on` stays text; as keys
+these are refused unless they are quoted. Gives no meaning to keys: the schema does. Size, depth and number of values
+are bounded. `Problem` and `refusal` are used by everything that checks a file.
 """
 
 from __future__ import annotations
@@ -237,6 +237,11 @@ class _Tree:
                 self.problems.append(Problem(where, "a key must be text, not a list or a mapping", line))
             elif key_node.value == _MERGE and not key_node.style:
                 merged, lines_of_merged = self._merged(value_node, where, depth)
+            elif not key_node.style and key_node.value.lower() in _WORDS:
+                word = key_node.value or "nothing"
+                self.problems.append(
+                    Problem(where, f"{word} stands for a key; put it in quotes if that is its name", line)
+                )
             elif key_node.value in own:
                 here = (*where, key_node.value)
                 self.problems.append(Problem(here, f"is given twice, first on line {self.lines[here]}", line))
