@@ -350,7 +350,15 @@ def test_recordings_put_together_are_one(tmp_path: Path) -> None:
         (('{"t": 1, "prompt_len": 1, "output_len": 1}', "7"), ":2: this is not a JSON object"),
         (('{"t": 1, "prompt_len": 1, "output_len": 1}', "", '{"prompt_len": 1}'), ":3: t is '', not a number"),
         (('{"t": 1, "prompt_len": 1.5, "output_len": 1}',), ":1: prompt_len is '1.5', not a number of tokens"),
-        (('{"t": 1, "prompt_len": true, "output_len": 1}',), ":1: prompt_len is 'True', not a number of tokens"),
+        (('{"t": 1, "prompt_len": true, "output_len": 1}',), ":1: prompt_len is true, neither text nor a number"),
+        (
+            ('{"t": 1, "model": ["a"], "prompt_len": 1, "output_len": 1}',),
+            r':1: model is \["a"\], neither text nor a number',
+        ),
+        (
+            ('{"t": 1, "model": {"a": "%s"}, "prompt_len": 1, "output_len": 1}' % ("x" * 100),),
+            r':1: model is {"a": "x{53}…, neither text nor a number',
+        ),
     ],
 )
 def test_wrong_lines_of_json_are_told(lines: tuple[str, ...], told: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.sim.records import Arrivals
-from greenroom.sim.traces.columns import plain
+from greenroom.sim.traces.columns import SHOWN_CHARS_MAX, plain
 
 TOKENS_MAX = 100_000_000
 # A number of more digits is wrong in every column, and is never converted.
@@ -17,8 +17,6 @@ DIGITS_MAX = 12
 # Older gateways allowed priorities below 0, and their recordings are still around.
 PRIORITY_MIN, PRIORITY_MAX = -100, 100
 NAME_CHARS_MAX = 256
-# Of a cell in an error message.
-SHOWN_CHARS_MAX = 60
 # Marks an unknown length while reading; and the length used if the file has none at all.
 UNKNOWN_LEN = -1
 USUAL_LEN = 200

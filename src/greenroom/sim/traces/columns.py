@@ -42,6 +42,8 @@ WANTED = (
     "TIMESTAMP, ContextTokens, GeneratedTokens"
 )
 
+# Of a cell in an error message.
+SHOWN_CHARS_MAX = 60
 # What may separate columns; the one that the header has most of counts.
 DELIMITERS = ",;\t|"
 # Lines of JSON that are looked at for their keys before the first is read: not every one has all.
@@ -189,7 +191,7 @@ def _json_lines(
             if not said.keys() <= seen:
                 _refuse_late(f"{name}:{line}", said.keys() - seen, titles)
                 seen |= said.keys()
-            yield TraceCells(line, *[_text(said.get(key)) for key in keys])
+            yield TraceCells(line, *[_text(said.get(key), name, line, key) for key in keys])
 
 
 def _refuse_late(where: str, keys: Iterable[str], titles: Mapping[str, str]) -> None:
@@ -209,8 +211,18 @@ def _object(name: str, line: int, text: str) -> dict[str, Any]:
     return said
 
 
-def _text(value: object) -> str:
-    return "" if value is None else value.strip() if isinstance(value, str) else str(value)
+def _text(value: object, name: str, line: int, key: str) -> str:
+    """A value as a cell. Raises TraceError for a list, an object, true and false."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool | list | dict):
+        raise TraceError(f"{name}:{line}: {key} is {_shown(value)}, neither text nor a number")
+    return "" if value is None else str(value)
+
+
+def _shown(value: object) -> str:
+    said = json.dumps(value, ensure_ascii=False)
+    return said if len(said) <= SHOWN_CHARS_MAX else f"{said[:SHOWN_CHARS_MAX]}…"
 
 
 def _events(name: str, file: Iterator[str], head: int) -> Iterator[TraceCells]:
@@ -221,5 +233,5 @@ def _events(name: str, file: Iterator[str], head: int) -> Iterator[TraceCells]:
             models = said.get("candidates") if isinstance(said, dict) else None
             if not isinstance(said, dict) or not isinstance(models, list) or not models:
                 raise TraceError(f"{name}:{line}: this is not the arrival of a request, which names its models")
-            model, tenant, priority = _text(models[0]), _text(said.get("tenant")), _text(said.get("priority"))
-            yield TraceCells(line, _text(said.get("now")), model, "", "", tenant, priority, "", "")
+            now, tenant, priority = (_text(said.get(key), name, line, key) for key in ("now", "tenant", "priority"))
+            yield TraceCells(line, now, _text(models[0], name, line, "candidates"), "", "", tenant, priority, "", "")
