@@ -15,9 +15,9 @@ SHOWN_CHARS_MAX: Final = 128
 
 
 def shown(text: str) -> str:
-    """A caller's text for a message: bounded, and quoted and escaped if a character of it cannot be printed."""
+    """A caller's text for a message: bounded, and quoted and escaped unless it is one word that can be printed."""
     part = text[:SHOWN_CHARS_MAX]
-    part = part if part.isprintable() else repr(part)
+    part = part if part and part.isprintable() and " " not in part else repr(part)
     return part if len(text) <= SHOWN_CHARS_MAX else f"{part}… ({len(text):,} characters)"
 
 

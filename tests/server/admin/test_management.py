@@ -90,6 +90,32 @@ async def test_a_method_that_a_path_does_not_take_is_refused(method: str, target
     assert allowed in answer.error["message"]
 
 
+async def test_an_order_without_api_before_it_is_told_its_path() -> None:
+    answer = await Client(_gateway()).ask("POST", "/v1/models/a/load")
+    assert answer.status == 405
+    said = "POST /v1/models/a/load is not possible; it takes GET. Perhaps POST /api/v1/models/a/load is meant."
+    assert answer.error["message"] == said
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "''"), ("%20", "' '"), ("a%20b", "'a b'"), ("a.b", "a.b")])
+async def test_a_name_that_is_no_plain_word_is_quoted(name: str, said: str) -> None:
+    answer = await Client(_gateway()).get(f"/v1/models/{name}")
+    assert answer.error["message"].startswith(f"There is no model {said}. ")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[]", "body: a JSON object is wanted, {…}"),
+        (b'"a"', "body: a JSON object is wanted, {…}"),
+        (rb'{"modelId": "\ud800"}', "modelId: holds half of a surrogate pair, which is no character"),
+    ],
+)
+async def test_a_body_that_is_no_object_or_no_text_is_told_in_our_words(body: bytes, said: str) -> None:
+    answer = await Client(_gateway()).ask("POST", "/v1/models/load", body, {"content_type": "application/json"})
+    assert (answer.status, answer.error["message"]) == (400, said)
+
+
 @pytest.mark.parametrize("name", ["", "a/", "org/update", "a/load", "loaded/x"])
 async def test_a_path_below_models_is_a_name_that_is_not_known(name: str) -> None:
     answer = await Client(_gateway()).get(f"/v1/models/{name}")

@@ -102,7 +102,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
         return error_answer(request.scope, nothing_at(path))
     if error.status_code == 405:
         allowed = _allowed(request)
-        refusal = MethodNotAllowed(f"{asked} is not possible; it takes {allowed}.")
+        meant = f" Perhaps {request.method} /api{path} is meant." if _is_below_api(request) else ""
+        refusal = MethodNotAllowed(f"{asked} is not possible; it takes {allowed}.{meant}")
         return error_answer(request.scope, refusal, {"Allow": allowed})
     return error_answer(request.scope, BadRequest(f"{asked}: {error.detail}"))
 
@@ -113,6 +114,12 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
+def _is_below_api(request: Request) -> bool:
+    """True if the same call is possible below /api, where most orders are."""
+    scope = {**request.scope, "path": f"/api{request.scope['path']}"}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+
 def nothing_at(path: str) -> NotFound:
     return NotFound(f"There is nothing at {shown(path)}. /api/v1/openapi.json describes what there is.")
 
@@ -120,10 +127,20 @@ def nothing_at(path: str) -> NotFound:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     mistakes = error.errors()
-    message = "; ".join(f"{_param(mistake)}: {mistake['msg']}" for mistake in mistakes[:MISTAKES_SHOWN_MAX])
+    message = "; ".join(f"{_param(mistake)}: {_words_of(mistake)}" for mistake in mistakes[:MISTAKES_SHOWN_MAX])
     if mistakes[0]["loc"][0] == "body" and "json" not in request.headers.get("content-type", ""):
         message += ". Send the body as JSON, with Content-Type: application/json"
     return error_answer(request.scope, BadRequest(message, param=_param(mistakes[0])))
+
+
+def _words_of(mistake: Mapping[str, Any]) -> str:
+    match mistake["type"]:
+        case "model_attributes_type":
+            return "a JSON object is wanted, {…}"
+        case "string_unicode":
+            return "holds half of a surrogate pair, which is no character"
+        case _:
+            return str(mistake["msg"])
 
 
 def _param(mistake: Mapping[str, Any]) -> str:

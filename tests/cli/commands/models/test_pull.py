@@ -208,12 +208,17 @@ def test_sizes_are_short(count: int | None, said: str) -> None:
     assert pull.size(count) == said
 
 
-@pytest.mark.parametrize("name", ["org/name:", "org/name@", "org/name:@", ":Q4", "org/na me"])
+@pytest.mark.parametrize("name", ["org/name:", "org/name@", "org/name:@", ":Q4"])
 def test_a_name_that_is_none_is_said_as_it_was_typed(
     hub: StandinHub, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pull", name]) == 1
-    assert f"{name} is no model of the hub: one is org/name" in capsys.readouterr().err
+    assert f"greenroom: {name} is no model of the hub: one is org/name" in capsys.readouterr().err
+
+
+def test_a_name_with_a_space_is_quoted(hub: StandinHub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "org/na me"]) == 1
+    assert "greenroom: 'org/na me' is no model of the hub: one is org/name" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_is_named_with_the_variable(
