@@ -11,12 +11,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
-MAKER = ROOT / "tests" / "workers" / "torch_host" / "tiny.py"
+MAKER = ROOT / "tests" / "workers" / "torch_host" / "samples" / "tiny.py"
 PIPELINE_MAKER = MAKER.with_name("tiny_pipelines.py")
 MAKING = """
 import sys
 from pathlib import Path
-from tests.workers.torch_host.tiny import make_model
+from tests.workers.torch_host.samples.tiny import make_model
 for kind in sys.argv[2:]:
     make_model(Path(sys.argv[1]) / kind, kind)
 """
@@ -35,7 +35,7 @@ def make_models(folder: Path, kinds: Sequence[str]) -> None:
 
 def make_pipelines(folder: Path, kinds: Sequence[str]) -> None:
     """The same for pipelines of diffusers."""
-    _make("-m", "tests.workers.torch_host.tiny_pipelines", str(folder), *kinds)
+    _make("-m", "tests.workers.torch_host.samples.tiny_pipelines", str(folder), *kinds)
 
 
 def _make(*arguments: str) -> None:
@@ -52,7 +52,7 @@ def hosted(path: Path, **keys: Any) -> dict[str, Any]:
 
 def bring_own_attention(folder: Path) -> None:
     """Let a Llama's folder be a model with code of its own, whose attention paged attention does not know."""
-    shutil.copy(Path(__file__).parent / "workers" / "torch_host" / "own_attention.py", folder)
+    shutil.copy(MAKER.with_name("own_attention.py"), folder)
     config = json.loads((folder / "config.json").read_text())
     names = {"AutoConfig": "own_attention.OwnConfig", "AutoModelForCausalLM": "own_attention.OwnForCausalLM"}
     config |= {"model_type": "own_attention", "architectures": ["OwnForCausalLM"], "auto_map": names}

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 
 pytestmark = pytest.mark.gpu
 

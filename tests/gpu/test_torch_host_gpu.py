@@ -30,7 +30,7 @@ from greenroom.workers.torch_host.weights.device_weights import CopyRate, Device
 from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
 from greenroom.workers.torch_host.weights.fold.folding import Folding
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 
 pytestmark = pytest.mark.gpu

@@ -18,8 +18,8 @@ from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTr
 from greenroom.workers.torch_host.text.templates import TEMPLATES
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakeEngine
+from tests.workers.torch_host.samples import tokenizer_folders
 
 if TYPE_CHECKING:
     import httpx2

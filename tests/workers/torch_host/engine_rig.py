@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.building import attach_head
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS, SHARED, VOCABULARY
+from tests.workers.torch_host.samples.tiny import CONTEXT, ENCODERS, KINDS, SHARED, VOCABULARY
 
 WAIT_S = 90.0
 GREEDY = Sampling(temperature=0.0)

@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTr
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import until
 from tests.workers.torch_host.engine_rig import random_model, running
-from tests.workers.torch_host.tiny import save_tokenizer
+from tests.workers.torch_host.samples.tiny import save_tokenizer
 
 PROMPT = "the capital of France is"
 HI: Any = [{"role": "user", "content": "one two three"}]

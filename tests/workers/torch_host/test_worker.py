@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.worker_rig import PROGRAM, WorkerRig
 
 pytestmark = pytest.mark.slow

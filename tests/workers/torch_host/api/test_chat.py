@@ -12,8 +12,8 @@ import pytest
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import until
-from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener, Rig
+from tests.workers.torch_host.samples import tokenizer_folders
 
 HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {

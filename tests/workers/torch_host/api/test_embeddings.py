@@ -11,8 +11,8 @@ import pytest
 from greenroom.workers.torch_host.engine.requests import PromptTooLong
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener
+from tests.workers.torch_host.samples import tokenizer_folders
 
 
 async def test_each_input_has_its_vector_as_numbers_or_base64(open_api: Opener) -> None:

@@ -21,7 +21,7 @@ from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.weight_file import WeightFile
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 
 DEADLINE_S = 60.0
 

@@ -26,7 +26,7 @@ from tests.workers.torch_host.engine_rig import (
     running,
     said,
 )
-from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS
+from tests.workers.torch_host.samples.tiny import CONTEXT, ENCODERS, KINDS
 
 DECODERS = [kind for kind in KINDS if kind not in ENCODERS]
 

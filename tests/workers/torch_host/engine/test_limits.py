@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from greenroom.workers.torch_host.engine.model_shape import TokenLimits, token_limits
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Sampling, UnknownToken
-from tests.workers.torch_host import tiny
 from tests.workers.torch_host.engine_rig import ask, generated, prompt, random_model, running, said
+from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 
 ROWS = 300

@@ -22,10 +22,10 @@ from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from tests.torch_python import bring_own_attention
-from tests.workers.torch_host import tiny
 from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, prompt, random_model, running, said
 from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
-from tests.workers.torch_host.own_attention import OwnConfig, OwnForCausalLM
+from tests.workers.torch_host.samples import tiny
+from tests.workers.torch_host.samples.own_attention import OwnConfig, OwnForCausalLM
 
 
 def own_model(**changes: Any) -> Any:

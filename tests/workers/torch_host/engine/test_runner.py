@@ -18,7 +18,7 @@ from greenroom.workers.torch_host.engine.runner import (
 )
 from greenroom.workers.torch_host.failures import BadModel
 from tests.workers.torch_host.engine_rig import device_model_of, generated, prompt, random_model
-from tests.workers.torch_host.tiny import SHARED, SIZES
+from tests.workers.torch_host.samples.tiny import SHARED, SIZES
 
 CPU = torch.device("cpu")
 

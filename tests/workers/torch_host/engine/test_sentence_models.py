@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTo
 
 from greenroom.workers.torch_host.engine.embedding import PADDED_MODELS
 from tests.later import Later
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.test_worker import rig_folder
 from tests.workers.torch_host.worker_rig import WorkerRig
 

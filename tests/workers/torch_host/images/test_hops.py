@@ -27,8 +27,8 @@ from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prep
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from tests.workers.torch_host.images.test_pipelines import ARGUMENTS, is_same, plain
+from tests.workers.torch_host.samples.tiny_pipelines import KINDS, make_pipeline
 from tests.workers.torch_host.stand_in_devices import KIND, MixedDevices, StandInDevices
-from tests.workers.torch_host.tiny_pipelines import KINDS, make_pipeline
 
 ONE, OTHER = torch.device(KIND, 0), torch.device(KIND, 1)
 # Which components are on the second device: the denoiser, or all that it is not.

@@ -29,7 +29,7 @@ from greenroom.workers.torch_host.images.image_routes import serve_images
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from tests.waiting import until
-from tests.workers.torch_host.tiny_pipelines import make_pipeline
+from tests.workers.torch_host.samples.tiny_pipelines import make_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

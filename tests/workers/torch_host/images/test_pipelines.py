@@ -27,7 +27,7 @@ from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prep
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from tests.waiting import until_now
-from tests.workers.torch_host.tiny_pipelines import KINDS, make_pipeline
+from tests.workers.torch_host.samples.tiny_pipelines import KINDS, make_pipeline
 
 ARGUMENTS: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 3, "width": 64, "height": 48}
 # Half precision is slow on a CPU.

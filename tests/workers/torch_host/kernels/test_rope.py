@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.kernels.attention import AttentionKernels, as_
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
-from tests.workers.torch_host.tiny import SHARED, SIZES
+from tests.workers.torch_host.samples.tiny import SHARED, SIZES
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import PATIENCE_S, until
-from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakeEngine
+from tests.workers.torch_host.samples import tokenizer_folders
 
 CITY = {
     "type": "object",

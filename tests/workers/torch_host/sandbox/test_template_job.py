@@ -11,7 +11,7 @@ from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import TextCodec
-from tests.workers.torch_host.chat_templates import (
+from tests.workers.torch_host.samples.chat_templates import (
     CONVERSATIONS,
     DEEPER_MISTAKES,
     FAMILIES,

@@ -11,10 +11,10 @@ import pytest
 
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.text.tokens import TextCodec
-from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
 from tests.workers.torch_host.conftest import Opener, Rig
 from tests.workers.torch_host.engine_rig import generated, prompt, random_model, running, said
+from tests.workers.torch_host.samples import tokenizer_folders
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|message|>", "<|call|>")
 # In the manner of gpt-oss: reasoning is called thinking, and may not stand beside content before a call.

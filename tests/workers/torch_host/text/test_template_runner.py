@@ -29,7 +29,7 @@ from greenroom.workers.torch_host.text.templates import (
 )
 from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import worker_rig
-from tests.workers.torch_host.tokenizer_folders import LOOPING
+from tests.workers.torch_host.samples.tokenizer_folders import LOOPING
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, TEMPLATES, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from tests.waiting import PATIENCE_S, until
-from tests.workers.torch_host import tokenizer_folders
+from tests.workers.torch_host.samples import tokenizer_folders
 from tests.workers.torch_host.text.test_template_runner import running
 
 HI = [{"role": "user", "content": "hi"}]

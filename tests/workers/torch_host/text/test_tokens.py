@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, TextCodec
-from tests.workers.torch_host import tokenizer_folders
+from tests.workers.torch_host.samples import tokenizer_folders
 
 
 async def test_a_long_text_is_encoded_beside_the_loop_and_is_the_same(byte_text: TextCodec) -> None:

@@ -37,7 +37,7 @@ from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landin
 from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.text_model import TextModel
 from tests.waiting import until_now
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from greenroom.workers.torch_host.weights.device_weights import CopyRate, Device
 from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModule, load
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.weights.text_model import TextModel
-from tests.workers.torch_host import tiny
+from tests.workers.torch_host.samples import tiny
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(3, 40)[None]

@@ -1,7 +1,7 @@
 """Tiny Transformers models made by code: a folder with config, safetensors and tokenizer, a few hundred KB.
 
 `make_model` writes one of `KINDS` with random weights, whole or in shards; the same seed gives the same weights. As a
-program: `python -m tests.workers.torch_host.tiny FOLDER [--kind llama] [--seed 1] [--shards 3]`. Needs torch.
+program: `python -m tests.workers.torch_host.samples.tiny FOLDER [--kind llama] [--seed 1] [--shards 3]`. Needs torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny pipelines of diffusers made by code, shaped like SDXL, FLUX and SD 3: real components with random weights.
 
 `make_pipeline` writes one as a folder of safetensors; the same seed gives the same weights. As a program:
-`python -m tests.workers.torch_host.tiny_pipelines FOLDER [KIND …]`. Needs torch, Transformers and diffusers.
+`python -m tests.workers.torch_host.samples.tiny_pipelines FOLDER [KIND …]`. Needs torch, Transformers and diffusers.
 """
 
 from __future__ import annotations
