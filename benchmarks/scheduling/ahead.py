@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.rig.result import Run, options_of
-from benchmarks.scheduling.machines import Machine, gib
+from benchmarks.scheduling.grid.machines import Machine, gib
 from greenroom.core import events as ev
 from greenroom.core.model import DeviceKind, ModelId, MoveKind, Tier
 from greenroom.sim.config import SimConfig

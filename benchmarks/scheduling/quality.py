@@ -24,16 +24,26 @@ from itertools import product
 from typing import Any
 
 from benchmarks.rig.result import Run, options_of
-from benchmarks.scheduling.cases import CASES, case_goals, kept_cases
-from benchmarks.scheduling.cells import Cell, stretched
-from benchmarks.scheduling.families import FAMILIES, draw_cell, family_cells
-from benchmarks.scheduling.goals import Goal, calm_of, class_goal, flood_goal, grid_goals, not_worse_goal, starved_goals
-from benchmarks.scheduling.judge import Verdict
-from benchmarks.scheduling.machines import slots
-from benchmarks.scheduling.more import MORE, PAIRS, draw_pair, draw_pairs, more_goals
-from benchmarks.scheduling.references import KNOWN
-from benchmarks.scheduling.runs import Results, all_stretched, over, run_all
-from benchmarks.scheduling.show import (
+from benchmarks.scheduling.grid.cases import CASES, case_goals, kept_cases
+from benchmarks.scheduling.grid.cells import Cell, stretched
+from benchmarks.scheduling.grid.families import FAMILIES, draw_cell, family_cells
+from benchmarks.scheduling.grid.machines import slots
+from benchmarks.scheduling.grid.more import MORE, PAIRS, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.grid.references import KNOWN
+from benchmarks.scheduling.grid.runs import Results, all_stretched, over, run_all
+from benchmarks.scheduling.grid.traffic import Named, trace_name, trace_rows
+from benchmarks.scheduling.grid.workloads import MODELS
+from benchmarks.scheduling.judging.goals import (
+    Goal,
+    calm_of,
+    class_goal,
+    flood_goal,
+    grid_goals,
+    not_worse_goal,
+    starved_goals,
+)
+from benchmarks.scheduling.judging.judge import Verdict
+from benchmarks.scheduling.judging.show import (
     family_figures,
     goal_figures,
     show_cells,
@@ -41,8 +51,6 @@ from benchmarks.scheduling.show import (
     show_goal,
     show_models,
 )
-from benchmarks.scheduling.traffic import Named, trace_name, trace_rows
-from benchmarks.scheduling.workloads import MODELS
 from greenroom.errors import ConfigError
 
 FIFO = "fifo"

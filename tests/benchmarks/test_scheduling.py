@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scheduling import ahead
-from benchmarks.scheduling.cases import DOMINANT_P50_S, kept_cases
-from benchmarks.scheduling.cells import Cell, run_cell
-from benchmarks.scheduling.families import FAMILIES, SLOTS, family_cells
-from benchmarks.scheduling.figures import Figures, Waited
-from benchmarks.scheduling.goals import grid_goals
-from benchmarks.scheduling.judge import FAR_SHARE, Verdict, allowed_s, by_family, is_starving
-from benchmarks.scheduling.machines import slots
-from benchmarks.scheduling.more import Pair, draw_pair, draw_pairs, more_goals
-from benchmarks.scheduling.runs import Results
-from benchmarks.scheduling.traffic import Named
+from benchmarks.scheduling.grid.cases import DOMINANT_P50_S, kept_cases
+from benchmarks.scheduling.grid.cells import Cell, run_cell
+from benchmarks.scheduling.grid.families import FAMILIES, SLOTS, family_cells
+from benchmarks.scheduling.grid.machines import slots
+from benchmarks.scheduling.grid.more import Pair, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.grid.runs import Results
+from benchmarks.scheduling.grid.traffic import Named
+from benchmarks.scheduling.judging.figures import Figures, Waited
+from benchmarks.scheduling.judging.goals import grid_goals
+from benchmarks.scheduling.judging.judge import FAR_SHARE, Verdict, allowed_s, by_family, is_starving
 
 SWAP_S = 10.0
 CELL = Cell("steady", "steady#0", slots(1, SWAP_S, 2), Named("poisson"))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.scheduling.workloads import GENERATED, generated
+from benchmarks.scheduling.grid.workloads import GENERATED, generated
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.explain import Explanation

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
-from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.families import FAST_LOAD, SLOW_LOAD, Shape, draw_machine, draw_rate
-from benchmarks.scheduling.goals import Goal
-from benchmarks.scheduling.judge import allowed_s
-from benchmarks.scheduling.machines import GIB, Machine
-from benchmarks.scheduling.runs import Results
-from benchmarks.scheduling.traffic import Requests, shares
+from benchmarks.scheduling.grid.cells import Cell
+from benchmarks.scheduling.grid.families import FAST_LOAD, SLOW_LOAD, Shape, draw_machine, draw_rate
+from benchmarks.scheduling.grid.machines import GIB, Machine
+from benchmarks.scheduling.grid.runs import Results
+from benchmarks.scheduling.grid.traffic import Requests, shares
+from benchmarks.scheduling.judging.goals import Goal
+from benchmarks.scheduling.judging.judge import allowed_s
 
 MORE = "more"
 PAIRS = 2_000

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.figures import Figures
+from benchmarks.scheduling.grid.cells import Cell
+from benchmarks.scheduling.judging.figures import Figures
 
 WORSE_SHARE = 0.05
 # A cell beyond what is allowed by this share of it is far beyond.

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.figures import Figures, Waited
-from benchmarks.scheduling.goals import Goal, beside_fifo
-from benchmarks.scheduling.judge import FamilyVerdict, Verdict, by_family
-from benchmarks.scheduling.runs import Results
+from benchmarks.scheduling.grid.cells import Cell
+from benchmarks.scheduling.grid.runs import Results
+from benchmarks.scheduling.judging.figures import Figures, Waited
+from benchmarks.scheduling.judging.goals import Goal, beside_fifo
+from benchmarks.scheduling.judging.judge import FamilyVerdict, Verdict, by_family
 
 WORST_SHOWN = 10
 # A pipe gets a table as wide as a terminal does.

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from math import sqrt
 
-from benchmarks.scheduling.figures import Figures, figures_of
-from benchmarks.scheduling.machines import Machine
-from benchmarks.scheduling.references import CHANCE, policies_for
-from benchmarks.scheduling.traffic import Named, Traffic
+from benchmarks.scheduling.grid.machines import Machine
+from benchmarks.scheduling.grid.references import CHANCE, policies_for
+from benchmarks.scheduling.grid.traffic import Named, Traffic
+from benchmarks.scheduling.judging.figures import Figures, figures_of
 from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 
-from benchmarks.scheduling.workloads import FLOODER
+from benchmarks.scheduling.grid.workloads import FLOODER
 from greenroom.sim.results.stats import Waits, quantile, stats_of, waits_of
 from greenroom.sim.world import World
 

@@ -15,8 +15,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.scheduling.cells import Cell, run_cell, stretch_for
-from benchmarks.scheduling.figures import Figures, medians
+from benchmarks.scheduling.grid.cells import Cell, run_cell, stretch_for
+from benchmarks.scheduling.judging.figures import Figures, medians
 
 _COLUMNS = (
     TextColumn("{task.description}"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.goals import Goal, not_worse_goal
-from benchmarks.scheduling.judge import Verdict, allowed_s
-from benchmarks.scheduling.machines import GIB, Machine, gib, slots
-from benchmarks.scheduling.traffic import Requests, shares
+from benchmarks.scheduling.grid.cells import Cell
+from benchmarks.scheduling.grid.machines import GIB, Machine, gib, slots
+from benchmarks.scheduling.grid.traffic import Requests, shares
+from benchmarks.scheduling.judging.goals import Goal, not_worse_goal
+from benchmarks.scheduling.judging.judge import Verdict, allowed_s
 
 CASES = "cases"
 # What most requests may pay at p50 where one model has nearly all of them and the other one must not starve.

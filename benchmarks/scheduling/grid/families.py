@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import ceil, exp, log
 from random import Random
 
-from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.machines import DISK_MIB_PER_S, GIB, START_S, Machine, gib, slots
-from benchmarks.scheduling.traffic import (
+from benchmarks.scheduling.grid.cells import Cell
+from benchmarks.scheduling.grid.machines import DISK_MIB_PER_S, GIB, START_S, Machine, gib, slots
+from benchmarks.scheduling.grid.traffic import (
     PROMPT_LEN,
     AgentLoops,
     Named,
@@ -23,7 +23,7 @@ from benchmarks.scheduling.traffic import (
     shares,
     trace_rows,
 )
-from benchmarks.scheduling.workloads import GRID, MODELS
+from benchmarks.scheduling.grid.workloads import GRID, MODELS
 from greenroom.sim.config import DEFAULT_TIMINGS
 
 # What models weigh on GPUs of each size, in GiB.

@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from benchmarks.scheduling.machines import model_names
-from benchmarks.scheduling.workloads import generated
+from benchmarks.scheduling.grid.machines import model_names
+from benchmarks.scheduling.grid.workloads import generated
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.sim.records import SimArrival
 from greenroom.sim.traces.traces import Known, read_trace

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from math import log
 from statistics import fmean
 
-from benchmarks.scheduling.cells import JITTER, Cell
-from benchmarks.scheduling.figures import Figures
-from benchmarks.scheduling.judge import FAR_SHARE, Verdict, allowed_s, by_family
-from benchmarks.scheduling.runs import Results
-from benchmarks.scheduling.traffic import Named
-from benchmarks.scheduling.workloads import COLD_MODEL
+from benchmarks.scheduling.grid.cells import JITTER, Cell
+from benchmarks.scheduling.grid.runs import Results
+from benchmarks.scheduling.grid.traffic import Named
+from benchmarks.scheduling.grid.workloads import COLD_MODEL
+from benchmarks.scheduling.judging.figures import Figures
+from benchmarks.scheduling.judging.judge import FAR_SHARE, Verdict, allowed_s, by_family
 
 WORSE_CELLS_SHARE = 0.02
 HIGH_SHARE_OF_NORMAL = 1 / 3

@@ -1,0 +1,1 @@
+"""What runs are judged by: figures, goals, and what is printed of them."""
