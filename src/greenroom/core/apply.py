@@ -393,9 +393,8 @@ class Rounds:
         if queue.model in state.slots_by_model or record.spec.version_of is not None:
             # A coming version may also have to be refused because its own model stays where it is.
             return False
-        kept = frozenset[DeviceId]().union(*(on for _, on in state.still_kept()))
         ways = residents.ways(record)
-        return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways)
+        return bool(ways) and not state.open_ways(ways, queue.model)
 
     def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
         plan = decide(self._state, waiter, now, self._places, residents)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from greenroom.core.decide import placement
-from greenroom.core.decide.placement import Way
+from greenroom.core.decide.placement import Ways
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits, Timer
 from greenroom.core.ledger import Ledger
@@ -234,16 +234,16 @@ class State:
         is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
         return self.claimants[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
-    def open_ways(self, ways: list[Way], model: ModelId) -> list[Way]:
+    def open_ways(self, ways: Ways, model: ModelId) -> Ways:
         """Those of a model's ways where no device is kept for another model."""
-        kept = frozenset[DeviceId]().union(*(on for other, on in self.still_kept() if other != model))
-        return [way for way in ways if kept.isdisjoint(way.on)]
+        kept = {device for other, on in self._still_kept() if other != model for device in on}
+        return ways if kept.isdisjoint(ways.on) else Ways([way for way in ways.each if kept.isdisjoint(way.on)])
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
         """Models for which one of these devices is kept."""
-        return tuple(model for model, kept in self.still_kept() if model != but and not kept.isdisjoint(devices))
+        return tuple(model for model, kept in self._still_kept() if model != but and not kept.isdisjoint(devices))
 
-    def still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
+    def _still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
         """Kept devices by model. A model that moves towards serving no longer needs them, also if only to sleep."""
         return [(model, kept) for model, kept in self.kept.items() if not any(map(_moves_in, self.slots_of(model)))]
 

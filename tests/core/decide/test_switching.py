@@ -14,7 +14,7 @@ import pytest
 from greenroom.core.decide.decision import Wait, WaitReason
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, TenantId, Tier
+from greenroom.core.model import DeviceId, Group, ModelId, MoveKind, Need, TenantId, Tier
 from greenroom.core.queue.waitlist import MODELS_FEW
 from tests.core.queue.test_order import ready
 from tests.core.world import Call, Engine, Fate, World, gpu, host, model
@@ -254,9 +254,9 @@ def test_a_large_model_that_needs_two_victims_is_not_starved_by_small_ones() -> 
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
 
 
-def overdue_beside_a_newcomer(*first: str) -> World:
+def overdue_beside_a_newcomer(*first: str, **limits: object) -> World:
     """`right` has just come back, and serves those that waited for it; the large one needs its place and is overdue."""
-    world = busy_pair(*first, deadlines_s=(5.0, 12.0, 240.0), away_share=1.0)
+    world = busy_pair(*first, deadlines_s=(5.0, 12.0, 240.0), away_share=1.0, **limits)
     world.ask("away", MoveKind.UNLOAD, "right")
     world.run(2.0)
     for number in range(100):
@@ -283,6 +283,21 @@ def test_a_queue_that_is_overdue_has_its_devices_kept_from_models_that_come_late
     assert isinstance(plan, Wait) and (plan.why, plan.behind) == (WaitReason.KEPT_FOR_OTHERS, ("large",))
     world.run()
     assert large.granted_at < late.granted_at and world.fate("late") is Fate.SERVED
+
+
+TOGETHER = Group("together", tuple(map(ModelId, ("left", "right", "third", "large"))), swap=False, exclusive=False)
+
+
+def test_devices_are_kept_under_rules_that_allow_it() -> None:
+    world = overdue_beside_a_newcomer(company=(TOGETHER,))
+    assert world.scheduler.state.kept == {ModelId("large"): frozenset({DeviceId("gpu0")})}
+    world.run()
+    assert world.fate("large") is Fate.SERVED
+
+
+def test_no_device_is_kept_for_a_swapper_that_would_not_evict_what_is_there() -> None:
+    """The coordinator evicts nothing that is busy."""
+    assert not overdue_beside_a_newcomer(swapper="coordinator").scheduler.state.kept
 
 
 def test_a_version_that_no_longer_fits_beside_its_model_is_refused_while_devices_are_kept_for_others() -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import gc
 from weakref import ref
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.queue.index import LEADING_MIN, REFRESHED_BY_LEADING, TURNS_FRESH_S, KeptOrder, Least, TurnIndex
+from greenroom.core.queue.index import (
+    LEADING_MIN,
+    REFRESHED_AT_ONCE_MAX,
+    REFRESHED_BY_FIRST,
+    REFRESHED_BY_LEADING,
+    TURNS_FRESH_S,
+    KeptOrder,
+    Least,
+    TurnIndex,
+)
 
 KEYS = st.sampled_from("abcdefghij")
 NUMBERS = st.integers(0, 5).map(float)
@@ -157,9 +167,10 @@ class Name:
         return isinstance(other, Name) and self.number < other.number
 
 
-def test_what_has_left_is_forgotten_after_a_while_though_it_never_came_first() -> None:
+@pytest.mark.parametrize("count", [24, REFRESHED_AT_ONCE_MAX + 36])
+def test_what_has_left_is_forgotten_after_a_while_though_it_never_came_first(count: int) -> None:
     index: TurnIndex[Name, int] = TurnIndex(8)
-    names = [Name(number) for number in range(24)]
+    names = [Name(number) for number in range(count)]
     for name in names:
         index.put(name, name.number)
     assert index.first(lambda item: (float(item),), 0.0) == 0
@@ -169,7 +180,8 @@ def test_what_has_left_is_forgotten_after_a_while_though_it_never_came_first() -
     assert index.first(lambda item: (float(item),), 0.5) == 0
     gc.collect()
     assert last() is not None, "its turn is still good enough"
-    assert index.first(lambda item: (float(item),), TURNS_FRESH_S) == 0
+    for _ in range(1 if count <= REFRESHED_AT_ONCE_MAX else -(-count // REFRESHED_BY_FIRST)):
+        assert index.first(lambda item: (float(item),), TURNS_FRESH_S) == 0
     gc.collect()
     assert last() is None
 

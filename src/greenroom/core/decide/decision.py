@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from greenroom.core.decide import green_room, placement
-from greenroom.core.decide.placement import Places, Way, way_to
+from greenroom.core.decide.placement import Places, Ways, way_to
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
@@ -127,7 +127,7 @@ def decide_for(
     if pause := _decide_pause(state, waiter, record, now):
         return pause
     # 4. On its way out, or to the green room: wait until it is there, then come back here.
-    if any(slot.is_going or slot.move is not None or slot.planned is not None for slot in slots):
+    if slots and any(slot.is_going or slot.move is not None or slot.planned is not None for slot in slots):
         return Wait(WaitReason.LEAVING, model)
     # 5. Cold or asleep: bring it.
     asleep = slots[0] if slots else None
@@ -172,20 +172,19 @@ def _decide_swap(
             within = green_room.within(state, most)
             return refusal(state, RejectCode.TOO_LARGE, None, spec, spec.need_asleep, within)
         return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most)
-    if state.store_is_down and all(way.on for way in ways):
+    if state.store_is_down and all(way.on for way in ways.each):
         # A waiter that is queued stays queued; a new one is refused, so that its caller can go elsewhere.
         waits = waiter.id in state.waitlist
         return Wait(WaitReason.STORE_DOWN, spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
     open_ways = state.open_ways(ways, spec.id) if state.kept else ways
     if not open_ways:
-        return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
-    if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
+        return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways.each[0].on, spec.id))
+    if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways.wants[0]):
         return Wait(WaitReason.GREEN_ROOM, spec.id)
     will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE and not spec.is_remote
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
-    wants = tuple(way.wants for way in open_ways)
-    target = Target(spec.id, wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
+    target = Target(spec.id, open_ways.wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if asleep is not None and (eviction is None or eviction.is_blocked):
         # Wait for the wake until that has cost as much as a load costs more than it. A queue does not count preloads.
@@ -196,19 +195,23 @@ def _decide_swap(
         elif (elsewhere := _load_elsewhere(state, waiter, record, asleep, residents, now)) is not None:
             return elsewhere
     if eviction is None:
-        on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
         is_request = urgency.kind is WaiterKind.REQUEST
         keeps = _keeps(state, urgency, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
         if not _has_rules(state, target):
-            return Wait(WaitReason.NO_ROOM, spec.id, until, on, keeps=keeps)
+            return Wait(WaitReason.NO_ROOM, spec.id, until, open_ways.on, keeps=keeps)
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
             return Refuse(RejectCode.EXCLUDED, beside=pinned)
         beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now, {})[0], most)
         return Wait(
-            WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM, spec.id, until, on, beside=beside, keeps=keeps
+            WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM,
+            spec.id,
+            until,
+            open_ways.on,
+            beside=beside,
+            keeps=keeps,
         )
-    way = open_ways[target.options.index(eviction.claim)]
+    way = open_ways.each[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 
 
@@ -219,7 +222,7 @@ def _load_elsewhere(
 
     A model wakes only where it sleeps. If it is loaded elsewhere, its sleeping copy leaves.
     """
-    if record.spec.pinned or len(residents.ways(record)) < 2:
+    if record.spec.pinned or len(residents.ways(record).each) < 2:
         return None
     plan = _decide_swap(state, waiter, record, None, residents, now)
     if not isinstance(plan, Swap) or any(victim.is_busy for victim in plan.evict):
@@ -262,20 +265,20 @@ def _ways(
     asleep: Slot | None,
     residents: Residents,
     most: Mapping[DeviceId, int],
-) -> list[Way]:
+) -> Ways:
     """Every placement that could ever hold it; none if it is too large."""
     if asleep is not None:
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
-        return [way_to(asleep.claim, _less(during, held))] if _fits(during, most) else []
+        return Ways([way_to(asleep.claim, _less(during, held))] if _fits(during, most) else [])
     if kind is MoveKind.LOAD and record.spec.version_of is not None:
         return residents.ways_within(record, most)
     ways = residents.ways(record)
     if kind is MoveKind.LOAD:
         return ways
-    ways = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways]
+    to_sleep = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways.each]
     within = green_room.within(state, most)
-    return [way for way in ways if _fits(way.wants, within)]
+    return Ways([way for way in to_sleep if _fits(way.wants, within)])
 
 
 def _fits(claim: Claim, most: Mapping[DeviceId, int]) -> bool:
@@ -307,7 +310,8 @@ def _eviction(
     state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, residents: Residents, now: float
 ) -> tuple[Eviction | None, float]:
     """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
-    swapper, room, asked = state.policy.swapper, residents.room_mib, dict[Resident, float]()
+    swapper, room = state.policy.swapper, residents.room_mib
+    asked: dict[Resident, float] = {}
     # Those that cannot leave concern only coresidency, and perhaps swappers of others.
     with_tied = _has_rules(state, target) or not isinstance(swapper, ByMemory)
     there = residents.those(True, but, with_tied)
@@ -327,7 +331,7 @@ def _keeps(
     urgency: Urgency,
     queue: Queue,
     target: Target,
-    ways: list[Way],
+    ways: Ways,
     asleep: Slot | None,
     residents: Residents,
     now: float,
@@ -337,7 +341,7 @@ def _keeps(
     if soon <= now or not residents.may_keep:
         return frozenset()
     residents.may_keep = False
-    for way in ways:
+    for way in ways.each:
         there = residents.at(way.wants, but=asleep)
         leaving = [one for one in there if not _stays(state, urgency, queue, one, soon, now)]
         room_mib = {
@@ -345,11 +349,14 @@ def _keeps(
             for device in way.wants
         }
         if _fits(way.wants, room_mib):
-            # Only coresidency concerns residents that stay, or that are elsewhere.
-            judged = residents.those(may_sleep=False, but=asleep) if _has_rules(state, target) else leaving
+            swapper, has_rules = state.policy.swapper, _has_rules(state, target)
+            if type(swapper) is ByMemory and not has_rules:
+                return way.on
+            # Coresidency, or another swapper, may still object. Only the former concerns residents that stay, or that
+            # are elsewhere.
+            judged = residents.those(may_sleep=False, but=asleep) if has_rules else leaving
             then = [one.fixed(_stays(state, urgency, queue, one, soon, now)) for one in judged]
             only = replace(target, options=(way.wants,))
-            # Coresidency, or another swapper, may still object.
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)
             return frozenset() if found is None else way.on
     return frozenset()

@@ -35,6 +35,18 @@ def way_to(claim: Claim, wants: Claim) -> Way:
     return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
 
 
+class Ways:
+    """The placements of a model: each of them, and what they have in common. Models of the same shape share one."""
+
+    def __init__(self, each: list[Way]) -> None:
+        self.each = each
+        self.wants = tuple([way.wants for way in each])
+        self.on = frozenset[DeviceId]().union(*[way.on for way in each])
+
+    def __bool__(self) -> bool:
+        return bool(self.each)
+
+
 class Places:
     """Remembers the placements of each shape while devices and their upper limits stay the same.
 
@@ -44,15 +56,15 @@ class Places:
     def __init__(self) -> None:
         self._devices: Mapping[DeviceId, Device] = {}
         self._most_mib: Mib = {}
-        self._ways: dict[Shape, list[Way]] = {}
+        self._ways: dict[Shape, Ways] = {}
 
-    def ways(self, shape: Shape, devices: Mapping[DeviceId, Device], most_mib: Mib) -> list[Way] | None:
+    def ways(self, shape: Shape, devices: Mapping[DeviceId, Device], most_mib: Mib) -> Ways | None:
         """The remembered placements; None if this shape is unknown under these limits."""
         if self._devices is not devices or self._most_mib != most_mib or len(self._ways) > SHAPES_MAX:
             self._devices, self._most_mib, self._ways = devices, most_mib, {}
         return self._ways.get(shape)
 
-    def remember(self, shape: Shape, ways: list[Way]) -> None:
+    def remember(self, shape: Shape, ways: Ways) -> None:
         self._ways[shape] = ways
 
 

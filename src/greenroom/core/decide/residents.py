@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import log
 
 from greenroom.core.decide import green_room, placement
-from greenroom.core.decide.placement import Places, Way, way_to
+from greenroom.core.decide.placement import Places, Ways, way_to
 from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Slot, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.state import Claimant, State
@@ -29,7 +29,7 @@ class Residents:
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
-        self._ways: dict[placement.Shape, list[Way]] = {}
+        self._ways: dict[placement.Shape, Ways] = {}
         # Residents that would go cold. They are the same for every newcomer.
         self._cold: dict[SlotId, Resident] = {}
         self._fixed: dict[Resident, Resident] = {}
@@ -57,15 +57,16 @@ class Residents:
             self._most_mib = self._state.most_mib(None)
         return self._most_mib
 
-    def ways(self, record: Claimant) -> list[Way]:
+    def ways(self, record: Claimant) -> Ways:
         """Every placement that could ever hold a cold model; none if it is too large. Shared by equal models."""
         shape = placement.shape(record.spec, record.need)
-        if shape not in self._ways:
+        ways = self._ways.get(shape)
+        if ways is None:
             by_free = record.spec.can_split or record.spec.gpus > 1
-            self._ways[shape] = self._ways_now(record) if by_free else self._ways_known(record, shape)
-        return self._ways[shape]
+            ways = self._ways[shape] = self._ways_now(record) if by_free else self._ways_known(record, shape)
+        return ways
 
-    def _ways_known(self, record: Claimant, shape: placement.Shape) -> list[Way]:
+    def _ways_known(self, record: Claimant, shape: placement.Shape) -> Ways:
         """Placements that do not depend on free memory change rarely and are remembered."""
         known = self._places.ways(shape, self._state.ledger.devices, self.most_mib)
         if known is None:
@@ -73,15 +74,15 @@ class Residents:
             self._places.remember(shape, known)
         return known
 
-    def _ways_now(self, record: Claimant) -> list[Way]:
+    def _ways_now(self, record: Claimant) -> Ways:
         return self.ways_within(record, self.most_mib)
 
-    def ways_within(self, record: Claimant, most: Mapping[DeviceId, int]) -> list[Way]:
+    def ways_within(self, record: Claimant, most: Mapping[DeviceId, int]) -> Ways:
         """Every placement that could hold a cold model if this much were free."""
         state = self._state
         likely = state.likely_mib(most) if record.spec.can_split else most
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
-        return [way_to(claim, claim) for claim in claims]
+        return Ways([way_to(claim, claim) for claim in claims])
 
     def those(self, may_sleep: bool, but: Slot | None, with_tied: bool = True) -> list[Resident]:
         """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving.
@@ -92,7 +93,11 @@ class Residents:
         if made is None and not may_sleep and (True, with_tied) in self._made and not self.may_fall_asleep:
             made = self._made[False, with_tied] = self._made[True, with_tied]
         if made is None:
-            slots = [slot for slot in self._state.slots.values() if _stays(slot) and (with_tied or not _is_tied(slot))]
+            slots = list(self._state.slots.values())
+            if not with_tied:
+                # Hot path: with many waiting models most slots are on their way.
+                slots = [slot for slot in slots if slot.move is None and slot.planned is None and not slot.spec.pinned]
+            slots = [slot for slot in slots if _stays(slot)]
             made = self._made[may_sleep, with_tied] = [self._resident(slot, may_sleep, None) for slot in slots]
         if but is None:
             return made

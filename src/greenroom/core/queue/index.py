@@ -91,9 +91,13 @@ class TurnIndex(Generic[Key, Item]):
             self._changed.clear()
         if not self._refresh_left and not 0.0 <= now - self._refreshed_at < TURNS_FRESH_S:
             self._refreshed_at, self._refresh_left = now, len(order)
-        if self._refresh_left:
-            all_at_once = len(order) <= REFRESHED_AT_ONCE_MAX
-            count = self._refresh_left if all_at_once else min(self._refresh_left, REFRESHED_BY_FIRST)
+        if not self._refresh_left:
+            return
+        if len(order) <= REFRESHED_AT_ONCE_MAX:
+            items, self._refresh_left = self.items, 0
+            order.renew([(key, turn(items[key])) for key in order.longest_unseen(len(order)) if key in items])
+        else:
+            count = min(self._refresh_left, REFRESHED_BY_FIRST)
             self._refresh_left -= count
             self._compute(order.longest_unseen(count), turn)
 
@@ -237,6 +241,11 @@ class KeptOrder(Generic[Key]):
             insort(self.entries, (turn, key))
             self._seen[key] = turn
         self._seen.move_to_end(key)
+
+    def renew(self, turns: list[tuple[Key, Turn]]) -> None:
+        """Keep these keys and no others. Cheaper than to put each of many."""
+        self._seen = OrderedDict(turns)
+        self.entries = sorted([(turn, key) for key, turn in turns])
 
     def drop(self, key: Key) -> None:
         """Remove this key, if it is there."""
