@@ -179,7 +179,7 @@ class App:
                 _log.warning("ended what an earlier run left", processes=ended)
             probe, seen = await first_look(config)
             app = cls(config, path, state_dir, reread, probe, seen, timeouts)
-            # Before anyone can call.
+            # Before the first request can come.
             app._govern(await app.governance.draft(config.governance))
             await app._read_keys(config)
             await app._open(config.server)

@@ -149,7 +149,7 @@ class Client:
         return (parts.hostname, parts.port or 80) if parts and parts.hostname else None
 
     def _target(self, path: str) -> str:
-        """The target of the request line: a proxy wants the whole address, unless it only tunnels."""
+        """The target of the request line: a proxy needs the whole address, unless it only tunnels."""
         whole = self.address.prefix + path
         through_proxy = self.address.scheme == "http" and self._proxy() is not None
         return f"http://{self.address.authority}{whole}" if through_proxy else whole

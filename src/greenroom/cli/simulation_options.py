@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers")
     parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
     parser.add_argument("--out", type=_report, metavar="HTML", help="write a report with plots")
-    # For the gateway, which knows what a configuration cannot say.
+    # For the gateway, which has measured what a configuration cannot say.
     parser.add_argument("--asleep", type=_needs_asleep, metavar="FILE", default={}, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     parser.set_defaults(**OF_DRAWN, **OF_TRACES)

@@ -1,6 +1,6 @@
 """Values that need more than a type: bounded numbers, names, ids, the address of a lease store.
 
-Owns the bounds and the characters a name may have. Knows no keys: `schema.py` does. Never connects to an address, and
+Owns the bounds and the characters a name may have. The keys are in `schema.py`. Never connects to an address, and
 never repeats any part of one in an error: a misplaced part may be a password.
 """
 

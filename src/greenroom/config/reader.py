@@ -1,4 +1,4 @@
-"""Reads YAML into a plain tree that knows the line of every value, and reports problems by file, line and key.
+"""Reads YAML into a plain tree with the line of every value, and reports problems by file, line and key.
 
 Owns the dialect: text, whole numbers, numbers, true and false, lists and mappings. Keys are always text, a repeated
 key is refused, and only `true`, `false` and `null` are special words, so that `flash_attn: on` stays text; as keys

@@ -252,7 +252,7 @@ class MemoryChanged:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsked:
-    """Another program wants memory. Planned like a load; answered by `grant` or `reject` under the lease's id.
+    """Another program asks for memory. Planned like a load; answered by `grant` or `reject` under the lease's id.
 
     `need.gpu_mib` applies to each of `gpus` different GPUs, all or nothing. `waits_since` is set if the lease has
     waited elsewhere before.

@@ -1,7 +1,7 @@
 """Memory arithmetic per device: what is held, what is promised, what undeclared processes use.
 
-free = usable − Σ max(claim, seen, promise) − foreign − leases of other gateways. Owns no policy and knows no models: it
-answers what fits. A device that has disappeared counts as having no memory, so that its slots can still leave.
+free = usable − Σ max(claim, seen, promise) − foreign − leases of other gateways. Owns no policy and has no models:
+it answers what fits. A device that has disappeared counts as having no memory, so that its slots can still leave.
 """
 
 from __future__ import annotations

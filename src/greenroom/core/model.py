@@ -1,7 +1,7 @@
 """The nouns of the core: models, slots, tiers, moves, devices and claims.
 
-Owns the table of legal moves and the records that the scheduler keeps about slots. Never decides anything: a slot knows
-its own facts (`is_idle`, `has_room`), not what should happen to it.
+Owns the table of legal moves and the records that the scheduler keeps about slots. Never decides anything: a slot has
+facts (`is_idle`, `has_room`), and others decide what happens to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_CLAIM: Claim = {}
 
 
 def cuda_name(device: str) -> str:
-    """The name by which CUDA knows a GPU: its UUID, or the number of a simulated GPU such as gpu0."""
+    """The name of a GPU in CUDA: its UUID, or the number of a simulated GPU such as gpu0."""
     number = device.removeprefix("gpu")
     return number if number.isdecimal() else device
 
@@ -130,7 +130,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the scheduler knows about a model's configuration. A change that needs a new process raises `revision`."""
+    """What the scheduler uses of a model's configuration. A change that needs a new process raises `revision`."""
 
     id: ModelId
     revision: int = 1

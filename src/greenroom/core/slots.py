@@ -1,6 +1,6 @@
 """The one writer of slots: what they serve, how they move, and the memory that they hold or are promised.
 
-Owns every change of a slot, of its holding in the ledger, and of the timers that watch it. Knows no waiters and never
+Owns every change of a slot, of its holding in the ledger, and of the timers that watch it. Uses no waiters and never
 decides. A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that memory
 is really free.
 """

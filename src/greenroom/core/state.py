@@ -1,4 +1,4 @@
-"""What the scheduler knows. Plain tables: event handlers, `apply.py` and `slots.py` write; others read."""
+"""The scheduler's state. Plain tables: event handlers, `apply.py` and `slots.py` write; others read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TYPICAL_OF = 100
 
 @dataclass(slots=True)
 class Claimant:
-    """What wants memory: a model or a lease. Planning uses this."""
+    """A model or a lease that memory is planned for."""
 
     spec: ModelSpec
     need: Need

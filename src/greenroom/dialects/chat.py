@@ -1,4 +1,4 @@
-"""OpenAI's chat as every engine speaks it: written from a conversation, and its answers read as pieces.
+"""OpenAI's chat as every engine takes it: written from a conversation, and its answers read as pieces.
 
 Owns the body that engines get and the reading of their answers, whole or as events. Fields that the engine sends
 besides are ignored.

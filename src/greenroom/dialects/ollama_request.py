@@ -225,7 +225,7 @@ def _turns(messages: list[_OllamaMessage]) -> Iterator[Turn]:
             raise BadRequest(f"messages: a role is one of {', '.join(_ROLES)}.", param="messages")
         if message.role == "tool":
             shown: tuple[Text | Image, ...] = (*_pictures(message.images), Text(message.content or ""))
-            # A result for no call gets an id all the same: the engine says what it thinks of it.
+            # A result for no call gets an id all the same: the engine accepts or refuses it.
             id = message.tool_call_id or waiting.take(message.tool_name) or "call_0"
             yield Turn("user", (ToolResult(id, shown, message.tool_name),))
             continue

@@ -1,6 +1,6 @@
 """`/tokenize`, which llama.cpp and vLLM both have, with other fields: `content` is llama.cpp's, `prompt` is vLLM's.
 
-Owns the translation where a caller speaks the one and the engine the other.
+Owns the translation where the caller uses one form and the engine the other.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class ChatTranslation:
 
 @dataclass(frozen=True, slots=True)
 class PassedOn:
-    """For an engine that speaks the dialect itself: only its errors get the dialect's shape."""
+    """For an engine that has the dialect itself: only its errors get the dialect's shape."""
 
     dialect: Dialect
     path: bytes
@@ -159,5 +159,5 @@ class Translation(Protocol):
     def whole(self, status: int, body: bytes) -> bytes: ...
 
 
-# Makes the translation of one request, which is a stream or not, for an engine that does not speak the dialect.
+# Makes the translation of one request, which is a stream or not, for an engine that does not have the dialect.
 Translate = Callable[[Frame, bool], Translation]

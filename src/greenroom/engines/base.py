@@ -78,13 +78,13 @@ SPLIT_COUNTS: Final = (2, 4, 8)
 class EngineFacts:
     """What an engine can do with one model. No field follows from another, nor from where the engine runs."""
 
-    # None if only the running engine knows; then it is asked for anything.
+    # None if only the running engine can tell; then any request is passed to it.
     abilities: frozenset[Ability] | None = None
     # It can leave the GPU and keep its weights in host memory.
     can_sleep: bool = False
     # It reuses prompt prefixes between requests of one tenant and tag only. False: it reuses none. None: not known.
     keeps_prefixes: bool | None = None
-    # It reuses other things that it computed, whoever asked for them, such as parts of pictures.
+    # It reuses other things that it computed, such as parts of pictures, for any caller.
     keeps_results: bool = False
     # It sizes itself by the GPU memory it sees while it starts; the core starts it alone on each of its GPUs.
     sizes_itself: bool = False
@@ -218,7 +218,7 @@ class Describing(ABC):
         return None
 
     def unusable(self, model: Model) -> str | None:
-        """Why a load would refuse its files, as far as they tell; None if nothing speaks against it. Never raises.
+        """Why a load would refuse its files, as far as they tell; None if they can be loaded. Never raises.
 
         Reads headers. A `path` that is not there is told elsewhere.
         """
@@ -261,7 +261,7 @@ class CallEngine(Protocol):
 
     @property
     def notes(self) -> dict[str, float]:
-        """What the engine's class wants to remember of this process, from one call to the next."""
+        """What the engine's class keeps of this process from one call to the next."""
 
     async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]: ...
 

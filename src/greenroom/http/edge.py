@@ -1,6 +1,6 @@
 """The listening side: sockets, the connections on them, and the one sweep that watches their deadlines.
 
-Owns the limits on connections and the clients' deadlines. Knows no routes, tenants or models: it asks `admit` at the
+Owns the limits on connections and the clients' deadlines. Has no routes, tenants or models: it asks `admit` at the
 end of a request's headers, gives complete requests to `handle`, and lets `refuse` render errors that it must answer
 itself. All three are called on the loop and must not block. Why this is ours: docs/adr/0002-own-http-edge.md.
 """

@@ -114,7 +114,7 @@ class LeaseHandle:
     def lost(self) -> bool:
         """Whether another holder may have the memory by now: stop using it.
 
-        True also while the store has not answered for longer than the lease lasts, until it does and still knows it.
+        True also while the store has not answered for longer than the lease lasts, until it does and still has it.
         """
         return self._kept.is_lost
 

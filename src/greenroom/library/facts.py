@@ -1,7 +1,7 @@
 """What the headers of a model's files tell: quantisation, context length, parameters, and the memory it will need.
 
 Owns the reading of one model, through the readers and estimates of the engines. Counts what lies in the files and
-believes no sum that a file states. Reads headers only, within the bounds of those readers. Blocks.
+uses no sum that a file states. Reads headers only, within the bounds of those readers. Blocks.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class FetchedMarks:
         """Let no other gateway begin to use these weights meanwhile. If they are gone at the end, so is their mark.
 
         Raises BlockingIOError if another one uses them, unless `force`. Those in use here are not locked again. Whether
-        one fetches them is not asked: an operator wants these to go, whatever comes after.
+        one fetches them is not asked: an operator has ordered them to be deleted, whatever comes after.
         """
         fd = None if self._uses(path) else self._open(path)
         locks = [] if fd is None else [fd]
@@ -204,7 +204,7 @@ class FetchedMarks:
 
 
 def disown(paths: Iterable[str]) -> None:
-    """Note that somebody wants to keep what lies at these paths: no gateway deletes it any more."""
+    """Mark what lies at these paths as ordered by a user: no gateway deletes it any more."""
     for path in paths:
         folder, name = os.path.split(path)
         real = root = os.path.join(os.path.realpath(folder), name)

@@ -1,7 +1,7 @@
 """Starts an engine process, watches it, and ends it with everything below it.
 
 Owns the life of a child from the fork until nothing of its tree is left. The ladder (SIGTERM, wait, SIGKILL) runs in
-the keeper, so neither a cancelled task nor a dead gateway can interrupt it. Knows whether an engine runs, not whether
+the keeper, so neither a cancelled task nor a dead gateway can interrupt it. Tells whether an engine runs, not whether
 it is ready.
 
 `KeeperLink` owns the descriptors and the process of one keeper, and releases all of them when it has ended. It works by
@@ -207,7 +207,7 @@ async def spawn(
     `identity` must be unique to this start: all processes that carry it are ended if the keeper is lost.
     """
     child = Child(identity, log, keeper_grace_s)
-    # If anything fails from here on, end the child: no caller knows of it.
+    # If anything fails from here on, end the child: no caller has it yet.
     try:
         async with asyncio.timeout(start_s):
             await child.begin(command)

@@ -76,7 +76,7 @@ class Ladder:
     last_resort: frozenset[ModelId] = frozenset()
 
     def choice(self, served_as: Mapping[ModelId, ModelId]) -> Choice:
-        """How the scheduler chooses among these of its models, each under the id that the scheduler knows."""
+        """How the scheduler chooses among these of its models, each under its id in the scheduler."""
         section = self.task.section
         remote = tuple(known for model, known in served_as.items() if model in self.last_resort)
         return Choice(section.prefer_first_s, section.pin_primary, remote)

@@ -114,7 +114,7 @@ class Resolver:
         return (record for record in self._library.records if record.path not in known)
 
     def on_disk(self, name: str) -> LibraryRecord | None:
-        """The model of this id or hub id, as far as the library knows it."""
+        """The model of this id or hub id, as far as the library has it."""
         return self._library.find(name) if not name.startswith("/") else None
 
     def is_seen(self, name: str, asker: Asker) -> bool:
@@ -298,7 +298,7 @@ def _expect_whole(path: str, problems: Iterable[BrokenModel]) -> None:
 
 
 def _unknown(path: str, roots: Iterable[str], options: ModelOptions) -> LibraryRecord:
-    """What is at this path is no model that the library knows. The engine that is named may know it."""
+    """What is at this path is no model of the library. The engine that is named may load it all the same."""
     if options.backend is None:
         raise BadRequest(
             f"Field 'backend' is required: the files at this path do not tell it. It is {BACKENDS}.", param="backend"

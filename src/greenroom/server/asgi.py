@@ -93,7 +93,7 @@ class _AsgiCall:
         exchange.on_gone = self._on_gone
         exchange.on_pause = self._may_write.clear
         exchange.on_resume = self._may_write.set
-        # Status, headers and the length, if the application knows it.
+        # Status, headers and the length, if the application gives it.
         self._head: tuple[int, list[tuple[bytes, bytes]], int | None] | None = None
 
     def _on_gone(self) -> None:

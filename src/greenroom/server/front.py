@@ -89,7 +89,7 @@ class FrontDoor:
         self.hosts.check(said.get(b"host"), origin)
         if origin is None:
             if not self.keys.enabled:
-                # Where there are keys, no page knows one.
+                # Where there are keys, a page of another site has none.
                 self._check_page(head, said)
         else:
             head.add_to_answer(cors_headers(origin))

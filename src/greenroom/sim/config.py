@@ -109,7 +109,7 @@ class SimConfig:
     patience_s: float | None = None
     # Loads that read from disk at the same time, for machines where the disk is the bottleneck; None: all.
     loads_at_once: int | None = None
-    # True if the scheduler knows from the start how long moves take, as after a restart.
+    # True if the scheduler is given at the start how long moves take, as after a restart.
     knows_times: bool = True
     # Policies and swappers by name, those of other packages included.
     policies: Policies = field(default_factory=lambda: BUILT_IN)

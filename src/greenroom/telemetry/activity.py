@@ -290,7 +290,7 @@ class UsageCounts:
         made_up_max: int = MADE_UP_MAX,
         waiting_max: int = WAITING_MAX,
     ) -> None:
-        """`is_named` tells whether the configuration knows a tenant."""
+        """`is_named` is true for tenants of the configuration."""
         self._is_named = is_named
         self._wall = wall
         self._names_max = names_max

@@ -191,7 +191,7 @@ def _histogram_family(histogram: Histogram) -> HistogramMetricFamily:
 
 
 def _cumulated(bounds: list[str], spread: Spread) -> list[tuple[str, float]]:
-    """Buckets as Prometheus wants them: each includes all smaller ones."""
+    """Buckets in the form of Prometheus: each includes all smaller ones."""
     below = 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip(bounds, spread.counts, strict=True):

@@ -81,7 +81,7 @@ def parsed(data: bytes, path: str | Path) -> tuple[FileKey, ...]:
 
 
 def _line(data: bytes, where: Where) -> str:
-    """The line of the key at this place, for people who have to mend it; empty if it is no place of a key."""
+    """The line of the key at this place, as an error message names it; empty if it is no place of a key."""
     text, decoder, start = data.decode(), json.JSONDecoder(), 0
     if where[:1] != ("keys",) or len(where) < 2:
         return ""

@@ -36,7 +36,7 @@ _TICK: Final = 1 / 120
 # Limits that are asked about in one call.
 _AT_ONCE_MAX: Final = 200
 
-# One atomic step by Redis' own clock. Per limit: the fields of `Asked`. Gives nothing to a gateway that knows another
+# One atomic step by Redis' own clock. Per limit: the fields of `Asked`. Gives nothing to a gateway that names another
 # epoch: the counts were lost meanwhile.
 _TAKE: Final = """
 local period, gateway, known, asked = tonumber(ARGV[1]), ARGV[2], ARGV[3], cjson.decode(ARGV[4])

@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     unused: int
     """Counted in the minute before and never used."""
     minute: int
-    """This minute, as the gateway knows it."""
+    """This minute of the store, as the gateway estimates it."""
 
 
 class SharedWindow(Budget):

@@ -101,7 +101,7 @@ class FrontParts:
         self.downloads.pump()
 
     def use_keys(self, config: Config) -> None:
-        """Let in whoever has a key at present, within the limits of that key."""
+        """Use the keys that there are at present, with their limits."""
         self.door.keys = self.keys.keys
         self.limiter.configure(config, self.door.keys)
         self.door.limiter = self.reader.limiter = self.limiter if self.limiter.is_on else None
@@ -313,7 +313,7 @@ def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> 
 
     async def found(row: Operation | None, plan: FetchPlan | None, done: Done) -> None:
         if row is None or row.key != NO_KEY:
-            # Somebody wants to have it, also if an update fetched it once.
+            # A user has ordered it, even if an update fetched it before.
             await run_detached(lambda: disown(fetched_paths(plan, done)), "keep what was ordered")
         await gateway.library.refresh()
 

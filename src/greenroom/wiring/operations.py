@@ -1,6 +1,6 @@
 """Operations: loads that an operator orders, updates of models under version control, and what signs them.
 
-Owns how these are made and joined, where used tokens and the audit log are kept, and by which names a rule knows a
+Owns how these are made and joined, where used tokens and the audit log are kept, and by which names a rule finds a
 model. Nothing of governance is opened or imported while the configuration needs no tokens.
 """
 

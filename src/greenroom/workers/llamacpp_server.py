@@ -34,7 +34,7 @@ UBATCH = 512
 GPU_LAYERS = {"auto": -1, "all": -2}
 REASONING = {"auto": -1, "off": 0, "on": 1}
 
-# Where the library's defaults differ from the program's, or from what a gateway wants.
+# Where the library's defaults differ from the program's, or from what a gateway needs.
 DEFAULTS: dict[str, Any] = {
     # The gateway has planned the memory: the engine must not change its size.
     "fit_params": False,

@@ -93,7 +93,7 @@ def unknown_engine(engine: str) -> Problem | None:
 
 
 def keys_of_other_engines(engine: str, given: Iterable[str]) -> Iterator[Problem]:
-    """Keys that are given and that this engine does not have. One of another package reads the keys that it wants."""
+    """Keys that are given and that this engine does not have. An engine of another package may read any key."""
     if engine not in KEYS_OF_ENGINES:
         return
     strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]

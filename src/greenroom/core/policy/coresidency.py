@@ -1,7 +1,7 @@
 """Which models may be ready together, as rules beside memory: groups, or a matrix of sets.
 
 Owns the question that every set of rules answers, the rules of groups, and how rules are compiled. Rules are plain
-records, so that events can carry and replay them. Nothing here knows about memory, time or requests.
+records, so that events can carry and replay them. Nothing here depends on memory, time or requests.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ EXACT_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What wants to come: the claims that would do, any one of them, and how urgent it is."""
+    """A model or lease that needs memory: its possible claims, of which one is enough, and its urgency."""
 
     model: ModelId
     options: tuple[Claim, ...]

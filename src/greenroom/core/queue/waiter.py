@@ -1,6 +1,6 @@
 """A waiter: a request, an operator's load, a preload or a lease; the class of its priority, and its tenant's share.
 
-Owns the facts about one waiter, and the accounts of tenants. `waitlist.py` knows its place among others.
+Owns the facts about one waiter, and the accounts of tenants. `waitlist.py` keeps its place among others.
 """
 
 from __future__ import annotations

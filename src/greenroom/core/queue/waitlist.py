@@ -1,6 +1,6 @@
 """What waits: requests, operators' loads, preloads and leases, by model.
 
-Owns the queues and their sums. Never decides what goes next: it knows the head of each flow, the total wait of a queue
+Owns the queues and their sums. Never decides what goes next: it finds the head of each flow, the total wait of a queue
 and the number ahead of a waiter. Adding, removing and finding a position take O(log n) comparisons.
 """
 

@@ -269,7 +269,7 @@ def chat_template(model: Model) -> list[str]:
 
 
 def has_tools(model: Model) -> bool:
-    """True if it is started so that it calls tools, and its template knows them."""
+    """True if it is started so that it calls tools, and its template has a place for them."""
     is_told = any(word.partition("=")[0] == TOOLS_ARGUMENT for word in model.args)
     given = model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING)
     return is_told and (given or template_has_tools(model))

@@ -126,7 +126,7 @@ def _abilities(model: Model) -> frozenset[Ability]:
 
 
 def template_has_tools(model: Model) -> bool:
-    """True if a chat template of its folder knows tools. Never raises."""
+    """True if a chat template of its folder has a place for tools. Never raises."""
     return any(has_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES)
 
 

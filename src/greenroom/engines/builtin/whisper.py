@@ -1,4 +1,4 @@
-"""faster-whisper: Whisper models of CTranslate2, each in a process of its own that speaks OpenAI's audio routes.
+"""faster-whisper: Whisper models of CTranslate2, each in a process of its own that serves OpenAI's audio routes.
 
 Owns how that process is started and what a model's folder tells: languages, memory. Imports nothing of CTranslate2: the
 program runs under the model's own Python (`workers/whisper`).

@@ -138,7 +138,7 @@ def folder_config(path: Path) -> dict[str, Any]:
 
 
 def folder_fault(path: Path, *, takes_pickles: bool) -> str | None:
-    """Why its weights cannot be loaded; None if nothing speaks against it. Never raises."""
+    """Why its weights cannot be loaded; None if they can. Never raises."""
     try:
         if not os.path.lexists(path / "config.json"):
             return f"there is no config.json in {path}"

@@ -74,7 +74,7 @@ def pipeline_files(folder: Path, dtype: str) -> list[Path]:
 
 
 def pipeline_fault(folder: Path, dtype: str, *, takes_pickles: bool) -> str | None:
-    """Why it cannot be loaded; None if nothing speaks against it. Never raises."""
+    """Why it cannot be loaded; None if it can. Never raises."""
     if not index_of(folder):
         return f"{folder / INDEX} cannot be read: a pipeline of diffusers has one"
     try:

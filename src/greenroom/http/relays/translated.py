@@ -1,4 +1,4 @@
-"""Relays that change an answer: into another dialect than the engine speaks, or only the name of its model.
+"""Relays that change an answer: into another dialect than the engine's, or only the name of its model.
 
 Owns the joint between the engine's bytes, which are counted and read as they are, and those that the client is sent. A
 stream is translated as it comes; any other answer is held until it is whole.

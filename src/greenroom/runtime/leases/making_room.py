@@ -86,7 +86,7 @@ class MakingRoom:
         return [room for room in self._rooms.values() if room.is_made]
 
     def note(self, leases: Iterable[Lease], made: Iterable[Room]) -> None:
-        """Take in all leases, which the scheduler knows already, and end rooms that were `made` before."""
+        """Take in all leases, which the scheduler has already, and end rooms that were `made` before."""
         now, waiting = self._clock(), {lease.id: lease for lease in leases if lease.state == "waiting"}
         self._since = {id: self._since.get(id, now) for id in waiting}
         self._tries = {key: tries for key, tries in self._tries.items() if key[0] in waiting}

@@ -202,7 +202,7 @@ class Sharing:
         self.slots.forget_strays(self.leases)
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
-        # The scheduler knows the new leases by now, so that their memory never seems free in between.
+        # The scheduler has the new leases by now, so that their memory never seems free in between.
         self.room.note(self.leases, made)
 
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:

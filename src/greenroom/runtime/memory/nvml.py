@@ -25,7 +25,7 @@ FIRST_PID_NAMESPACE = "pid:[4026531836]"
 LISTS_MAX = 2
 # Less than any process needs to use a GPU: below it the GPU is idle, and an empty list is correct.
 IDLE_MIB = 64
-# NVML wants the version of the struct that it fills: its size and layout number.
+# NVML must be given the version of the struct that it fills: its size and layout number.
 _MEMORY_V2 = "nvmlMemory_v2"
 
 

@@ -132,7 +132,7 @@ class SlotMemory:
     # --- whether it is back -----------------------------------------------------------------------------------------
 
     def held_by(self, slot: SlotId) -> Held:
-        """Called before a slot is stopped, so that `back` knows what to wait for."""
+        """What this slot holds, for `back` to wait for. Called before the slot is stopped."""
         claimed = self._state.ledger.held_by(slot)
         last = self._watch.last
         return Held(last.reading, self._watch.seen_of(slot), last.shares.unseen & frozenset(claimed))

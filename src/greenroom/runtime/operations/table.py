@@ -230,7 +230,7 @@ class OperationTable:
             row = replace(row, status=status, ended=self._wall(), error=error, request_bytes=0, result_bytes=size)
             row = replace(row, request_id=request_id or row.request_id)
             if status is OperationStatus.DONE:
-                # The result first: if the gateway dies now, the next one finds it and knows that this is done.
+                # The result first: if the gateway dies now, the next one finds it and counts this as done.
                 row = await self._completed(row, result)
                 await self._save_ended(row)
             else:

@@ -119,7 +119,7 @@ class Updates:
             self._firsts[name] = repo_id, task
 
     async def _first(self, name: str, repo_id: str) -> None:
-        """Until it has a version, whoever asked for that."""
+        """Order its first version again and again, until it has any version."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -165,7 +165,7 @@ class Updates:
         return self._services.weights.deleting(path, force=force)
 
     def desired(self, model: str) -> UpdateFacts | None:
-        """What the last update that was asked for wants; None if it is what serves."""
+        """The target of the last update that was asked for; None if that serves already."""
         return self._desired.get(model)
 
     def error(self, model: str) -> OperationError | None:
@@ -227,7 +227,7 @@ class Updates:
         return await self.submit(model, order, tenant=tenant, key=key)
 
     async def settle(self, model: str, state: int) -> None:
-        """Note that what serves is what this desired state wants. Raises UpdateInProgress and OperationStoreFull."""
+        """Note that what serves is what this desired state asks for. Raises UpdateInProgress and OperationStoreFull."""
         await self._expect_rest(model)
         # No update begins while it is written: both write the whole record.
         running = self._running[model] = _Running(UpdateFacts(model, "", step="settling"))

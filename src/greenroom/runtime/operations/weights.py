@@ -119,7 +119,7 @@ class VersionWeights:
             wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
         except BadRequest as error:
             raise BadRequest(error.message, param="model_repo_id") from error
-        # What somebody else has put there since the last look is not fetched for this.
+        # Weights that came there in another way since the last look need not be fetched.
         await self._library.refresh()
         known = {record.path for record in self._library.records}
         # Weights that are fetched while no update waits for them would belong to no version, and never be deleted.
@@ -182,7 +182,7 @@ class VersionWeights:
         await run_detached(lambda: self._marks.use_only({version.path for version in versions}), "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
-        """Whether somebody else ordered the same meanwhile."""
+        """True if a user ordered the same meanwhile."""
         return any(
             row.key != NO_KEY and row.model == ours.model and (row.ended is None or row.ended >= ours.created)
             for row in self._downloads.newest_first()
@@ -210,7 +210,7 @@ class VersionWeights:
         return later
 
     async def _remove(self, path: str, used: Collection[str]) -> None:
-        """Delete what lies there, if the library knows it. A version that cannot be deleted stays."""
+        """Delete what lies there, if it is in the library. A version that cannot be deleted stays."""
         if (record := self._library.find(path)) is None:
             # After a start it may not have looked yet.
             await self._library.refresh()

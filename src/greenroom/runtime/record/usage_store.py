@@ -230,7 +230,7 @@ class UsageFile:
             return db.execute("SELECT DISTINCT key, tenant, model FROM usage WHERE start >= ?", (today,)).fetchall()
 
     def _connected(self) -> sqlite3.Connection:
-        # Nobody else may read it, and no link is followed.
+        # No other user may read it, and no link is followed.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         os.close(os.open(self.path, flags, 0o600))
         db = sqlite3.connect(self.path, timeout=BUSY_MAX_S, isolation_level=None)

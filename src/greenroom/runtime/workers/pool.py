@@ -1,4 +1,4 @@
-"""The pool of workers: one for each program, Python and set of GPUs, one for each slot that wants its own, and a spare.
+"""The pool of workers: one for each program, Python and set of GPUs, one for each slot that needs its own, and a spare.
 
 Owns their starts and ends. A spare has imported everything and touched no GPU, so that a first model, or the slots of a
 crashed worker, need not wait for imports. Never opens or moves slots: `moves/` does.

@@ -185,7 +185,7 @@ class Simulating:
         return next(({"memory_mib": host.capacity_mib, "margin_mib": host.margin_mib} for host in hosts), {})
 
     def _configuration(self) -> dict[str, Any]:
-        """The models as the scheduler knows them: no command, path or key of the real configuration is in it."""
+        """The models as the scheduler has them: no command, path or key of the real configuration is in it."""
         gpus, server = self._gpus(), self._gateway.config.server
         green_room_mib = self._gateway.loop.scheduler.view.limits.green_room_mib
         names = {gpu.id: f"gpu{number}" for number, gpu in enumerate(gpus)}

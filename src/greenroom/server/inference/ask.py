@@ -191,7 +191,7 @@ class Ask:
         # Whose prefixes it may reuse, and the headers for engines that are told by headers.
         self.scope = scope
         self.cache_headers: Headers | None = None
-        # No prefix is reused, whatever the engine tells: it keeps none, or the caller wants none.
+        # No prefix is reused, whatever the engine tells: it keeps none, or the caller asked for none.
         keeps = entry.facts.keeps_prefixes
         self.is_not_cached = route is not UPSTREAM and (keeps is False or (keeps is True and not scope.is_used))
         # A comment at the end of the stream says what only the end tells.
@@ -205,7 +205,7 @@ class Ask:
         # Set if the answer is kept for later, and if it is made anew from the engine's.
         self.job: LaterAnswer | None = None
         self.remade: RemadeAnswer | None = None
-        # Set if the engine is asked in another dialect than the caller speaks.
+        # Set if the engine is asked in another dialect than the caller's.
         self.translation: Translation | None = None
         # Set if it asks for a task. Until one of its models is granted, it reads as a request to the first.
         self.rungs: Rungs | None = None

@@ -123,7 +123,7 @@ class AskReader:
         self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, peeked: peek.Peeked, task: TaskRoute
     ) -> Ask:
         def read_for(name: str) -> Ask:
-            # Each is read for itself: engines speak different dialects.
+            # Each is read for itself: engines have different dialects.
             return self._read_json(exchange, route, caller, settings, peek.copied(peeked), name, task)
 
         assert self.tasks is not None
@@ -211,7 +211,7 @@ class AskReader:
         return name
 
     def narrowed(self, head: Head, caller: Caller) -> Caller:
-        """The caller, who sees only such models as the profile of this request allows."""
+        """The caller, limited to the models that the profile of this request allows."""
         profile = self._profile_of(head, caller)
         return caller if profile is None else profile.narrowed(caller)
 

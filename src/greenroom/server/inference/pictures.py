@@ -2,7 +2,7 @@
 
 Owns how the base64 of an answer becomes pictures and URLs, and the headers under which pictures are served. Only what
 is a PNG, a JPEG or a WebP by its first bytes is kept. A URL is a capability: it shows the picture to every caller that
-knows it, without a key, until the picture is gone.
+has it, without a key, until the picture is gone.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Inference:
             self._log.expect_calm(caller, self._reader.tenant_of(head, caller), client)
 
     def narrowed(self, head: Head, caller: Caller) -> Caller:
-        """The caller, who sees only such models as its profile allows."""
+        """The caller, limited to the models that its profile allows."""
         return self._reader.narrowed(head, caller)
 
     def _refuse(

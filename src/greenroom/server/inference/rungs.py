@@ -37,7 +37,7 @@ def model_facts(catalog: Catalog) -> FactsOf:
 
 
 class RungReader:
-    """`asks` are by the ids that the scheduler knows. Raises the first model's error if none can take the request."""
+    """`asks` are by the ids in the scheduler. Raises the first model's error if none can take the request."""
 
     def __init__(self, ladder: Ladder, read_for: Callable[[str], Ask]) -> None:
         self._ladder = ladder

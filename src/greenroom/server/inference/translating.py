@@ -22,7 +22,7 @@ from greenroom.server.inference.body.peek import Peeked
 
 
 def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> None:
-    """Have the engine asked in a dialect that it speaks; `name` is the model in its answer.
+    """Have the engine asked in a dialect that it has; `name` is the model in its answer.
 
     Raises BadRequest for what cannot be said in it.
     """

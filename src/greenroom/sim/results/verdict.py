@@ -2,7 +2,7 @@
 
 Owns the judgement. Requests that are refused or given up count first, waits second: a machine that turns requests away
 serves the rest quickly. The first case is usually the machine as it is; every other is a change to it. Every sentence
-names its figures. Nothing here knows what hardware costs.
+names its figures. Nothing here depends on what hardware costs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The program of the engine `comfyui`: starts the operator's ComfyUI and speaks OpenAI's image API for it."""
+"""The program of the engine `comfyui`: starts the operator's ComfyUI and serves OpenAI's image API for it."""

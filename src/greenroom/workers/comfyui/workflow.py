@@ -1,7 +1,7 @@
 """A request for pictures becomes workflows for ComfyUI: the operator's workflow, with the caller's values put in.
 
 Owns which fields there are, their ranges, and where in the workflow each belongs. A field that the workflow has no
-input for is refused, so that no caller believes it counted. Never talks to ComfyUI.
+input for is refused, because ignoring it would mislead the caller. Never talks to ComfyUI.
 """
 
 from __future__ import annotations

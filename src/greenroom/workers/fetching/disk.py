@@ -148,7 +148,7 @@ def _is_taken(fd: int) -> bool:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """False if the file was removed by the process that held it before: its lock is no longer anyone's."""
+    """False if the file was removed by the process that held it before: its lock excludes no other process."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

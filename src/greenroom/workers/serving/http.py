@@ -1,6 +1,6 @@
 """A small HTTP/1.1 server on a Unix socket: one request at a time on each connection, whole answers or event streams.
 
-Owns the connections and their bounds. A client that leaves, at any moment, cancels what was done for it. Never knows an
+Owns the connections and their bounds. A client that leaves, at any moment, cancels what was done for it. Depends on no
 endpoint: a handler answers. Only a gateway connects, so there is no TLS and no key.
 
 h11 parses requests. Answers are written here: h11's `send` would cost several times as much for each event of a stream,

@@ -21,7 +21,7 @@ from .sound import RATE, SampleReader, length_s
 WINDOW_S: Final = 300
 # Whisper hears 30 seconds at a time. What begins in the last 30 of a window is left to the next one.
 HEARD_AGAIN_S: Final = 30
-# Words that a window knows of the one before; Whisper uses the last 223 tokens.
+# Words of the window before that a window is given; Whisper uses the last 223 tokens.
 PROMPT_CHARS: Final = 400
 # Tried in this order until the text is likely and does not repeat itself.
 TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

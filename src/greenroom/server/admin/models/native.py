@@ -1,7 +1,7 @@
 """llama.cpp's own API as far as it does not ask a model: `/props`, `/slots`, `/models/load` and `/models/unload`.
 
 Owns the shapes of these answers, which are llama.cpp's. Only the order to load a model loads one, and no answer
-holds a prompt: what is told is what the gateway knows itself.
+holds a prompt: the answers come from the gateway's own facts.
 """
 
 from __future__ import annotations

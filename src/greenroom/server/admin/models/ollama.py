@@ -33,7 +33,7 @@ from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelView
 from greenroom.server.asgi import asked_by_admin, caller_of
 
-# Of Ollama, whose API this is like: some clients refuse to speak with an older one.
+# Of Ollama, whose API this is like: some clients refuse an older one.
 API_VERSION: Final = "0.13.0"
 # How often a pull tells how far it is.
 TELL_EVERY_S: Final = 0.5

@@ -1,7 +1,7 @@
-"""The state of the gateway for those who watch it: everything once, then what has changed, at most once a second.
+"""The state of the gateway for its viewers: everything once, then what has changed, at most once a second.
 
 Owns what each viewer has still to be told. A viewer that reads slowly is told the latest state, never a backlog. Looks
-at models only while somebody watches, once for all viewers, and renders each model once for all of them.
+at models only while there is a viewer; looks, and renders each model, once for all viewers.
 """
 
 from __future__ import annotations

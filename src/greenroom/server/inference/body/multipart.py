@@ -110,7 +110,7 @@ class MultipartForm:
         if model_name is not None:
             puts["model"] = model_name
         kept = [part for part in self.parts if not self._is_dropped(part.head.name, drop, puts)]
-        # New fields come first: an engine that reads as it receives knows them before the file.
+        # New fields come first: an engine that reads as it receives has them before the file.
         return Rewritten(self.source, self.boundary, puts, kept)
 
     def _is_dropped(self, name: str, drop: frozenset[str], puts: Mapping[str, str]) -> bool:

@@ -58,7 +58,7 @@ class StoredAnswer:
 class AnswerFile:
     """The connection of a job's exchange: writes the answer to the job's result.
 
-    The exchange speaks HTTP/1.0, in which a body is not framed: what follows the head is the body itself.
+    The exchange is in HTTP/1.0, in which a body is not framed: what follows the head is the body itself.
     """
 
     def __init__(self, open_result: Callable[[], ResultPart], on_failure: Callable[[], None]) -> None:

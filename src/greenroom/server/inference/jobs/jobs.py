@@ -2,7 +2,7 @@
 
 Owns which of the waiting jobs are handed to the scheduler, and what their ends mean. The rows, their files and their
 bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `files.py` takes its bytes. Its
-client leaves when the job is cancelled, which frees the engine at once. `progress.py` knows how far it is.
+client leaves when the job is cancelled, which frees the engine at once. `progress.py` tells how far it is.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Jobs:
         return [(row, self._facts(row, learned.get(ModelId(row.model)), places.get(row.id))) for row in rows]
 
     def _facts(self, row: Operation, learned: Learned | None, place: int | None) -> JobFacts:
-        """`place` is that among the jobs of its model; the scheduler knows it better once it has the job."""
+        """`place` is that among the jobs of its model; the scheduler's is more exact once it has the job."""
         job, usual_s = self._live.get(row.id), None if learned is None else learned.service_s
         request_id = row.request_id if job is None else job.request_id
         if row.status is OperationStatus.QUEUED:

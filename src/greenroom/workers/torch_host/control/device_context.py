@@ -1,4 +1,4 @@
-"""The device that a model is prepared for, what its owner wants to know of it, and the processors near it."""
+"""The device that a model is prepared for, its copy rate, and the processors near it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The control line from the gateway to this worker: one JSON object a line, answers in any order, files as SCM_RIGHTS.
 
 Owns the connection, the framing and the dispatch to `SlotOperations`. Operations of one slot run in the order of their
-arrival, those of different slots in parallel. Never knows what an operation does. Read `ControlLine.serve` first.
+arrival, those of different slots in parallel. Independent of what operations do. Read `ControlLine.serve` first.
 """
 
 from __future__ import annotations

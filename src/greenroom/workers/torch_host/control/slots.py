@@ -1,7 +1,7 @@
 """All slots of this worker, and the operations on them.
 
-Owns the table of slots and the end of the process. `worker_slot.py` knows what a slot is made of, `line.py` how the
-gateway's requests arrive.
+Owns the table of slots and the end of the process. `worker_slot.py` has the parts of a slot, `line.py` the way in
+which the gateway's requests arrive.
 """
 
 from __future__ import annotations

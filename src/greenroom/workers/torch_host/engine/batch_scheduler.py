@@ -271,7 +271,7 @@ class BatchScheduler:
     def _try_decode(self) -> Failure | None:
         failure = self._try(self._decode, list(self._running))
         if failure is not None:
-            # Tokens sampled before the failure count. The rest is computed again from what the host knows.
+            # Tokens sampled before the failure count. The rest is computed again from what the host has.
             self._collect()
             self._batch = None
         return failure

@@ -177,7 +177,7 @@ class BatchSampler:
         if known is None or self._top is None:
             return SamplerOutput(tokens)
         own = known.gather(1, tokens[:, None])[:, 0]
-        # At least one, to have a shape; each row later takes as many as it wants.
+        # At least one, to have a shape; each row later takes as many as it asked for.
         best = known.topk(max(1, min(self._top, known.shape[-1])), dim=-1)
         return SamplerOutput(tokens, own, best.indices, best.values)
 

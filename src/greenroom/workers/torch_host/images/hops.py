@@ -1,7 +1,7 @@
 """Pipelines over several devices: each component is whole on one of them, and tensors hop at its boundary.
 
 Owns where a pipeline computes what is outside of its components (its home), and the move of tensors into a component
-and back. A pipeline knows nothing of it: to its code, everything is at home. Never places a component.
+and back. A pipeline is not changed for it: to its code, everything is at home. Never places a component.
 """
 
 from __future__ import annotations

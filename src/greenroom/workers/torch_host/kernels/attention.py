@@ -3,9 +3,9 @@
 Owns the name under which Transformers finds it, the KV views of layers, plain attention in torch operations, and the
 choice of kernels: torch's flash attention for prompts and a Triton kernel for decoding. Both are tried once against
 plain attention; a kernel that fails, is missing or differs is not used. A step object (`steps.py`), which is current in
-this thread while the model runs, knows what to attend to: keyword arguments would not do, because models pass them on
+this thread while the model runs, says what to attend to: keyword arguments would not do, because models pass them on
 in different ways. No mask is made: Transformers makes none for an attention it has no mask function for, and
-the step knows what each token sees.
+the step says what each token sees.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the processes: how many there are, how they start, how long a job may take, and that a process which is late, full
 or gone is replaced. Each starts by path, never as a copy of this process, which holds a device, and inherits nothing
-but one socket. `program.py` is the other end. Never knows what a job does. Read `SandboxPool.place` first.
+but one socket. `program.py` is the other end. Independent of what jobs do. Read `SandboxPool.place` first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The output of one sequence: tokens become text, text is cut at stop sequences, calls and reasoning are split off.
 
-Owns the state of this on the event loop; the model's thread only posts callbacks. Never writes JSON and never knows
-whether the caller streams: it passes on pieces, in order, and then the end.
+Owns the state of this on the event loop; the model's thread only posts callbacks. Never writes JSON and does the same
+whether the caller streams or not: it passes on pieces, in order, and then the end.
 """
 
 from __future__ import annotations

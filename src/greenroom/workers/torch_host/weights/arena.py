@@ -93,7 +93,7 @@ class HostArena:
     ) -> HostArena:
         """An empty arena for this layout. Raises OutOfMemory if it is larger than allowed or than free memory.
 
-        `free_bytes`: as measured by the gateway, which knows cgroup limits; None: read from the system.
+        `free_bytes`: as measured by the gateway, which reads cgroup limits; None: read from the system.
         """
         if max_bytes is not None and layout.bytes > max_bytes:
             raise OutOfMemory(

@@ -1,7 +1,7 @@
 """Device memory with a fixed address: the memory behind it comes and goes, so captured graphs stay valid.
 
 Owns the three kinds of device arena: reserved addresses on a GPU, reserved addresses of this process (KV on the CPU),
-and the host arena itself where the CPU is the device. Never copies anything and never knows what is stored where.
+and the host arena itself where the CPU is the device. Never copies anything: others say what is stored where.
 
 `Driver` makes the CUDA driver calls that torch does not offer: virtual memory, host registration, copies on a stream.
 Every call works on the primary context of one device, which torch uses too, and makes it current in the calling thread

@@ -1,7 +1,7 @@
 """A model and its memory: asleep in the host arena, or awake with its weights on one device or several.
 
-Owns the device arenas of one model, the registration of its host arena, and the order of steps at wake and sleep. Knows
-nothing of requests: the engine has stopped before `sleep` is called. Read `DeviceWeights` first.
+Owns the device arenas of one model, the registration of its host arena, and the order of steps at wake and sleep.
+Handles no requests: the engine has stopped before `sleep` is called. Read `DeviceWeights` first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads weights from files into the host arena, as fast as the disk or the page cache allows.
 
 Owns the reading threads, their buffers, and the conversion of dtypes on the way. Files are read in long pieces from
-beginning to end, however small their tensors are. `weight_file` knows how a file is read fastest. Never parses files
+beginning to end, however small their tensors are. `weight_file` reads a file in the fastest way. Never parses files
 and never decides what goes where: it is given `TensorRead`s. Read `read_all` first.
 """
 

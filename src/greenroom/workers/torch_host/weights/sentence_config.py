@@ -42,7 +42,7 @@ SETTINGS_FILES: Final = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# The gateway only knows files in folders of this form, and checks whether they may be read.
+# The gateway checks only folders of this form for whether their files may be read.
 MODULE_PATH: Final = re.compile(r"[0-9]{1,3}_[A-Za-z0-9]{1,64}")
 # Arguments for Transformers that change only the rounding of a vector.
 # fmt: off

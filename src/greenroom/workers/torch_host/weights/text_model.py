@@ -1,4 +1,4 @@
-"""The files of one model of Transformers, as `loading` wants them.
+"""The files of one model of Transformers, in the form that `loading` takes.
 
 Owns which files count, the dtype, and what identifies an arena that was filled from them. `building` makes modules,
 `read_plan` matches tensors.

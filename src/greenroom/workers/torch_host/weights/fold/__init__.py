@@ -1,7 +1,7 @@
 """Folded weights: bfloat16 numbers kept in about one and a half bytes each, bit for bit.
 
 This is the face of the package. `ChunkTable` says how an arena's data is cut and which chunks are folded, `fill_folded`
-folds chunks while they are read, `Unfolder` restores them as they arrive on a device. Nothing outside knows the format
+folds chunks while they are read, `Unfolder` restores them as they arrive on a device. Nothing outside uses the format
 (`fold.py`), the processes that fold (`folding.py`) or the kernels that unfold (`unfolding.py`, `unfold_kernel.py`).
 """
 
