@@ -171,6 +171,13 @@ class JobCancelled(ClientFault):
     code = "job_cancelled"
 
 
+class Cancelled(ClientFault):
+    """An operator cancelled this request while it waited or was answered. Not an overload: it should not come again."""
+
+    status = 410
+    code = "cancelled"
+
+
 class MethodNotAllowed(ClientFault):
     status = 405
     code = "method_not_allowed"
@@ -204,6 +211,13 @@ class ModelInUse(ClientFault):
 
     status = 409
     code = "model_in_use"
+
+
+class NoPlace(ClientFault):
+    """The model should have slept, but the green room was full: it was unloaded instead."""
+
+    status = 409
+    code = "green_room_full"
 
 
 class UpdateInProgress(ClientFault):
@@ -399,13 +413,6 @@ class Unloaded(Overload):
     code = "unloaded"
 
 
-class Cancelled(ClientFault):
-    """An operator cancelled this request while it waited or was answered. Not an overload: it should not come again."""
-
-    status = 410
-    code = "cancelled"
-
-
 class NoVersion(Overload):
     """The model is under version control and has no version yet: its first one is being fetched, or failed."""
 
@@ -418,10 +425,6 @@ class ShuttingDown(Overload):
 
 class StartingUp(Overload):
     code = "starting"
-
-
-class LeaseStoreUnavailable(Overload):
-    code = "lease_store_unavailable"
 
 
 class NoncesUnavailable(Overload):
@@ -442,6 +445,55 @@ class AuditUnavailable(Overload):
 
     code = "audit_unavailable"
     public_words = "The audit log cannot be written; ask again."
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+class LeaseDenied(Overload):
+    """The memory did not become free in time. `beside` holds the numbers."""
+
+    code = "lease_denied"
+
+
+class LeaseTooLarge(LeaseDenied):
+    """These devices can never provide this much memory."""
+
+    final = True
+
+
+class LeaseTaken(LeaseDenied):
+    """The id belongs to another holder's lease, or to one with other amounts or devices: choose another id."""
+
+    status = 409
+    code = "lease_taken"
+    type = "invalid_request_error"
+    final = True
+
+
+class LeaseLost(ClientFault):
+    """The lease is no longer the holder's: it was not renewed in time, or another holder has it."""
+
+    status = 409
+    code = "lease_lost"
+
+
+class LeaseUnknown(LeaseLost):
+    """There is no such lease: it never existed, or ended long ago."""
+
+    status = 404
+    code = "lease_unknown"
+    type = "not_found_error"
+
+
+class LeaseStoreUnavailable(Overload):
+    code = "lease_store_unavailable"
+
+
+class StoreDown(LeaseStoreUnavailable):
+    """The lease store does not answer, or cannot write at the moment."""
+
+    public_words = "The lease store does not answer; ask again."
 
 
 # --- out of time ----------------------------------------------------------------------------------------------------
@@ -470,6 +522,36 @@ class LoadFailed(EngineFault):
     status = 503
     code = "model_load_failed"
     public_words = "The model could not be loaded."
+
+
+class LoadOutOfMemory(LoadFailed):
+    """The engine ran out of memory while loading. `memory` in the error object has the numbers."""
+
+    status = 507
+    code = "model_out_of_memory"
+    public_words = "The model could not be loaded: it ran out of memory."
+
+
+class EngineMissing(LoadFailed):
+    """The engine of the model is not installed here."""
+
+    code = "engine_missing"
+    public_words = "The model could not be loaded: its engine is not installed here."
+
+
+class UnusableModel(LoadFailed):
+    """Files of the model are missing, damaged, or not supported by its engine. A retry cannot succeed."""
+
+    code = "bad_model"
+    final = True
+    public_words = "The model could not be loaded: its files cannot be served."
+
+
+class OutsideRoots(UnusableModel):
+    """A file of the model is outside of model_roots."""
+
+    code = "path_outside_roots"
+    public_words = "The model could not be loaded: its files lie where no model's may."
 
 
 class TooLarge(EngineFault):
@@ -592,82 +674,3 @@ class ProbeFailed(GreenroomError):
 
     status = 503
     code = "probe_failed"
-
-
-class LeaseDenied(Overload):
-    """The memory did not become free in time. `beside` holds the numbers."""
-
-    code = "lease_denied"
-
-
-class LeaseTooLarge(LeaseDenied):
-    """These devices can never provide this much memory."""
-
-    final = True
-
-
-class LeaseTaken(LeaseDenied):
-    """The id belongs to another holder's lease, or to one with other amounts or devices: choose another id."""
-
-    status = 409
-    code = "lease_taken"
-    type = "invalid_request_error"
-    final = True
-
-
-class LeaseLost(ClientFault):
-    """The lease is no longer the holder's: it was not renewed in time, or another holder has it."""
-
-    status = 409
-    code = "lease_lost"
-
-
-class LeaseUnknown(LeaseLost):
-    """There is no such lease: it never existed, or ended long ago."""
-
-    status = 404
-    code = "lease_unknown"
-    type = "not_found_error"
-
-
-class StoreDown(LeaseStoreUnavailable):
-    """The lease store does not answer, or cannot write at the moment."""
-
-    public_words = "The lease store does not answer; ask again."
-
-
-class LoadOutOfMemory(LoadFailed):
-    """The engine ran out of memory while loading. `memory` in the error object has the numbers."""
-
-    status = 507
-    code = "model_out_of_memory"
-    public_words = "The model could not be loaded: it ran out of memory."
-
-
-class NoPlace(ClientFault):
-    """The model should have slept, but the green room was full: it was unloaded instead."""
-
-    status = 409
-    code = "green_room_full"
-
-
-class EngineMissing(LoadFailed):
-    """The engine of the model is not installed here."""
-
-    code = "engine_missing"
-    public_words = "The model could not be loaded: its engine is not installed here."
-
-
-class UnusableModel(LoadFailed):
-    """Files of the model are missing, damaged, or not supported by its engine. A retry cannot succeed."""
-
-    code = "bad_model"
-    final = True
-    public_words = "The model could not be loaded: its files cannot be served."
-
-
-class OutsideRoots(UnusableModel):
-    """A file of the model is outside of model_roots."""
-
-    code = "path_outside_roots"
-    public_words = "The model could not be loaded: its files lie where no model's may."
