@@ -366,7 +366,7 @@ class Running(Served):
                 is_post = self.exchange.head.method == b"POST"
                 if not is_post or is_open(self.ask.target.partition(b"?")[0], PROMPTLESS_PATHS):
                     return True
-                expect_sole(prompts, owner, self.ask.entry.public_id)
+                expect_sole(prompts, owner, self._name)
             self._pin = prompts.pin(owner, spreads=self.ask.spreads)
         return self._pin is not None
 
@@ -375,7 +375,7 @@ class Running(Served):
         self._pin = await prompts.place(owner, spreads=self.ask.spreads)
         if self.ask.route is UPSTREAM and self._pin.index is not None:
             # Another owner came meanwhile, and this path cannot be pinned.
-            expect_sole(prompts, owner, self.ask.entry.public_id)
+            expect_sole(prompts, owner, self._name)
 
     def _unpin(self) -> None:
         """Give its place back, while it still holds its slot."""
@@ -546,12 +546,12 @@ class Running(Served):
     def _bad_head(self, relay: Relay) -> GreenroomError:
         """Heartbeats began the stream but the engine does not answer with one: its text goes into the error."""
         said = relay.bad_body[:SAID_MAX].decode("utf-8", "replace")
-        return _EngineSaid(f"{self.ask.entry.public_id} answered {relay.status}.", details=said, status=relay.status)
+        return _EngineSaid(f"{self._name} answered {relay.status}.", details=said, status=relay.status)
 
     def _stopped(self) -> GreenroomError:
         if self._hung:
-            return EngineTimeout(f"{self.ask.entry.public_id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
-        return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.public_id} was ended.")
+            return EngineTimeout(f"{self._name} sent nothing for {self._settings.answer_idle_max_s:g} s.")
+        return self.ticket.cut_error or EngineLost(f"The answer of {self._name} was ended.")
 
     # --- what the sweep looks at -------------------------------------------------------------------------------------
 
