@@ -99,15 +99,33 @@ def test_no_compiled_coroutine_waits_while_it_handles_an_exception(build: Module
 
 
 def slices_of_expressions(source: str) -> list[int]:
-    """The lines that take the first few of a generator expression."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    slices = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("islice", "takewhile")]
-    return [node.lineno for node in slices if any(isinstance(one, ast.GeneratorExp) for one in node.args)]
+    """The lines that take the first few of a generator expression, written there or bound to a name before."""
+    nodes = list(ast.walk(ast.parse(source)))
+    bound = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.GeneratorExp)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def is_eager(call: ast.Call, name: str) -> bool:
+        is_written_there = name != "next" and any(isinstance(one, ast.GeneratorExp) for one in call.args)
+        return is_written_there or any(isinstance(one, ast.Name) and one.id in bound for one in call.args)
+
+    calls = [(node, node.func.id) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    takes = [(call, name) for call, name in calls if name in ("islice", "takewhile", "next")]
+    return [call.lineno for call, name in takes if is_eager(call, name)]
 
 
 def test_compiled_code_does_not_take_the_first_few_of_a_generator_expression(build: ModuleType) -> None:
-    """Compiled, a generator expression is a list that is made at once, however many of it are asked for."""
+    """Compiled, a generator expression is a list that is made at once, however many of it are asked for.
+
+    Written inside of `next(…)`, `any(…)` or `all(…)` it is a loop that ends early in both builds.
+    """
     assert slices_of_expressions("islice((x for x in y if x), 4)") == [1] and not slices_of_expressions("islice(y, 4)")
+    assert slices_of_expressions("z = (x for x in y)\nnext(z, None)\nislice(z, 4)") == [2, 3]
+    assert not slices_of_expressions("next((x for x in y if x), None)")
     assert {file: lines for file in build.hot_files() if (lines := slices_of_expressions(Path(file).read_text()))} == {}
 
 

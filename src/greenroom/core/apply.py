@@ -94,8 +94,10 @@ class Actions:
             return None
         state, places = self._state, self._places
         residents = residents or Residents(state, now, places)
-        others = (name for name in (*waiter.preferred, *waiter.candidates) if name != but)
-        return next((name for name in others if is_able(state, waiter, name, now, places, residents)), None)
+        for name in (*waiter.preferred, *waiter.candidates):
+            if name != but and is_able(state, waiter, name, now, places, residents):
+                return name
+        return None
 
     def strike_last_resort(self, waiter: Waiter) -> None:
         """Remove its candidates of last resort."""

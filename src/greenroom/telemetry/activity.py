@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Final, Literal
 
 State = Literal["waiting", "serving", "done"]
@@ -144,10 +144,13 @@ class Activity:
 
     def recent(self, limit: int, model: str | None = None) -> list[Record]:
         """Running requests, then ended ones, each with the newest first."""
-        newest_first: Iterator[Record] = chain(reversed(self._live.values()), reversed(self._ended))
-        if model is not None:
-            newest_first = (record for record in newest_first if record.model == model)
-        return list(islice(newest_first, max(limit, 0)))
+        found: list[Record] = []
+        for record in chain(reversed(self._live.values()), reversed(self._ended)):
+            if len(found) >= limit:
+                break
+            if model is None or record.model == model:
+                found.append(record)
+        return found
 
 
 # --- what keys, tenants and models used -----------------------------------------------------------------------------

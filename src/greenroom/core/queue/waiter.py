@@ -102,8 +102,8 @@ class Waiter:
 
     def next_of(self, known: Container[ModelId], but: ModelId) -> ModelId | None:
         """The candidate to turn to when `but` is gone: the first that is known, those of last resort at the end."""
-        others = (name for name in (*self.preferred, *self.candidates) if name != but and name in known)
-        return next(others, None)
+        names = (*self.preferred, *self.candidates)
+        return next((name for name in names if name != but and name in known), None)
 
 
 @dataclass(frozen=True, slots=True)
