@@ -30,6 +30,7 @@ from tests.waiting import PATIENCE_S, until_now
 STANDINS = Path(__file__).parent / "standins"
 FAKE_ENGINE = STANDINS / "fake_engine.py"
 FAKE_SERVER = STANDINS / "fake_server.py"
+FASTEST_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def write_config(folder: Path, models: dict[str, Any], *, budget_mib: int = 10_0
         **sections,
     }
     path = folder / "greenroom.yaml"
-    path.write_text(yaml.safe_dump(whole))
+    path.write_text(yaml.dump(whole, Dumper=FASTEST_DUMPER))
     return path
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable
 # Generous: the machine may be busy. Nothing waits this long when all is well.
 PATIENCE_S = 150.0
 POLL_S = 0.005
+# A question that takes a while, such as a request, is asked less often: the cores are for what is waited for.
+PAUSES_A_QUESTION = 4
+POLL_MAX_S = 0.05
 
 
 async def until(
@@ -18,18 +21,24 @@ async def until(
     """Return once `fact()`, awaited if it can be, is true; fail after `within_s`. Looks `every_s`, at each turn if 0.
 
     `what` is named by the failure; called first if it can be."""
-    deadline = time.monotonic() + within_s
+    began = time.monotonic()
+    deadline = began + within_s
     while not await _asked(fact):
-        assert time.monotonic() < deadline, _late(what, within_s)
-        await asyncio.sleep(every_s)
+        now = time.monotonic()
+        assert now < deadline, _late(what, within_s)
+        await asyncio.sleep(_pause(now - began, every_s))
+        began = time.monotonic()
 
 
 def until_now(fact: Callable[[], object], what: object = "a fact", within_s: float = PATIENCE_S) -> None:
     """The same for tests and programs without a loop."""
-    deadline = time.monotonic() + within_s
+    began = time.monotonic()
+    deadline = began + within_s
     while not fact():
-        assert time.monotonic() < deadline, _late(what, within_s)
-        time.sleep(POLL_S)
+        now = time.monotonic()
+        assert now < deadline, _late(what, within_s)
+        time.sleep(_pause(now - began, POLL_S))
+        began = time.monotonic()
 
 
 async def until_still(measure: Callable[[], int], for_s: float = 0.3) -> None:
@@ -43,6 +52,10 @@ async def until_still(measure: Callable[[], int], for_s: float = 0.3) -> None:
         return time.monotonic() - since >= for_s
 
     await until(is_still, "nothing moves any more")
+
+
+def _pause(question_s: float, every_s: float) -> float:
+    return max(every_s, min(PAUSES_A_QUESTION * question_s, POLL_MAX_S)) if every_s else 0.0
 
 
 async def _asked(fact: Callable[[], object]) -> object:

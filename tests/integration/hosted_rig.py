@@ -22,7 +22,7 @@ FAKE_WORKER = Path(__file__).parent.parent / "standins" / "fake_worker.py"
 # In place of the Python of a model: runs the fake worker instead of the program that it is given.
 PYTHON = f"""#!/bin/sh
 shift
-exec {sys.executable} {FAKE_WORKER} "$@"
+exec {sys.executable} -I -S {FAKE_WORKER} "$@"
 """
 
 

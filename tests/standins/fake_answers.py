@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from tests.standins.fake_switches import Switches
+
 
 class Answer:
     """One completion: the name of the engine, then numbers, one token each; or the words that it is told to say."""
 
-    def __init__(self, switches: argparse.Namespace, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, switches: Switches, path: str, body: dict[str, Any]) -> None:
         self.is_stream = body.get("stream") is True
         self._words = re.findall(r"\s*\S+", switches.say) if switches.say else None
         self.count = len(self._words) if self._words else int(body.get("tokens", switches.tokens))

@@ -22,11 +22,10 @@ import sys
 if __name__ == "__main__":
     # Run as a program, however isolated: the folder that holds `tests` must be found.
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    # Thousands are started by the tests. Without OpenSSL, which it does not use, and with what it does kept as
-    # bytecode, which a program itself never is, each takes a fifth less. Imports leave no garbage to look for.
-    for name in ("ssl", "_hashlib"):
-        sys.modules[name] = None  # type: ignore[assignment]
-    gc.disable()
+    from tests.standins.lean_imports import put_off
+
+    put_off()
+    # In a file of its own, because the bytecode of a program itself is never kept.
     from tests.standins.fake_engine_acts import main
 
     gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -18,7 +17,7 @@ from typing import Any
 from tests.standins import fake_gpu
 from tests.standins.fake_answers import Answer, error, event, vector
 from tests.standins.fake_http import Connection, Gone, Reader, Request, multipart
-from tests.standins.fake_switches import ERRORS, parse_switches
+from tests.standins.fake_switches import ERRORS, Switches, parse_switches
 
 # Any bytes will do for a picture.
 PIXEL = "iVBORw0KGgo="
@@ -50,7 +49,7 @@ class Journal:
 class Engine:
     """The whole program: its switches, its state, and one coroutine per connection."""
 
-    def __init__(self, switches: argparse.Namespace) -> None:
+    def __init__(self, switches: Switches) -> None:
         self.switches = switches
         self.journal = Journal(switches.journal, switches.name)
         self.is_ready = False

@@ -13,22 +13,29 @@ wake-fails, wake-hangs, wake-garbage (it has lost its weights), metrics-garbage,
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from tests.standins.lean_imports import put_off
+
+if __name__ == "__main__":
+    put_off()
+
 import argparse
 import asyncio
 import json
 import math
-import os
 import signal
-import sys
 import time
 from typing import Any
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from tests.standins.fake_answers import error
 from tests.standins.fake_engine_acts import Engine, Hung
 from tests.standins.fake_http import Connection, Request
-from tests.standins.fake_switches import parse_switches
+from tests.standins.fake_switches import Switches, parse_switches
 
 FAULTS = frozenset(os.environ.get("FAKE_FAULTS", "").split())
 # What the first token after any prompt is worth, with the weights and without.
@@ -43,7 +50,7 @@ CONTROL = {
 class Server(Engine):
     """`kind` is vllm or sglang; `own` are the switches that real servers have."""
 
-    def __init__(self, kind: str, own: argparse.Namespace, switches: argparse.Namespace) -> None:
+    def __init__(self, kind: str, own: argparse.Namespace, switches: Switches) -> None:
         super().__init__(switches)
         self.kind = kind
         self.own = own
@@ -197,7 +204,7 @@ def main() -> None:
     asyncio.run(run(kind, own, switches))
 
 
-async def run(kind: str, own: argparse.Namespace, switches: argparse.Namespace) -> None:
+async def run(kind: str, own: argparse.Namespace, switches: Switches) -> None:
     server = Server(kind, own, switches)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: (kill_core(), server.on_term()))
     server.journal.note("start", argv=sys.argv[2:])
@@ -227,4 +234,5 @@ def kill_core() -> None:
 
 
 if __name__ == "__main__":
+    gc.enable()
     main()

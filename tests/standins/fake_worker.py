@@ -1,6 +1,6 @@
 """A program that behaves like a worker that hosts slots, well or badly, as a file in each model's folder says.
 
-    python fake_worker.py --control SOCKET
+    python -I -S fake_worker.py --control SOCKET
 
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
@@ -12,17 +12,24 @@ in the model's folder, gets one JSON line for each operation.
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from tests.standins.lean_imports import put_off
+
+if __name__ == "__main__":
+    put_off()
+
 import argparse
 import asyncio
 import json
-import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from tests.standins import fake_gpu
 from tests.standins.fake_engine_acts import Engine
@@ -248,4 +255,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    gc.enable()
     main()

@@ -99,7 +99,8 @@ async def trials() -> Trials:
 
 
 def real_checker() -> SchemaChecker:
-    return SchemaChecker(SchemaTrials(SandboxPool(SCHEMAS)))
+    """Trials in real processes. What never ends is ended sooner than in production."""
+    return SchemaChecker(SchemaTrials(SandboxPool(replace(SCHEMAS, cpu_s=1))))
 
 
 async def test_all_requests_with_one_schema_wait_for_one_trial(trials: Trials) -> None:
