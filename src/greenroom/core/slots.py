@@ -253,16 +253,21 @@ class SlotWriter:
                 slot.owes -= 1
 
     def fall_back(self, slot: Slot, outcome: Outcome, now: float) -> None:
-        """A move did not arrive. A cold slot is removed, a sleeping one unloaded if its wake failed."""
+        """A move did not arrive. A cold slot is removed, a sleeping one leaves if told to, or if its wake failed."""
         if slot.tier is Tier.COLD:
             self.remove(slot)
             return
         self._state.ledger.hold(slot.id, slot.claim_asleep)
-        why = because("wake_ended", model=slot.model)
-        if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
-            slot.leaving_to, slot.leaving_because = Tier.COLD, why
+        has_failed = outcome in (Outcome.FAILED, Outcome.NO_MEMORY)
         if slot.is_going:
-            self.go_on_leaving(slot, why, now)
+            why = leaving(slot)
+        elif has_failed:
+            why = slot.leaving_because = because("wake_ended", model=slot.model)
+        else:
+            return
+        if has_failed:
+            slot.leaving_to = Tier.COLD
+        self.go_on_leaving(slot, why, now)
 
     def unload_instead(self, slot: Slot, now: float) -> None:
         """The sleep failed: unload the slot, so that it does not keep its memory."""

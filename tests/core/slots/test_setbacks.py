@@ -170,12 +170,25 @@ def test_a_wake_that_went_wrong_leaves_nothing_asleep(outcome: Outcome) -> None:
     world.arrive("r", "a", takes_s=0.0)
     world.run(0.6)
     assert world.kinds()[-2:] == ["wake a", "unload a"]
+    assert world.reasons[world.moves[-1].id].why == "wake_ended"
     if outcome is Outcome.FAILED:
         assert world.code("r") is RejectCode.LOAD_FAILED
         assert world.arrive("new", "a").fate is Fate.REJECTED, "also while it still leaves"
     world.run()
     if outcome is Outcome.NO_MEMORY:
         assert world.fate("r") is Fate.SERVED and world.moves[-1].claim == {GPU0: 7_501}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.FAILED])
+def test_an_operator_that_unloads_a_waking_model_is_the_cause_however_its_wake_ends(outcome: Outcome) -> None:
+    world = sleeping()
+    world.outcome_of = lambda move: outcome if move.kind is MoveKind.WAKE else Outcome.DONE
+    world.arrive("r", "a")
+    world.ask("o", MoveKind.UNLOAD, "a")
+    world.run()
+    assert world.kinds()[-2:] == ["wake a", "unload a"]
+    reason = world.reasons[world.moves[-1].id]
+    assert (reason.why, dict(reason.facts)) == ("leaving", {"model": "a", "cause": "asked"})
 
 
 @pytest.mark.parametrize("outcome", [Outcome.NO_LEASE, Outcome.ABORTED])
