@@ -55,7 +55,7 @@ DROPPED: frozenset[str] = frozenset(
         *("MoveDone.concurrency", "ModelSpec.split_counts", "ModelSpec.exclusive", "ModelSpec.parts"),
         *("ModelSpec.beside_mib", "ModelSpec.version_of", "ModelSpec.held", "Rejection.beside"),
         *("Limits.tenant_depths", "Limits.tenant_depth_max", "Limits.others_share_depth"),
-        *("RequestArrived.choice", "ModelSpec.is_remote", "ServeDone.was_busy"),
+        *("RequestArrived.choice", "ModelSpec.is_remote", "ServeDone.was_busy", "Rejection.room_s"),
     }
 )
 # Facts of a reason that were not told when the hashes were made.

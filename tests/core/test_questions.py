@@ -7,7 +7,7 @@ import pytest
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
-from greenroom.core.model import MoveKind, Need, Outcome, RequestId
+from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, Outcome, RequestId
 from tests.core.queue.test_order import ready
 
 from .world import Call, Fate, World, gpu, host, model, picture
@@ -117,6 +117,53 @@ def test_the_estimate_counts_the_moves_of_requests_ahead() -> None:
     world.ask_lease("train", 6_000, priority=0)
     told = world.scheduler.outlook(RequestId("second"), world.now)
     assert told is not None and told.eta_s == 10.0, "a lease takes no time"
+
+
+def told_s(world: World, name: str) -> float | None:
+    told = world.scheduler.outlook(RequestId(name), world.now)
+    assert told is not None
+    return told.eta_s
+
+
+def test_the_estimate_counts_a_load_that_holds_the_memory() -> None:
+    world = World([model("a", 6_000), model("b", 6_000)])
+    ready(world, "a", "b")
+    world.scheduler.state.models[ModelId("b")].learned_s[MoveKind.LOAD] = 0.2
+    world.ask("op", MoveKind.LOAD, "a")
+    world.run(2.0)
+    world.arrive("r", "b", within_s=1.0)
+    assert told_s(world, "r") == pytest.approx(4.2), "one second to unload, four of five to load, and its own"
+    loads_s = world.scheduler.state.models[ModelId("a")].learned_s
+    usual_s, loads_s[MoveKind.LOAD] = loads_s[MoveKind.LOAD], 0.5
+    assert told_s(world, "r") is None, "a load that takes longer than usual may take any time"
+    loads_s[MoveKind.LOAD] = usual_s
+    world.run(1.0)
+    refused = world.calls_by_id["r"].rejection
+    assert refused is not None and refused.code is RejectCode.EXPIRED
+    assert (refused.retry_after_s, refused.room_s) == (pytest.approx(0.2), pytest.approx(3.0))
+
+
+@pytest.mark.parametrize(("name", "s"), [("anywhere", 5.0), ("there", 8.0), ("host", 5.0)])
+def test_the_estimate_counts_loads_only_where_the_model_could_be(name: str, s: float) -> None:
+    first, second = (DeviceId("gpu0"),), (DeviceId("gpu1"),)
+    models = [
+        model("loading", 6_000, devices=first),
+        model("busy", 6_000, devices=second),
+        model("busy-on-host", 0, host_mib=6_000),
+        model("anywhere", 6_000),
+        model("there", 6_000, devices=first),
+        model("host", 0, host_mib=6_000),
+    ]
+    world = World(models, devices=(gpu(0, 8_000), gpu(1, 8_000), host(8_000)))
+    for record in world.scheduler.state.models.values():
+        record.learned_s[MoveKind.LOAD] = 5.0
+    world.arrive("r1", "busy")
+    world.arrive("r2", "busy-on-host")
+    world.run(10.0)
+    world.ask("op", MoveKind.LOAD, "loading")
+    world.run(2.0)
+    world.arrive("r", name)
+    assert told_s(world, "r") == s
 
 
 def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:

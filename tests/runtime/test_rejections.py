@@ -1,5 +1,6 @@
 """Every rejection becomes an error that says what to do."""
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -104,6 +105,13 @@ def test_a_request_that_waited_for_memory_is_told_how_much() -> None:
     assert said.public == "qwen waits for memory. Ask again."
     assert said.beside["loading"]["state"] == "waiting"
     assert said.beside["memory"] == {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000}
+
+
+def test_a_load_that_holds_the_memory_counts_in_the_estimate() -> None:
+    said = error(RejectCode.EXPIRED, retry_after_s=0.2, room_s=60.0)
+    assert (said.retry_after_s, said.beside["loading"]["eta_s"]) == (60.2, 60.2)
+    said = error(RejectCode.EXPIRED, retry_after_s=0.2, room_s=inf)
+    assert (said.retry_after_s, said.beside["loading"]["eta_s"]) == (10.0, None), "it is not known"
 
 
 def test_failed_load_carries_the_engines_last_lines() -> None:

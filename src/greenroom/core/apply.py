@@ -151,6 +151,7 @@ class Actions:
             plan.capacity_mib,
             plan.held_by,
             plan.beside,
+            plan.room_s,
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse, now: float) -> None:

@@ -51,6 +51,8 @@ class Rejection:
     held_by: tuple[str, ...] = ()
     # Models beside which the coresidency rules exclude it.
     beside: tuple[ModelId, ...] = ()
+    # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known.
+    room_s: float = 0.0
 
 
 class OpOutcome(Enum):

@@ -6,9 +6,10 @@ Changes nothing. Explanations are built from the plan that a real arrival would 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from greenroom.core.decide.arrival import Option as Option
-from greenroom.core.decide.arrival import called_off, eta_s, plan_for, too_late
+from greenroom.core.decide.arrival import called_off, eta_s, plan_for, room_s, too_late
 from greenroom.core.decide.decision import Join as Join
 from greenroom.core.decide.decision import Plan as Plan
 from greenroom.core.decide.decision import Refuse as Refuse
@@ -35,7 +36,9 @@ def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
     waiter = state.waitlist.get(request)
     if waiter is None:
         return None
-    return Outlook(state.waitlist.position(waiter), eta_s(state, waiter, waiter.model, now))
+    estimate_s, more_s = eta_s(state, waiter, waiter.model, now), room_s(state, waiter, waiter.model, now)
+    told_s = None if estimate_s is None or more_s == inf else estimate_s + more_s
+    return Outlook(state.waitlist.position(waiter), told_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from greenroom.core.decide.arrival import (
     is_able,
     model_of,
     plan_for,
+    room_s,
     too_late,
     waiter_for,
     weigh,
@@ -313,8 +314,9 @@ class Scheduler:
             self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta, beside=beside))
         else:
             # It has waited for memory: report how much is missing.
-            free = state.ledger.free_mib(frozenset())
-            self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
+            free, more_s = state.ledger.free_mib(frozenset()), room_s(state, waiter, waiter.model, now)
+            late = refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free, more_s)
+            self._act.refuse(waiter, late)
 
     def _retry(self, model: ModelId, now: float) -> None:
         record = self.state.claimants[model]

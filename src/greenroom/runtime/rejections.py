@@ -102,7 +102,7 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                return _late(rejection, retry_s, phase_of(self._slots_of(model)), self._progress(model))
+                return _late(rejection, phase_of(self._slots_of(model)), self._progress(model))
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -174,9 +174,11 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
     return {"memory": named} if rejection.needs_mib else {}
 
 
-def _late(rejection: Rejection, retry_s: float | None, phase: Phase, progress: float | None) -> ModelLoading:
+def _late(rejection: Rejection, phase: Phase, progress: float | None) -> ModelLoading:
     """The error of a request that waited too long. It says what the model does, which need not be to load."""
     eta_s, public = rejection.retry_after_s, None
+    if eta_s is not None:
+        eta_s = eta_s + rejection.room_s if rejection.room_s < math.inf else None
     if phase is Phase.READY and eta_s:
         message = (
             f"{rejection.model} is ready, but busy: this answer could begin in about {eta_s:.0f} s, too late for it."
@@ -201,5 +203,5 @@ def _late(rejection: Rejection, retry_s: float | None, phase: Phase, progress: f
     if progress is not None:
         state["progress"] = round(progress, 3)
     return ModelLoading(
-        message, public=public, retry_after_s=retry_s or 10.0, beside={"loading": state, **_numbers(rejection)}
+        message, public=public, retry_after_s=_bounded(eta_s) or 10.0, beside={"loading": state, **_numbers(rejection)}
     )

@@ -19,7 +19,7 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
-from greenroom.core.model import ModelId, MoveKind, Slot, TenantId, Tier
+from greenroom.core.model import DeviceId, DeviceKind, ModelId, MoveKind, Slot, TenantId, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import State
 
@@ -236,6 +236,27 @@ def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | N
     if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
         return own
     return own + _others_s(state, waiter)
+
+
+def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
+    """Seconds beyond `eta_s` that a request waits for loads under way, beside which its model does not fit.
+
+    Until a device that could hold it has none of them; infinite if that is not known. Decisions do not go by this.
+    """
+    if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
+        return 0.0
+    spec, left_s = state.claimants[model].spec, dict[DeviceId, float]()
+    for slot in state.slots.values():
+        if slot.is_arriving:
+            # A move that takes longer than usual may take any time.
+            rest_s = _move_left_s(state, slot.model, now) or inf
+            for device in slot.claim:
+                left_s[device] = max(left_s.get(device, 0.0), rest_s)
+    kind = DeviceKind.GPU if spec.need.gpu_mib else DeviceKind.HOST
+    devices = (device.id for device in state.ledger.devices.values() if device.kind is kind)
+    able = (device for device in devices if not spec.devices or device in spec.devices)
+    soonest_s = min((left_s.get(device, 0.0) for device in able), default=0.0)
+    return max(0.0, soonest_s - _others_s(state, waiter))
 
 
 def _others_s(state: State, waiter: Waiter) -> float:

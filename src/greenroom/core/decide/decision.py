@@ -86,7 +86,10 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The only possible answer is an error. `beside` as in `Wait`; for `EXCLUDED` these models are pinned."""
+    """The only possible answer is an error. `beside` as in `Wait`; for `EXCLUDED` these models are pinned.
+
+    `room_s` as in `Rejection`.
+    """
 
     code: RejectCode
     retry_after_s: float | None = None
@@ -95,6 +98,7 @@ class Refuse:
     capacity_mib: int = 0
     held_by: tuple[str, ...] = ()
     beside: tuple[ModelId, ...] = ()
+    room_s: float = 0.0
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
@@ -245,10 +249,11 @@ def refusal(
     spec: ModelSpec,
     need: Need,
     mib: Mapping[DeviceId, int],
+    room_s: float = 0.0,
 ) -> Refuse:
     """A refusal for lack of memory, in numbers: what is needed, what there is, and which other gateways hold some."""
     figures = placement.shortfall(spec, need, state.devices, mib)
-    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices))
+    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices), room_s=room_s)
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
