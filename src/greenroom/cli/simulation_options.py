@@ -136,9 +136,20 @@ def _path(text: str, instead: str) -> str:
 def _needs_asleep(path: str) -> dict[str, Need]:
     """What models that can sleep need meanwhile: a JSON object with MiB of GPU and of host for each."""
     try:
-        return {name: Need(*mibs) for name, mibs in json.loads(Path(path).read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"it cannot be read: {error}") from error
+        said = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise argparse.ArgumentTypeError(f'{path} is no JSON object such as {{"model": [0, 8000]}}')
+    for name, mibs in said.items():
+        if not (isinstance(mibs, list) and len(mibs) == 2 and all(_is_mib(mib) for mib in mibs)):
+            wanted = f"[MiB of GPU, MiB of host] is wanted, whole numbers from 0 to {MIB_MAX:,}"
+            raise argparse.ArgumentTypeError(f"{path}: {name}: {wanted}")
+    return {name: Need(*mibs) for name, mibs in said.items()}
+
+
+def _is_mib(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MIB_MAX
 
 
 def _from_zero(text: str) -> float:

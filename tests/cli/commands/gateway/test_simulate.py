@@ -479,6 +479,35 @@ def test_wrong_options_are_refused(
     assert f"argument {option}: {told}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "cannot be read: "),
+        ("[" * 200_000, "cannot be read: "),
+        ("[]", 'is no JSON object such as {"model": [0, 8000]}'),
+        ('{"big": 5}', ": big: [MiB of GPU, MiB of host] is wanted, whole numbers from 0 to 1,000,000,000"),
+        *(
+            (f'{{"big": {mibs}}}', ": big: [MiB of GPU")
+            for mibs in ("[1]", "[1, 2, 3]", "[-1, 0]", "[1.5, 0]", '["1", 0]')
+        ),
+        *(
+            (f'{{"big": {mibs}}}', ": big: [MiB of GPU")
+            for mibs in ("[true, 0]", "[1e12, 0]", "null", '{"a": 1, "b": 2}')
+        ),
+    ],
+)
+def test_a_wrong_file_of_needs_asleep_is_refused(
+    text: str, told: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asleep.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as left:
+        main(["simulate", "-c", config, "--asleep", str(file)])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --asleep: " in said and told in said and str(file) in said
+
+
 def test_an_unknown_policy_and_too_many_cases_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "-c", config, "--policy", "default,lifo"]) == 2
     assert "there is no policy 'lifo': default or fifo" in capsys.readouterr().err
