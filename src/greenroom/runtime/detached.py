@@ -15,8 +15,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-async def run_detached(work: Callable[[], Result], name: str) -> Result:
-    """Return or raise what `work` does. If this is cancelled, the thread runs on by itself."""
+async def run_detached(
+    work: Callable[[], Result], name: str, *, unclaimed: Callable[[Result], object] | None = None
+) -> Result:
+    """Return or raise what `work` does. If this is cancelled, the thread runs on by itself.
+
+    Then `unclaimed` gets its result, to release what that holds.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -26,7 +31,13 @@ async def run_detached(work: Callable[[], Result], name: str) -> Result:
         except Exception as error:
             tell(_fail, done, error)
         else:
-            tell(_succeed, done, result)
+            tell(succeed, result)
+
+    def succeed(result: Result) -> None:
+        if not done.done():
+            done.set_result(result)
+        elif unclaimed is not None:
+            unclaimed(result)
 
     def tell(how: Callable[..., None], *said: object) -> None:
         # A closed loop raises this; no caller is left then.
@@ -34,12 +45,13 @@ async def run_detached(work: Callable[[], Result], name: str) -> Result:
             loop.call_soon_threadsafe(how, *said)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
-
-
-def _succeed(done: asyncio.Future[Result], result: Result) -> None:
-    if not done.done():
-        done.set_result(result)
+    try:
+        return await done
+    except asyncio.CancelledError:
+        # The result may have come in the same moment.
+        if unclaimed is not None and not done.cancelled() and done.exception() is None:
+            unclaimed(done.result())
+        raise
 
 
 def _fail(done: asyncio.Future[Result], error: Exception) -> None:

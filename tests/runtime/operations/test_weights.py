@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+
+from greenroom.config.schema import Model
+from greenroom.library.fetched_marks import FETCHING, FOLDER
+from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
-from greenroom.runtime.operations.weights import _is_needed
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.weights import VersionWeights, WeightsOrder, _is_needed
 from tests.library.hub_cache import add_snapshot
+from tests.waiting import PATIENCE_S, until
+
+
+class SlowRoots:
+    """Roots on a disk that answers only when it may."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+
+    def locate(self, name: str) -> None:
+        return None
+
+    def real(self) -> list[str]:
+        self.asked.set()
+        self.may_answer.wait(PATIENCE_S)
+        return [str(self.folder)]
+
+
+async def test_a_fetch_that_is_cancelled_while_it_begins_leaves_no_lock(tmp_path: Path) -> None:
+    roots = SlowRoots(tmp_path)
+    weights = VersionWeights(cast(Library, SimpleNamespace(roots=roots)), cast(Downloads, None))
+    fetching = asyncio.ensure_future(weights.found(cast(Model, None), WeightsOrder("org/name"), set()))
+    await until(roots.asked.is_set)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    roots.may_answer.set()
+
+    def is_free() -> bool:
+        try:
+            with (tmp_path / FOLDER / FETCHING).open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        return True
+
+    await until(is_free)
 
 
 def record(folder: Path, *names: str) -> LibraryRecord:

@@ -100,7 +100,7 @@ class VersionWeights:
         """Locks that keep other gateways from deleting what is being fetched. Raises FetchFailed."""
         for _ in range(BEGIN_TRIES):
             try:
-                return await run_detached(self._marks.begin_fetch, "begin to fetch")
+                return await run_detached(self._marks.begin_fetch, "begin to fetch", unclaimed=close_all)
             except BlockingIOError:
                 await asyncio.sleep(BEGIN_EVERY_S)
         raise FetchFailed("Another gateway has been deleting weights for a minute; ask again.")
@@ -197,7 +197,11 @@ class VersionWeights:
         used = await run_detached(lambda: {*in_use, *chain.from_iterable(map(files_of, entries))}, "look at models")
         for path in await run_detached(lambda: _unused(paths, used), "compare versions"):
             try:
-                locks = await run_detached(lambda: self._marks.take(path), "look for users of weights")  # noqa: B023
+                locks = await run_detached(
+                    lambda: self._marks.take(path),  # noqa: B023
+                    "look for users of weights",
+                    unclaimed=lambda locks: close_all(locks or ()),
+                )
             except BlockingIOError:
                 later.append(path)
                 continue

@@ -1,0 +1,54 @@
+"""A thread that is left behind: what its work holds is released."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from greenroom.runtime.detached import run_detached
+from tests.waiting import PATIENCE_S, until, until_now
+
+
+async def test_a_result_that_comes_after_a_cancel_is_handed_back() -> None:
+    begun, may_end, left = threading.Event(), threading.Event(), list[str]()
+
+    def work() -> str:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        return "locks"
+
+    task = asyncio.ensure_future(run_detached(work, "work", unclaimed=left.append))
+    await until(begun.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert left == []
+    may_end.set()
+    await until(lambda: left == ["locks"])
+
+
+async def test_a_result_that_comes_with_a_cancel_is_handed_back() -> None:
+    begun, may_end, left = threading.Event(), threading.Event(), list[str]()
+
+    def work() -> str:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        return "locks"
+
+    task = asyncio.ensure_future(run_detached(work, "such work", unclaimed=left.append))
+    await until(begun.is_set)
+    may_end.set()
+    # The loop stands still until the thread has told its result. The cancel comes after that, and before the waiter.
+    until_now(lambda: all(thread.name != "such work" for thread in threading.enumerate()))
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert left == ["locks"]
+
+
+async def test_a_result_that_is_waited_for_is_not_handed_back() -> None:
+    left = list[str]()
+    assert await run_detached(lambda: "locks", "work", unclaimed=left.append) == "locks"
+    assert left == []
