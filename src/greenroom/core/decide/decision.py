@@ -317,18 +317,22 @@ def _eviction(
     """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
     swapper, room = state.policy.swapper, residents.room_mib
     asked: dict[Resident, float] = {}
-    # Those that cannot leave concern only coresidency, and perhaps swappers of others.
-    with_tied = _has_rules(state, target) or not isinstance(swapper, ByMemory)
-    there = residents.those(True, but, with_tied)
+    all_matter = _all_matter(state, target)
+    there = residents.those(True, but) if all_matter else residents.that_help(True, but, target.options)
     asleep, until = _askable(state, urgency, queue, residents, there, now, asked)
     found = swapper.eviction_for(target, asleep, room)
     if (found is not None and not found.is_blocked) or not residents.may_fall_asleep:
         return found, until
-    there = residents.those(False, but, with_tied)
+    there = residents.those(False, but) if all_matter else residents.that_help(False, but, target.options)
     cold, until_cold = _askable(state, urgency, queue, residents, there, now, asked)
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
+
+
+def _all_matter(state: State, target: Target) -> bool:
+    """True if not only residents that free memory matter: to coresidency rules, or to a swapper that is not ours."""
+    return _has_rules(state, target) or type(state.policy.swapper) is not ByMemory
 
 
 def _keeps(
@@ -354,12 +358,10 @@ def _keeps(
             for device in way.wants
         }
         if _fits(way.wants, room_mib):
-            swapper, has_rules = state.policy.swapper, _has_rules(state, target)
-            if type(swapper) is ByMemory and not has_rules:
+            if not _all_matter(state, target):
                 return way.on
-            # Coresidency, or another swapper, may still object. Only the former concerns residents that stay, or that
-            # are elsewhere.
-            judged = residents.those(may_sleep=False, but=asleep) if has_rules else leaving
+            # Only coresidency concerns residents that stay, or that are elsewhere.
+            judged = residents.those(may_sleep=False, but=asleep) if _has_rules(state, target) else leaving
             then = [one.fixed(_stays(state, urgency, queue, one, soon, now)) for one in judged]
             only = replace(target, options=(way.wants,))
             found = state.policy.swapper.eviction_for(only, then, residents.room_mib)

@@ -6,7 +6,7 @@ everything in it may change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import log
 
 from greenroom.core.decide import green_room, placement
@@ -25,7 +25,9 @@ class Residents:
         self.may_keep = may_keep
         self._now = now
         self._places = places
-        self._made: dict[tuple[bool, bool], list[Resident]] = {}
+        self._made: dict[bool, list[Resident]] = {}
+        self._made_awake: dict[bool, list[Resident]] = {}
+        self._untied_slots: tuple[list[Slot], list[Slot]] | None = None
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
@@ -84,27 +86,61 @@ class Residents:
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
         return Ways([way_to(claim, claim) for claim in claims])
 
-    def those(self, may_sleep: bool, but: Slot | None, with_tied: bool = True) -> list[Resident]:
-        """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving.
-
-        Without `with_tied` those that cannot leave now are left out: with many waiting models these are most.
-        """
-        made = self._made.get((may_sleep, with_tied))
-        if made is None and not may_sleep and (True, with_tied) in self._made and not self.may_fall_asleep:
-            made = self._made[False, with_tied] = self._made[True, with_tied]
+    def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
+        """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""
+        made = self._made.get(may_sleep)
         if made is None:
-            slots = list(self._state.slots.values())
-            if not with_tied:
-                # Hot path: with many waiting models most slots are on their way.
-                slots = [slot for slot in slots if slot.move is None and slot.planned is None and not slot.spec.pinned]
-            slots = [slot for slot in slots if _stays(slot)]
-            made = self._made[may_sleep, with_tied] = [self._resident(slot, may_sleep, None) for slot in slots]
+            slots = [slot for slot in self._state.slots.values() if _stays(slot)]
+            made = self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in slots]
+        return self._without(made, may_sleep, but)
+
+    def that_help(self, may_sleep: bool, but: Slot | None, options: Sequence[Claim]) -> list[Resident]:
+        """The residents except `but` that can leave now and may free memory for one of these claims.
+
+        That is few of all: of many waiting models most are on their way, and in a large green room most sleep, where
+        no memory is missing.
+        """
+        awake = self._without(self._awake(may_sleep), may_sleep, but)
+        if not self._sleepers_help(awake, options):
+            return awake
+        return [*awake, *(self._resident(slot, may_sleep, None) for slot in self._untied[1] if slot is not but)]
+
+    def _awake(self, may_sleep: bool) -> list[Resident]:
+        made = self._made_awake.get(may_sleep)
+        if made is None:
+            made = self._made_awake[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._untied[0]]
+        return made
+
+    def _without(self, made: list[Resident], may_sleep: bool, but: Slot | None) -> list[Resident]:
         if but is None:
             return made
         others = [resident for resident in made if resident.slot != but.id]
         if may_sleep and self._state.limits.green_room_mib is not None:
             return [self._beside(resident, but) for resident in others]
         return others
+
+    def _sleepers_help(self, awake: list[Resident], options: Sequence[Claim]) -> bool:
+        """True if memory may be missing on a device where a sleeper holds some, should others fall asleep there."""
+        held_by, room_mib = self._state.ledger.held_by, self.room_mib
+        for device in {device: None for slot in self._untied[1] for device in held_by(slot.id)}:
+            taken_mib = sum([max(0, -one.gives_mib.get(device, 0)) for one in awake])
+            for claim in options:
+                if device in claim and claim[device] + taken_mib > room_mib[device]:
+                    return True
+        return False
+
+    @property
+    def _untied(self) -> tuple[list[Slot], list[Slot]]:
+        """Slots that could leave now: those that are awake, and those that sleep."""
+        if self._untied_slots is None:
+            awake: list[Slot] = []
+            asleep: list[Slot] = []
+            for slot in self._state.slots.values():
+                # Hot path: what excludes most comes first.
+                if slot.move is None and not _is_tied(slot) and _stays(slot):
+                    (asleep if slot.tier is Tier.ASLEEP else awake).append(slot)
+            self._untied_slots = (awake, asleep)
+        return self._untied_slots
 
     def at(self, devices: Iterable[DeviceId], but: Slot | None) -> list[Resident]:
         """Residents except `but` with memory on one of these devices, as if all of them went cold."""
@@ -137,7 +173,7 @@ class Residents:
     def may_fall_asleep(self) -> bool:
         """True if any resident would leave to the green room."""
         if self._may_fall_asleep is None:
-            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self.those(True, None, with_tied=False)]
+            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self._awake(True)]
         return self._may_fall_asleep
 
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
