@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8210
 # Many tests wait for processes: more at once than there are cores keep both busy where there are two. Slow tests keep
-# them busy with fewer.
-JOBS ?= 6
+# them busy with fewer. Each process takes four seconds to import them all.
+JOBS ?= 5
 SLOW_JOBS ?= 4
 # Neighbours stay together as long as none is idle: the tests of a file share gateways and what they import.
 SPREAD := --dist worksteal --numprocesses
@@ -37,7 +37,7 @@ VLLM_STAMP := $(VLLM)/.ready-$(shell echo '$(TORCH_VERSION) $(VLLM_PACKAGE)' | c
 TORCH_TESTS := tests/workers/torch_host
 # These start engines, workers with torch among them. The tests of a file share a running gateway, and so a process.
 ENGINE_TESTS := tests/contract/engines tests/integration/transformers
-# These share a browser and a gateway, and so a process for each file. A browser keeps a core busy.
+# These share a browser and a gateway, and so a process for each file.
 UI_TESTS := tests/ui
 UI_JOBS ?= 2
 # Tests of the core compute and wait for nothing: no more of them than cores. Other units wait a little, and each process
@@ -134,15 +134,18 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 # On two cores: check, core and units within 2 minutes, everything within 8.
-test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway, a browser
+test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a running gateway and a browser
 	@$(BIN)/python -m pytest tests/core -m '$(QUICK) and traced' $(SPREAD) $(CORE_JOBS) \
 	  --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(BIN)/python -m pytest tests -m '$(QUICK) and not traced' $(SPREAD) $(UNIT_JOBS) \
 	  $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' $(SPREAD) $(TORCH_JOBS)
 	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)
-	@$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)
-	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile
+# A browser waits half of its time, so these two run at once. What the browser's tests say is shown at the end.
+	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile \
+	  >$(VENV)/browser.log 2>&1 & browser=$$!; \
+	$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH); failed=$$?; \
+	wait $$browser || failed=1; cat $(VENV)/browser.log; exit $$failed
 
 test-slow: setup torch $(UI_STAMP) ## kills and faults, shared stores, real engines, every model family: about 25 minutes
 	@$(BIN)/python -m pytest tests -m '$(SLOW)' $(SPREAD) $(SLOW_JOBS) $(NO_TORCH) --ignore=$(UI_TESTS)
