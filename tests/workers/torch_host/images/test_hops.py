@@ -26,10 +26,13 @@ from greenroom.workers.torch_host.images import hops
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
-from tests.workers.torch_host.images.test_pipelines import ARGUMENTS, is_same, plain
+from tests.workers.torch_host.images.test_pipelines import ARGUMENTS as FULL
+from tests.workers.torch_host.images.test_pipelines import is_same, plain
 from tests.workers.torch_host.samples.tiny_pipelines import KINDS, make_pipeline
 from tests.workers.torch_host.stand_in_devices import KIND, MixedDevices, StandInDevices
 
+# Every step crosses the same boundaries, and takes long on stand-ins: the second has what the first brought back.
+ARGUMENTS: dict[str, Any] = {**FULL, "num_inference_steps": 2}
 ONE, OTHER = torch.device(KIND, 0), torch.device(KIND, 1)
 # Which components are on the second device: the denoiser, or all that it is not.
 MAPS: dict[str, dict[str, int]] = {
