@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.standins.fake_switches import parse_switches
 from tests.waiting import until_now
 
 from .trees import is_alive
@@ -291,3 +292,9 @@ def test_engine_listens_on_a_port(folder: Path) -> None:
             until_now(is_up)
         finally:
             process.kill()
+
+
+def test_value_of_a_switch_comes_after_a_space_or_an_equals_sign() -> None:
+    spaced = parse_switches(["--port", "1", "--journal", "a=b", "--fail-at", "/x"])
+    joined = parse_switches(["--port=1", "--journal=a=b", "--fail-at=/x"])
+    assert spaced == joined and (joined.journal, joined.fail_at) == ("a=b", ["/x"])

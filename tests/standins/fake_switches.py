@@ -90,12 +90,13 @@ def parse_switches(words: list[str] | None = None) -> Switches:
     found = {name: list(value) if isinstance(value, list) else value for name, (_, value) in SWITCHES.items()}
     left = iter(sys.argv[1:] if words is None else words)
     for word in left:
-        name = word.removeprefix("--")
-        if name not in SWITCHES or name == word:
+        switch, equals, given = word.partition("=")
+        name = switch.removeprefix("--")
+        if name not in SWITCHES or name == switch:
             sys.exit(f"no such switch: {word}")
         read = SWITCHES[name][0]
         try:
-            value = read("" if read is flag else next(left))
+            value = read("" if read is flag else given if equals else next(left))
         except (StopIteration, ValueError) as wrong:
             sys.exit(f"{word} needs another value: {wrong}")
         found[name] = [*found[name], value] if isinstance(found[name], list) else value
