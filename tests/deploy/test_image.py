@@ -97,7 +97,7 @@ class Pod:
             place.mkdir(parents=True, exist_ok=True)
         (programs := self.folder / "models" / "tests" / "standins").mkdir(parents=True)
         shutil.copy(FAKE_ENGINE.parents[1] / "__init__.py", programs.parent)
-        for program in (FAKE_ENGINE.with_name("__init__.py"), *FAKE_ENGINE.parent.glob("fake_*.py")):
+        for program in FAKE_ENGINE.parent.glob("*.py"):
             shutil.copy(program, programs)
         fake = {"cmd": "python /models/tests/standins/fake_engine.py --port ${PORT} --name fake", "memory_mib": 10}
         whole = {**yaml.safe_load(config), "models": {"fake": fake}}
