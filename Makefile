@@ -141,8 +141,9 @@ test: check torch $(UI_STAMP) ## check, core, units, then workers, programs, a r
 	  $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' $(SPREAD) $(TORCH_JOBS)
 	@$(BIN)/python -m pytest $(PROGRAM_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH)
-# A browser waits half of its time, so these two run at once. What the browser's tests say is shown at the end.
-	@$(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile \
+# A browser waits half of its time, so these two run at once. What the browser's tests say is shown at the end. An
+# interrupt ends both: without the trap, what runs in the background ignores it.
+	@{ trap - INT; exec $(BIN)/python -m pytest $(UI_TESTS) -m '$(QUICK)' --numprocesses $(UI_JOBS) --dist loadfile; } \
 	  >$(VENV)/browser.log 2>&1 & browser=$$!; \
 	$(BIN)/python -m pytest $(GATEWAY_TESTS) -m '$(QUICK)' $(SPREAD) $(JOBS) $(NO_TORCH); failed=$$?; \
 	wait $$browser || failed=1; cat $(VENV)/browser.log; exit $$failed

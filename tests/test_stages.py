@@ -1,14 +1,20 @@
-"""`make test` and `make test-slow` run each test once, however they divide the work among environments."""
+"""`make test` and `make test-slow` run each test once, however they divide the work, and end as their stages do."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE_S, until_now
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK, SLOW = "not slow and not soak and not gpu", "slow and not soak and not gpu"
@@ -88,3 +94,60 @@ def test_a_command_is_understood() -> None:
     assert found == Stage(("tests/a", "tests/b"), ("tests/a/c",), "test_x", "not slow")
     ran = ["tests/a/test_x.py", "tests/a/test_y.py", "tests/a/c/test_x.py", "tests/ab/test_x.py"]
     assert [found.runs(file) for file in ran] == [True, False, False, False]
+
+
+# Stands in for Python. The two stages that run at once wait, or end as told; all others pass.
+STAND_IN = """#!/bin/bash
+case "$*" in *"pytest tests/ui"*) stage=browser;; *"pytest tests/integration"*) stage=gateway;; *) exit;; esac
+exec {python} -c '
+import os, pathlib, sys, time
+stage = sys.argv[1]
+pathlib.Path(os.environ["STAGES"], stage).touch()
+try:
+    while stage in os.environ["WAITING"]:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    sys.exit(f"the {{stage}} was interrupted")
+sys.exit(f"the {{stage}} failed" if stage in os.environ["FAILING"] else None)
+' $stage
+"""
+
+
+def make_test(folder: Path, waiting: str = "", failing: str = "") -> subprocess.Popen[str]:
+    """`make test` with stages that are only played, in a session of its own, as in a terminal."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
+    prepared = ["UI_STAMP=built", *(f"--old-file={target}" for target in ("check", "torch", "built"))]
+    return subprocess.Popen(
+        # Where these tests themselves run in the background, they ignore interrupts.
+        ["env", "--default-signal=INT", "make", "test", *prepared, f"VENV={folder}", "TORCH_PYTEST=true"],
+        cwd=ROOT,
+        env={**os.environ, "STAGES": str(folder), "WAITING": waiting, "FAILING": failing},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("failing", ["", "browser", "gateway", "browser gateway"])
+def test_a_stage_that_fails_beside_another_fails_all(failing: str, tmp_path: Path) -> None:
+    making = make_test(tmp_path, failing=failing)
+    said, _ = making.communicate(timeout=PATIENCE_S)
+    assert (making.returncode != 0) is bool(failing), said
+    assert [stage for stage in ("browser", "gateway") if f"the {stage} failed" in said] == failing.split(), said
+
+
+def test_an_interrupt_ends_both_stages(tmp_path: Path) -> None:
+    making = make_test(tmp_path, waiting="browser gateway")
+    try:
+        until_now(lambda: {"browser", "gateway"} <= {path.name for path in tmp_path.iterdir()}, "both have begun")
+        os.killpg(making.pid, signal.SIGINT)
+        said, _ = making.communicate(timeout=PATIENCE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(making.pid, signal.SIGKILL)
+    assert making.returncode != 0
+    assert "the gateway was interrupted" in said and "the browser was interrupted" in said, said
