@@ -166,6 +166,38 @@ def test_the_estimate_counts_loads_only_where_the_model_could_be(name: str, s: f
     assert told_s(world, "r") == s
 
 
+@pytest.mark.parametrize(("mib", "s"), [(3_000, 5.0), (4_000, 8.0)])
+def test_the_estimate_counts_no_load_beside_which_the_model_fits(mib: int, s: float) -> None:
+    """It waits for a model that is busy, not for the one that comes, unless it needs the memory of both."""
+    world = World([model("busy", 3_000), model("loading", 5_000), model("a", mib)], devices=(gpu(0, 8_000),))
+    for record in world.scheduler.state.models.values():
+        record.learned_s[MoveKind.LOAD] = 5.0
+    world.arrive("r1", "busy")
+    world.run(10.0)
+    world.ask("op", MoveKind.LOAD, "loading")
+    world.run(2.0)
+    world.arrive("r", "a")
+    assert told_s(world, "r") == s
+
+
+def test_the_estimate_counts_every_load_that_a_model_on_several_devices_waits_for() -> None:
+    first, second = (DeviceId("gpu0"),), (DeviceId("gpu1"),)
+    models = [
+        model("soon", 6_000, devices=first),
+        model("late", 6_000, devices=second),
+        model("pinned", 1_000, devices=second, pinned=True),
+        model("wide", 6_000, gpus=2),
+    ]
+    world = World(models, devices=(gpu(0, 8_000), gpu(1, 8_000)))
+    for name, record in world.scheduler.state.models.items():
+        record.learned_s[MoveKind.LOAD] = 30.0 if name == "late" else 5.0
+    for name in ("soon", "late", "pinned"):
+        world.ask(f"load {name}", MoveKind.LOAD, name)
+    world.run(2.0)
+    world.arrive("r", "wide")
+    assert told_s(world, "r") == 28.0 + 5.0
+
+
 def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
     world = World([model("a", 6_000, asleep=Need(0, 100)), model("b", 6_000)], devices=(gpu(0, 8_000), host(1_000)))
     ready(world, "a", "b", "a", "b")

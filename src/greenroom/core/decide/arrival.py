@@ -14,12 +14,13 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from greenroom.core.decide import placement
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason, decide_for
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
-from greenroom.core.model import DeviceId, DeviceKind, ModelId, MoveKind, Slot, TenantId, Tier
+from greenroom.core.model import Claim, DeviceId, ModelId, MoveKind, Slot, TenantId, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import State
 
@@ -241,22 +242,30 @@ def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | N
 def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
     """Seconds beyond `eta_s` that a request waits for loads under way, beside which its model does not fit.
 
-    Until a device that could hold it has none of them; infinite if that is not known. Decisions do not go by this.
+    Until enough of them have ended; infinite if that is not known. Decisions do not go by this.
     """
-    if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
+    own = state.slots_of(model)
+    if any(slot.is_arriving or slot.is_serving for slot in own):
         return 0.0
-    spec, left_s = state.claimants[model].spec, dict[DeviceId, float]()
-    for slot in state.slots.values():
-        if slot.is_arriving:
-            # A move that takes longer than usual may take any time.
-            rest_s = _move_left_s(state, slot.model, now) or inf
-            for device in slot.claim:
-                left_s[device] = max(left_s.get(device, 0.0), rest_s)
-    kind = DeviceKind.GPU if spec.need.gpu_mib else DeviceKind.HOST
-    devices = (device.id for device in state.ledger.devices.values() if device.kind is kind)
-    able = (device for device in devices if not spec.devices or device in spec.devices)
-    soonest_s = min((left_s.get(device, 0.0) for device in able), default=0.0)
+    record = state.claimants[model]
+    # A model that is pinned stays when it has come: its memory is not waited for.
+    loads = [slot for slot in state.slots.values() if slot.is_arriving and not slot.spec.pinned]
+    most, soonest_s = state.most_mib(own[0] if own else None, stays=record.spec.version_of), 0.0
+    for slot in loads:
+        _add(most, slot.claim, -1)
+    # A move that takes longer than usual may take any time.
+    ends = [(_move_left_s(state, slot.model, now) or inf, slot.claim) for slot in loads]
+    for left_s, claim in sorted(ends, key=lambda end: end[0]):
+        if placement.options(record.spec, record.need, state.devices, most, most):
+            break
+        soonest_s = left_s
+        _add(most, claim, 1)
     return max(0.0, soonest_s - _others_s(state, waiter))
+
+
+def _add(mib: dict[DeviceId, int], claim: Claim, times: int) -> None:
+    for device in claim:
+        mib[device] = mib.get(device, 0) + times * claim[device]
 
 
 def _others_s(state: State, waiter: Waiter) -> float:
