@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -113,9 +114,6 @@ class CaseRuns:
     def _result(self, case: Case, on_progress: Callable[[Case, float], None]) -> CaseResult:
         try:
             return run_all((case,), self._base, self._workload, self._seed, on_progress)[0]
-        except OSError:
-            # Progress cannot be told.
-            raise
         except Exception as error:
             raise CaseFailed(case, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
@@ -154,7 +152,11 @@ class CaseRuns:
 
     def _played(self, number: int, pipe: Connection) -> CaseResult | CaseFailed:
         def tell(_: Case, share: float) -> None:
-            pipe.send(share)
+            try:
+                pipe.send(share)
+            except OSError:
+                # As in `_work`, but a policy may raise that, too.
+                sys.exit()
 
         try:
             return self._result(self._compared[number], tell)

@@ -529,6 +529,12 @@ class Raising(FirstCome):
 
     def loss(self, resident, now):
         raise ZeroDivisionError("nothing to divide by")
+
+class Reading(FirstCome):
+    def rank(self, queue, now):
+        open("/nowhere/ranks")
+
+    loss = rank
 """
 
 
@@ -540,6 +546,11 @@ class Raising(FirstCome):
             "raising",
             "greenroom: the case raising could not be played with the policy 'raising': "
             "ZeroDivisionError: nothing to divide by\n  | Traceback",
+        ),
+        (
+            "reading",
+            "greenroom: the case reading could not be played with the policy 'reading': "
+            "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/ranks'\n  | Traceback",
         ),
     ],
 )
@@ -553,8 +564,9 @@ def test_a_policy_of_another_package_that_is_broken_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entries = f"[greenroom.policies]\nbare = {tmp_path.name}_broken:Bare\nraising = {tmp_path.name}_broken:Raising\n"
-    install(tmp_path, entries, **{f"{tmp_path.name}_broken": POLICIES})
+    module = f"{tmp_path.name}_broken"
+    entries = [f"{name.lower()} = {module}:{name}\n" for name in ("Bare", "Raising", "Reading")]
+    install(tmp_path, "[greenroom.policies]\n" + "".join(entries), **{module: POLICIES})
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["simulate", "-c", config, *SHORT, "--jobs", "2", "--policy", policies + beside]) == 1
     assert told in capsys.readouterr().err
