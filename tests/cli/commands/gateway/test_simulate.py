@@ -572,6 +572,21 @@ def test_a_policy_of_another_package_that_is_broken_is_named(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("policies", "told"),
+    [
+        ("default", "greenroom: scheduler.swapper: there is no swapper 'largest'; there are coordinator, memory\n"),
+        ("default,lifo", "there is no policy 'lifo': default or fifo"),
+    ],
+)
+def test_a_swapper_that_is_not_there_is_named_by_its_key_after_policies_that_are_not(
+    policies: str, told: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(config).write_text(f"{CONFIG}\nscheduler: {{swapper: largest}}\n")
+    assert main(["simulate", "-c", config, *SHORT, "--policy", policies]) != 0
+    assert told in capsys.readouterr().err
+
+
 def test_a_configuration_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text("models: {}")

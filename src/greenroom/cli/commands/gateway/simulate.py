@@ -112,8 +112,11 @@ def _cases(args: argparse.Namespace, limits: Limits) -> tuple[Case, ...]:
     for policy in policies:
         if policy not in known:
             raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
+    for policy in policies:
         for problem in plugin_problems(replace(limits, policy=policy)):
-            raise CommandFailed(f"{'scheduler.policy' if args.policy is None else '--policy'}: {problem.message}")
+            where = ".".join(map(str, problem.where))
+            named = "--policy" if args.policy is not None and where == "scheduler.policy" else where
+            raise CommandFailed(f"{named}: {problem.message}")
     options = (args.gpus, args.green_room_mib, args.gpu_mib, args.concurrency)
     values = [[None] if given is None else given for given in options]
     count = math.prod(map(len, (policies, *values)))
