@@ -115,8 +115,8 @@ def _cases(args: argparse.Namespace, limits: Limits) -> tuple[Case, ...]:
     for policy in policies:
         for problem in plugin_problems(replace(limits, policy=policy)):
             where = ".".join(map(str, problem.where))
-            named = "--policy" if args.policy is not None and where == "scheduler.policy" else where
-            raise CommandFailed(f"{named}: {problem.message}")
+            is_option = args.policy is not None and where == "scheduler.policy"
+            raise CommandFailed(f"{'--policy' if is_option else where}: {problem.message}")
     options = (args.gpus, args.green_room_mib, args.gpu_mib, args.concurrency)
     values = [[None] if given is None else given for given in options]
     count = math.prod(map(len, (policies, *values)))
