@@ -25,8 +25,6 @@ _COLUMNS = (
     TimeElapsedColumn(),
     TimeRemainingColumn(),
 )
-# With a green room a decision has more to choose from, and costs so many times as much.
-GREEN_ROOM_TIMES = 3
 # How often a line tells what is done, where no terminal shows it.
 LINE_EVERY_S = 15.0
 
@@ -69,9 +67,7 @@ def run_all(cells: Iterable[Cell], results: Results, what: str, jobs: int | None
 
 def _cost(cell: Cell) -> float:
     """About how long a cell takes to run, in a unit of its own."""
-    machine = cell.machine
-    times = GREEN_ROOM_TIMES if machine.green_room_mib else 1
-    return cell.traffic.expected * len(machine.models_mib) * times
+    return cell.traffic.expected * len(cell.machine.models_mib)
 
 
 def all_stretched(cells: Sequence[Cell], occupied: float, steps: int, jobs: int | None = None) -> list[Cell]:
