@@ -103,6 +103,22 @@ def test_wrong_usage_found_later_exits_with_2_as_well(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "greenroom: 'ftp://x' is not an address; write it like http://127.0.0.1:8210\n"
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["decisions"], ["load"], ["unload"], ["sleep"], ["prepare"], ["flush"], ["logs"], ["logs", "-f"]),
+        *(["explain"], ["chat", "m"], ["jobs", "show"], ["usage", "--by"], ["usage", "--csv", "--by"]),
+        *(["explain", "m", "--tenant"], ["trainer", "verify", "--model"]),
+    ],
+)
+def test_a_name_that_is_not_utf_8_is_wrong_usage(
+    argv: list[str], gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "a\udcff"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(" is not UTF-8, and cannot be sent")
+    assert gateway.asked == []
+
+
 def test_no_gateway_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

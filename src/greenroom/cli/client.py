@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import quote, urlencode, urlsplit
 
 from greenroom.cli.address import KEY_NAME, URL_NAME, GatewayAddress
-from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, NotAStream
+from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, NotAStream, WrongUsage
 
 CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
@@ -32,12 +32,33 @@ LISTED_BY_API: Final = " GET /v1/models lists those there are."
 _OUR_ID: Final = re.compile(r"r-[0-9a-f]+-[0-9]+")
 # Carries the token of a signed operation.
 TOKEN_HEADER: Final = "X-Verified-Op-Token"
+# Shown before and after a character that cannot be sent.
+NEAR_CHARS: Final = 40
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
 def model_path(model: str, order: str) -> str:
-    """The path of an order to one model. A slash in the id is encoded, so that it does not end the id."""
-    return f"/api/v1/models/{quote(model, safe='')}/{order}"
+    """The path of an order to one model. Raises WrongUsage, as `segment` does."""
+    return f"/api/v1/models/{segment(model)}/{order}"
+
+
+def segment(name: str) -> str:
+    """A name as one segment of a path: a slash in it is encoded. Raises WrongUsage if it is not UTF-8."""
+    return quote(in_utf8(name), safe="")
+
+
+def query_of(values: Mapping[str, object]) -> str:
+    """The query with these values. Raises WrongUsage if one is not UTF-8."""
+    return urlencode({name: in_utf8(str(value)) for name, value in values.items()})
+
+
+def in_utf8(text: str) -> bytes:
+    """The text as it is sent. Raises WrongUsage for surrogates: bytes of an argument or of input that are not UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - NEAR_CHARS) : error.end + NEAR_CHARS]
+        raise WrongUsage(f"{near!r} is not UTF-8, and cannot be sent") from None
 
 
 class Client:
@@ -47,7 +68,7 @@ class Client:
 
     def get(self, path: str, query: Mapping[str, object] | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
         """The JSON at this path. Raises NoGateway, GatewayRefused or CommandFailed."""
-        return self._call("GET", path + (f"?{urlencode(query)}" if query else ""), None, answer_max_s)
+        return self._call("GET", path + (f"?{query_of(query)}" if query else ""), None, answer_max_s)
 
     def post(
         self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S, token: str | None = None
@@ -104,11 +125,11 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, with its body not yet read. Raises if its status is not a success."""
+        content = None if body is None else in_utf8(json.dumps(body, ensure_ascii=False))
         with contextlib.closing(self._connected()) as connection:
             with self._explaining_failures(silence_max_s):
                 assert connection.sock is not None
                 connection.sock.settimeout(silence_max_s)
-                content = None if body is None else json.dumps(body).encode()
                 connection.request(method, self._target(path), content, self._headers(body, headers))
                 response = connection.getresponse()
                 if response.status >= 300:
@@ -193,6 +214,9 @@ class Client:
             return CommandFailed(self._foreign_answer(response, body))
         if code == "model_not_found":
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
+        if code == "headers_too_large":
+            # Nothing else that commands send there has any length.
+            message += " The name that was given is too long."
         if code == "token_missing":
             message += " Give it with --token FILE, or --token - for standard input."
         elif response.status == 401 and not code.startswith("token_"):

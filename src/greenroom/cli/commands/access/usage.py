@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import urlencode
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
@@ -41,12 +40,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from greenroom.cli.client import Client
+    from greenroom.cli.client import Client, query_of
 
     client = Client(address.address_of(args))
     query = {"since": args.since, "by": args.by} | ({} if args.until is None else {"until": args.until})
     if args.csv:
-        for piece in client.download(f"{USAGE}?{urlencode(query | {'format': 'csv'})}"):
+        for piece in client.download(f"{USAGE}?{query_of(query | {'format': 'csv'})}"):
             screen.write(piece)
         return ExitStatus.OK
     answer = client.get(USAGE, query)

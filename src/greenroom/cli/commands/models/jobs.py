@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
@@ -120,7 +119,9 @@ ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace, Client], int]]] = {
 
 
 def _path(args: argparse.Namespace) -> str:
-    return f"{JOBS}/{quote(args.job, safe='')}"
+    from greenroom.cli.client import segment
+
+    return f"{JOBS}/{segment(args.job)}"
 
 
 def _waited(client: Client, path: str) -> Mapping[str, Any]:

@@ -187,8 +187,10 @@ def _told(args: argparse.Namespace, report: Report) -> int:
 
 def _trainer(args: argparse.Namespace) -> Trainer:
     """Raises WrongUsage."""
+    from greenroom.cli.client import in_utf8
     from greenroom.trainer import Patience, Trainer
 
+    in_utf8(args.model or "")
     key = os.environ.get(args.api_key_env, "").strip() or None
     patience = Patience(away_s=args.away_s) if "away_s" in args else Patience()
     state_file = _state_file() if "sync" in args and args.sync == "file" else None
