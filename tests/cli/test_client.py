@@ -53,6 +53,12 @@ def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: Fak
     )
 
 
+def test_a_request_line_that_is_too_long_is_blamed_on_the_name(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/x", error(431, "headers_too_large", "The request line has more than 8192 bytes."))
+    with pytest.raises(GatewayRefused, match=r"8192 bytes\. The name that was given is too long\."):
+        Client(parse(gateway.url)).get("/x")
+
+
 def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
     gateway.on("GET", "/x", error(401, "invalid_api_key", "No API key was given."))
     with pytest.raises(GatewayRefused, match="GREENROOM_API_KEY"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -140,6 +141,14 @@ async def test_ambiguous_request_is_refused_byte_by_byte_too(name: str, serve: S
 @pytest.mark.parametrize("name", TOO_LARGE)
 async def test_headers_beyond_a_limit_are_refused_and_closed(name: str, serve: Serve, connect: Connect) -> None:
     await refuse_everywhere(serve, connect, TOO_LARGE[name], 431, bytewise=False)
+
+
+@pytest.mark.parametrize(("name", "said"), [("101 headers", "headers"), ("request line of 9 kB", "request line")])
+async def test_what_is_too_large_is_named(name: str, said: str, serve: Serve, connect: Connect) -> None:
+    client = await connect(await serve())
+    await client.send(TOO_LARGE[name])
+    told = json.loads((await client.response()).body)["error"]["message"]
+    assert [word for word in ("headers", "request line") if word in told] == [said]
 
 
 async def test_connect_is_refused(serve: Serve, connect: Connect) -> None:

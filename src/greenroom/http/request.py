@@ -186,7 +186,7 @@ class ClientRequestReader:
         if len(raw) > limits.header_bytes_max:
             raise self._too_large()
         if len(raw) > limits.request_line_max and raw.find(b"\r\n", 0, limits.request_line_max + 2) < 0:
-            raise HeadersTooLarge(f"The request line has more than {limits.request_line_max} bytes.")
+            raise _line_too_long(limits)
         # Fed now rather than when complete, so that nonsense is refused at once.
         self._parser.feed_data(data)
         return b""
@@ -378,6 +378,10 @@ def stripped(value: bytes) -> bytes:
     return value.rstrip(b" \t") if value and value[-1] <= 0x20 else value
 
 
+def _line_too_long(limits: EdgeLimits) -> HeadersTooLarge:
+    return HeadersTooLarge(f"The request line has more than {limits.request_line_max} bytes.")
+
+
 def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_alive: bool, limits: EdgeLimits) -> Head:
     """Check what the parser does not.
 
@@ -386,10 +390,10 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     `raw` is a whole head that the parser has accepted, so its characters are sound: lines end in CRLF, none is folded.
     """
     line = raw[: raw.find(b"\r\n")]
-    if len(line) > limits.request_line_max or len(headers) > limits.headers_max:
-        raise HeadersTooLarge(
-            f"The request line may have {limits.request_line_max} bytes and the request {limits.headers_max} headers."
-        )
+    if len(line) > limits.request_line_max:
+        raise _line_too_long(limits)
+    if len(headers) > limits.headers_max:
+        raise HeadersTooLarge(f"The request has more than {limits.headers_max} headers.")
     # The parser accepts line ends before the method, doubled spaces and other versions; we do not.
     parts = line.split(b" ")
     version = _VERSIONS.get(parts[-1])

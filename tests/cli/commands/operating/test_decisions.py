@@ -7,7 +7,7 @@ import json
 import pytest
 
 from greenroom.cli.main import main
-from tests.cli.fake_gateway import FakeGateway, answer
+from tests.cli.fake_gateway import FakeGateway, answer, error
 
 PATH = "/api/v1/decisions"
 LEFT = {"seq": 7, "at": 1_700_000_000.5, "what": "unload", "model": "qwen", "slot": "s1", "move": "m9"}
@@ -34,6 +34,25 @@ def test_recalls_have_no_model_and_json_is_the_gateways_answer(
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["recall", "-", "evicted", "lease=l-1"]
     assert main(["decisions", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == told
+
+
+def test_a_model_without_decisions_is_said_to_have_none(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("GET", PATH, answer({"decisions": []}))
+    gateway.on("GET", "/api/v1/models/qwen/logs", answer({"model": "qwen", "lines": []}))
+    assert main(["decisions", "qwen"]) == 0
+    assert capsys.readouterr().err == "nothing was decided about qwen lately\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_unknown_model_is_refused(
+    gateway: FakeGateway, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("GET", PATH, answer({"decisions": []}))
+    gateway.on("GET", "/api/v1/models/qwne/logs", error(404, "model_not_found", "There is no model qwne."))
+    assert main(["decisions", "qwne", *options]) == 1
+    assert capsys.readouterr() == ("", "greenroom: There is no model qwne. `greenroom ps` lists those there are.\n")
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "1001", "all"])

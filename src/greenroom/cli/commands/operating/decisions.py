@@ -27,10 +27,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.cli.client import Client
+    from greenroom.cli.client import Client, model_path
 
+    client = Client(address.address_of(args))
     asked = {"limit": args.last} if args.model is None else {"limit": args.last, "model": args.model}
-    answer = Client(address.address_of(args)).get("/api/v1/decisions", asked)
+    answer = client.get("/api/v1/decisions", asked)
+    if args.model is not None and not answer["decisions"]:
+        # The gateway refuses this for a model that does not exist. One that was removed may still have decisions.
+        client.get(model_path(args.model, "logs"), {"lines": 0})
+        screen.note(f"nothing was decided about {args.model} lately")
     if args.json:
         screen.say_json(answer)
         return ExitStatus.OK
