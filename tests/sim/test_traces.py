@@ -118,6 +118,7 @@ def test_a_log_without_models_is_spread_over_those_given(tmp_path: Path) -> None
     [
         ("x,aaa,1,1", "t is 'x', not a number"),
         ("inf,aaa,1,1", "t is 'inf', not a finite number"),
+        ("-1,aaa,1,1", "t is '-1', which is negative"),
         ("1,,1,1", "model is empty"),
         ("1,aa,1,1", "there is no model 'aa' in the configuration; did you mean 'aaa'?"),
         ("1,zebra,1,1", "there is no model 'zebra' in the configuration"),

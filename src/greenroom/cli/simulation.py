@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
@@ -21,6 +22,7 @@ from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.results.verdict import counted
+from greenroom.sim.traces.cells import shown
 from greenroom.sim.traces.speeds import AnswerTimes, RecordedSpeed, speeds
 from greenroom.sim.traces.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
@@ -56,6 +58,7 @@ class SimulationPlan:
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
+    _refuse_unknown(args.asleep, config.models)
     there = devices(config)
     gpus = _gpus(there, args)
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
@@ -78,6 +81,14 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         assumed += ("A higher concurrency takes no more memory here; with most engines it does.",)
     wait_max_s = config.server.wait_max_s if args.patience_s is None else None
     return SimulationPlan(base, requests.workload, assumed, requests.doubt, wait_max_s)
+
+
+def _refuse_unknown(asleep: Collection[str], models: Collection[str]) -> None:
+    for name in asleep:
+        if name not in models:
+            near = get_close_matches(name, models, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise WrongUsage(f"--asleep: there is no model {shown(name)} in the configuration{meant}")
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:

@@ -47,8 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers")
     parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
     parser.add_argument("--out", type=_report, metavar="HTML", help="write a report with plots")
-    # For the gateway, which has measured what a configuration cannot say.
-    parser.add_argument("--asleep", type=_needs_asleep, metavar="FILE", default={}, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     parser.set_defaults(**OF_DRAWN, **OF_TRACES)
 
@@ -92,9 +90,17 @@ def _add_case_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_timing_options(parser: argparse.ArgumentParser) -> None:
-    """Options for how long things take, where the estimate from a model's size is not good enough."""
+    """Options for what models take, where the estimate from their size is not good enough."""
     parser.add_argument("--load-s", type=_duration, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_duration, help="seconds a wake takes (default: by the model's size)")
+    # The gateway gives this to its own simulations: it has measured what a configuration cannot say.
+    parser.add_argument(
+        "--asleep",
+        type=_needs_asleep,
+        metavar="FILE",
+        default={},
+        help='MiB of GPU and host that models hold asleep, as JSON: {"model": [0, 8000]} (default: estimated)',
+    )
     parser.add_argument(
         "--tokens-per-s", type=_speed, help="decoding speed of an answer alone (default: as recorded, or 60)"
     )

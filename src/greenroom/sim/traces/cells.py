@@ -81,6 +81,8 @@ class Times:
             raise WrongCell(f"{self._title} is {shown(text)}, not a number") from None
         if not isfinite(value):
             raise WrongCell(f"{self._title} is {shown(text)}, not a finite number")
+        if value < 0:
+            raise WrongCell(f"{self._title} is {shown(text)}, which is negative")
         return value
 
     def origin(self, unit: str, why: str) -> str:

@@ -508,6 +508,16 @@ def test_a_wrong_file_of_needs_asleep_is_refused(
     assert "argument --asleep: " in said and told in said and str(file) in said
 
 
+def test_needs_asleep_of_an_unknown_model_are_refused(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asleep.json"
+    file.write_text('{"smal": [0, 4000]}')
+    assert main(["simulate", "-c", config, "--asleep", str(file)]) == 2
+    told = "greenroom: --asleep: there is no model 'smal' in the configuration; did you mean 'small'?\n"
+    assert capsys.readouterr().err == told
+
+
 def test_an_unknown_policy_and_too_many_cases_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "-c", config, "--policy", "default,lifo"]) == 2
     assert "there is no policy 'lifo': default or fifo" in capsys.readouterr().err
@@ -632,7 +642,7 @@ def test_models_that_need_not_fit_take_no_room(
     ("rows", "stretch"),
     [
         (("0,big,1,1", "2e9,big,1,1"), "1"),
-        (("-1e308,big,1,1", "1e308,big,1,1"), "1"),
+        (("0,big,1,1", "1e308,big,1,1"), "10"),
         (("0,big,1,1", "9,big,1,1"), "1e300"),
     ],
 )
