@@ -9,7 +9,8 @@ from greenroom.core.events import Limits
 from greenroom.core.model import ModelId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
-from greenroom.sim.results.stats import stats_of
+from greenroom.sim.records import SimArrival
+from greenroom.sim.results.stats import stats_of, waits_of
 from greenroom.sim.results.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.truth import Delays
 from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
@@ -61,8 +62,16 @@ def test_each_change_is_spoken_of_once_with_the_rest_as_in_the_first_case() -> N
 def test_what_changes_nothing_is_said_to_change_nothing() -> None:
     said = advice(results(Case("fifo", 7), Case("fifo", 8)))
     assert said.changes[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
-    assert said.changes[0].endswith(": no request waits either way.")
-    assert "None of the changes tried helps noticeably by itself." in said.bottom_line
+    assert said.changes[0].endswith(": hardly a difference.")
+    assert "None of the changes tried is needed." in said.bottom_line
+    (sentence,) = advice([made(Case("fifo", gpus), 0.0) for gpus in (7, 8)]).changes
+    assert sentence.endswith(": hardly any request waits either way.")
+
+
+def test_a_machine_that_is_good_enough_needs_no_change_though_one_would_be_better() -> None:
+    said = advice([made(Case("fifo", 1), 0.9), made(Case("fifo", 2), 0.2)])
+    assert said.changes[0].endswith(": it helps a lot.")
+    assert said.bottom_line[2] == "None of the changes tried is needed."
 
 
 def said_of_first(case: Case, base: SimConfig) -> str:
@@ -189,6 +198,14 @@ def test_where_the_best_is_not_enough_its_bottleneck_is_named() -> None:
     assert not any("then" in line for line in advice([one, made(Case("fifo", 2), 0.5, delays=there)]).bottom_line)
 
 
+@pytest.mark.parametrize(("late", "words"), [(1, "Fewer than 1%"), (50, "About 5%")])
+def test_callers_that_wait_too_long_are_counted_though_they_are_few(late: int, words: str) -> None:
+    one = made(Case("fifo"), 1.0)
+    waits = waits_of([1.0] * (1_000 - late) + [300.0] * late)
+    said = advice([replace(one, stats=replace(one.stats, waits=waits))], wait_max_s=290.0).bottom_line
+    assert said[1].startswith(f"{words} of those served wait for more than 4.8 min")
+
+
 # --- the bottleneck ---------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +248,30 @@ def test_first_loads_are_not_mended_by_memory() -> None:
         assert line.endswith(told)
 
 
+def test_models_that_left_when_idle_are_not_mended_by_gpu_memory() -> None:
+    """Both fit. Each request comes after its model has been idle for 60 s, but for the first."""
+    models = [sim_model(name, ttl_s=60.0) for name in "ab"]
+    for patience_s, shares in ((None, "on average not there"), (3.0, "requests lost: not there")):
+        world = World(replace(setting(*models, devices=(gpu(2_000),)), patience_s=patience_s))
+        world.feed(SimArrival(100.0 * number, ModelId("ab"[number % 2]), 0, 1) for number in range(20))
+        world.run()
+        result = CaseResult(Case("fifo"), stats_of(world))
+        line = advice([result]).bottom_line[1]
+        assert line.startswith(f"The bottleneck: models leave when they are idle and have to come back ({shares} ")
+        assert line.endswith("(ttl_s, stay_warm) or letting them sleep in a larger green room.")
+        if patience_s is None:
+            assert (result.stats.loads, result.stats.all_delays.idle_load_s) == (20, 18 * 5.0)
+
+
+def test_a_model_that_made_room_for_another_did_not_leave_because_it_was_idle() -> None:
+    world = World(setting(*(sim_model(name, ttl_s=600.0) for name in "ab")))
+    world.feed(SimArrival(100.0 * number, ModelId("ab"[number % 2]), 0, 1) for number in range(20))
+    world.run()
+    result = CaseResult(Case("fifo"), stats_of(world))
+    assert result.stats.loads == 20 and not result.stats.all_delays.idle_load_s
+    assert "more GPU memory" in advice([result]).bottom_line[1]
+
+
 def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> None:
     """The first request is answered for 100 s; the second model is there 5 s after it has left."""
     world = World(setting(sim_model("a"), sim_model("b")))
@@ -241,6 +282,30 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
     assert (delays["a"].first_load_s, delays["a"].not_there_s) == (5.0, 5.0)
     assert (delays["b"].first_load_s, delays["b"].not_there_s) == (5.0, 111.0)
     assert "more GPU memory" in advice([CaseResult(Case("fifo"), stats_of(world))]).bottom_line[1]
+
+
+def test_what_was_tried_and_does_not_help_is_not_said_to_help() -> None:
+    not_there = Delays(1_000, not_there_s=60_000.0)
+    first, second_gpu, room = (
+        made(case, p95_s, delays=not_there)
+        for case, p95_s in ((Case("fifo", 1, 0), 60.0), (Case("fifo", 2, 0), 20.0), (Case("fifo", 1, 8_000), 60.0))
+    )
+    both = made(Case("fifo", 2, 8_000), 20.0, delays=not_there)
+    compared = [first, second_gpu, room, both]
+    assert advice(compared).bottom_line[1].endswith("What may help: more GPU memory.")
+    # With two GPUs as with one; and no case has more of them.
+    assert advice(compared).bottom_line[3].startswith("The bottleneck then: ")
+    assert advice(compared).bottom_line[3].endswith("What may help: more GPU memory.")
+    assert "may help" not in advice([first, replace(second_gpu, stats=first.stats), room, both]).bottom_line[1]
+    # Less of it says nothing.
+    assert "a larger green room" in advice([room, both, first, second_gpu]).bottom_line[1]
+
+
+def test_models_that_are_never_served_are_named() -> None:
+    starved = {"a": Delays(600), "b": Delays(lost_not_there=300), "c": Delays(lost_full=100)}
+    one = made(Case("fifo"), 1.0, lost=400)
+    said = advice([replace(one, stats=replace(one.stats, delays=starved))]).bottom_line
+    assert said[-1] == "None of the 400 requests for b, c is served."
 
 
 def test_models_that_fit_nowhere_are_named() -> None:
@@ -278,9 +343,8 @@ def test_a_gpu_that_serves_twice_as_many_helps_though_waits_stay_as_long() -> No
     figures = f"from {one.stats.served:,} of {one.stats.requests:,} to {two.stats.served:,} of {one.stats.requests:,}"
     (sentence,) = said.changes
     assert f"requests served {figures}, the p95 wait" in sentence and "it helps" in sentence
-    assert said.bottom_line[2].startswith(
-        f"The best single change: a second GPU. It would take requests served {figures}"
-    )
+    best = f"The best single change: a second GPU. It would take requests served {figures}"
+    assert said.best is not None and said.best.startswith(best)
 
 
 def test_short_waits_of_the_few_that_are_served_are_no_gain() -> None:
@@ -312,10 +376,18 @@ def test_a_change_that_only_makes_answers_faster_helps() -> None:
         made(Case("fifo", gpus), 0.0, delays=Delays(1_000, slow_s=s)) for gpus, s in ((1, 3_900.0), (2, 100.0))
     )
     assert effect(slow.stats, fast.stats) is Effect.MUCH_BETTER and effect(fast.stats, slow.stats) is Effect.WORSE
-    (sentence,) = advice([slow, fast]).changes
-    assert "what sharing a GPU adds to an answer from 3.9 s to 0.1 s" in sentence and sentence.endswith(
-        "it helps a lot."
+    said, gain = advice([slow, fast]), "what sharing a GPU adds to an answer from 3.9 s to 0.1 s"
+    assert gain in said.changes[0] and said.changes[0].endswith("it helps a lot.")
+    assert (
+        said.best is not None and said.best.startswith("The best single change: a second GPU. ") and gain in said.best
     )
+
+
+def test_slow_answers_are_not_called_no_wait() -> None:
+    slow = Delays(1_000, slow_s=18_000.0)
+    said = advice([made(Case("fifo", gpus), 0.0, delays=slow) for gpus in (1, 2)])
+    assert said.changes[0].endswith(": hardly a difference.")
+    assert "None of the changes tried helps noticeably by itself." in said.bottom_line
 
 
 def test_a_little_slower_is_not_worse_where_waits_are_much_longer() -> None:

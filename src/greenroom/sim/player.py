@@ -294,9 +294,10 @@ class Player:
         if call.fate is Fate.SERVED:
             self.truth.meters.delays_of(call.model).add(call)
         elif was is Fate.WAITING:
-            is_there, is_first_load = self.truth.tier_of(call.model) is Tier.READY, self.truth.is_first_load(call.model)
-            is_too_large = call.code is RejectCode.TOO_LARGE
-            self.truth.meters.delays_of(call.model).lose(is_there, is_too_large, is_first_load)
+            truth, model = self.truth, call.model
+            is_there, is_too_large = truth.tier_of(model) is Tier.READY, call.code is RejectCode.TOO_LARGE
+            loads = (truth.is_first_load(model), truth.is_idle_load(model))
+            truth.meters.delays_of(model).lose(is_there, is_too_large, *loads)
 
     def _stop_serving(self, call: SimCall) -> None:
         """Its fate is another by now."""

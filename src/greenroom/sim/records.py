@@ -162,6 +162,7 @@ class SimCall:
         "granted_at",
         "grants",
         "id",
+        "idle_load_s",
         "is_lease",
         "model",
         "not_there_s",
@@ -207,8 +208,9 @@ class SimCall:
         self.ended_at = 0.0
         # The part of its wait before its slot was ready.
         self.not_there_s = 0.0
-        # The part of that in which its model was loaded for the first time.
+        # The part of that in which its model became ready: for the first time; after it had left because it was idle.
         self.first_load_s = 0.0
+        self.idle_load_s = 0.0
         # How long its answer takes alone on the GPU.
         self.work_s = 0.0
         self.was_cut = False
@@ -310,6 +312,7 @@ class SimPlace:
         "held",
         "holds",
         "id",
+        "idle_load_s",
         "model",
         "move",
         "moving_since",
@@ -331,8 +334,9 @@ class SimPlace:
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
         self.ready_since = 0.0
-        # How long its last load took, if it was the first of its model.
+        # How long it took to be ready: if it was the first time for its model; if that had left because it was idle.
         self.first_load_s = 0.0
+        self.idle_load_s = 0.0
         self.move: Move | None = None
         self.moving_since = 0.0
         self.running: dict[str, SimCall] = {}

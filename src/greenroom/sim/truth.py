@@ -46,6 +46,8 @@ class GroundTruth:
         self.moving: dict[str, Move] = {}
         # Models that were ready at some time.
         self._been_ready: set[ModelId] = set()
+        # Models that last left though no other needed their room: they were idle.
+        self._left_idle: set[ModelId] = set()
         self.meters = Meters()
 
     def set_devices(self, devices: Iterable[Device]) -> None:
@@ -103,6 +105,7 @@ class GroundTruth:
             raise Violation(f"{place.id} is {place.tier.value} and is to {move.kind.value}")
         if move.kind in LEAVING:
             _require_idle(place)
+            self._note_leaving(place, move)
         place.held = place.holds
         if move.kind is not MoveKind.UNLOAD:
             self.take(place, larger(place.holds, move.claim))
@@ -111,6 +114,10 @@ class GroundTruth:
         self.meters.move_began(place, now)
         self.meters.tiers_changed(self.places.values(), now)
         return place
+
+    def _note_leaving(self, place: SimPlace, move: Move) -> None:
+        if place.tier is Tier.READY and move.makes_room_for is None:
+            self._left_idle.add(place.model)
 
     def end(self, move: Move, outcome: Outcome, seen: Claim | None, now: float) -> SimPlace:
         """A move has ended. After a failure nothing is left, except that a slot that slept still sleeps."""
@@ -139,7 +146,9 @@ class GroundTruth:
         if place.tier is Tier.READY:
             place.ready_claim, place.ready_since = claim, now
             place.first_load_s = 0.0 if place.model in self._been_ready else now - place.moving_since
+            place.idle_load_s = now - place.moving_since if place.model in self._left_idle else 0.0
             self._been_ready.add(place.model)
+            self._left_idle.discard(place.model)
         else:
             # Folded weights take less host memory than planned, until the model is loaded again.
             told = {on: mib for on, mib in (seen or NO_CLAIM).items() if self._is_host(on)}
@@ -163,6 +172,7 @@ class GroundTruth:
         place.running[call.id] = call
         call.not_there_s = max(0.0, place.ready_since - call.arrived)
         call.first_load_s = min(call.not_there_s, place.first_load_s)
+        call.idle_load_s = min(call.not_there_s, place.idle_load_s)
         if len(place.running) == 1:
             self.meters.became_busy(place, now)
         return place
@@ -202,7 +212,14 @@ class GroundTruth:
 
     def is_first_load(self, model: ModelId) -> bool:
         """True while a model is on its way to be ready for the first time."""
-        return model not in self._been_ready and any(move.model == model for move in self.moving.values())
+        return model not in self._been_ready and self._is_moving(model)
+
+    def is_idle_load(self, model: ModelId) -> bool:
+        """True while a model that left because it was idle is on its way back."""
+        return model in self._left_idle and self._is_moving(model)
+
+    def _is_moving(self, model: ModelId) -> bool:
+        return any(move.model == model for move in self.moving.values())
 
 
 def _require_idle(place: SimPlace) -> None:
@@ -214,7 +231,8 @@ def _require_idle(place: SimPlace) -> None:
 class Delays:
     """Why requests took longer than alone on a GPU, in seconds over all that were served; and those that were not.
 
-    *Not there*: until its slot was ready; a part of that is the model's first load, which no memory would spare.
+    *Not there*: until its slot was ready; parts of that are the model's first load and loads after it left because it
+    was idle, which no GPU memory would spare.
     *Full*: the slot was ready, but served as many as it can. *Slow*: beside others, its answer took longer. A request
     that was not served counts by what it would have waited for then.
     """
@@ -230,6 +248,9 @@ class Delays:
     # Of those not there: their model was loaded for the first time.
     first_load_s: float = 0.0
     lost_first_load: int = 0
+    # Of those not there: their model had left because it was idle.
+    idle_load_s: float = 0.0
+    lost_idle_load: int = 0
 
     def add(self, call: SimCall) -> None:
         """A served request has ended."""
@@ -237,15 +258,17 @@ class Delays:
         not_there_s = min(call.not_there_s, call.wait_s)
         self.not_there_s += not_there_s
         self.first_load_s += call.first_load_s
+        self.idle_load_s += call.idle_load_s
         self.full_s += call.wait_s - not_there_s
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
 
-    def lose(self, is_there: bool, is_too_large: bool, is_first_load: bool) -> None:
+    def lose(self, is_there: bool, is_too_large: bool, is_first_load: bool, is_idle_load: bool) -> None:
         """A request that waited was refused, or its caller gave up."""
         self.lost_full += is_there
         self.lost_not_there += not is_there
         self.lost_too_large += is_too_large
         self.lost_first_load += is_first_load
+        self.lost_idle_load += is_idle_load
 
     @property
     def lost(self) -> int:

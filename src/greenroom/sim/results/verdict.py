@@ -7,7 +7,7 @@ names its figures. Nothing here depends on what hardware costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import reduce
@@ -23,7 +23,7 @@ FELT_S = 0.1
 SHARE = 0.1
 # A change in the share of requests that are not served counts from here on.
 LOST_SHARE = 0.005
-# With a p95 wait up to this, and all requests served, a machine is good enough: answers take longer than that.
+# With a p95 wait and a mean delay up to this, and all requests served, a machine is good enough: answers take longer.
 ENOUGH_S = 1.0
 
 # Models that are named in one sentence.
@@ -92,9 +92,14 @@ class Change:
 
 def _verdict(old: Stats, new: Stats) -> str:
     found = effect(old, new)
-    if not found and old.served and max(old.waits.p95_s, new.waits.p95_s) < FELT_S:
-        return "no request waits either way"
+    if not found and old.served and not any(_is_felt(stats) for stats in (old, new)):
+        return "hardly any request waits either way"
     return WORDS[found]
+
+
+def _is_felt(stats: Stats) -> bool:
+    delays = stats.all_delays
+    return max(stats.waits.p95_s, delays.mean_s(delays.total_s)) >= FELT_S
 
 
 def _figures(old: Stats, new: Stats) -> str:
@@ -123,16 +128,39 @@ class Cause(Enum):
     SLOW = "slow"
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What may help, and the options of a case that try it by larger values; none if no case can."""
+
+    words: str
+    options: frozenset[str] = frozenset()
+
+
+MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
 BOTTLENECKS = {
-    Cause.NOT_THERE: ("models are not there, or there is no room for them", "more GPU memory or a larger green room"),
-    Cause.FULL: ("models are there but full", "a higher concurrency"),
-    Cause.SLOW: ("answers share the compute of a GPU and are slow", "another GPU or a faster one"),
+    Cause.NOT_THERE: (
+        "models are not there, or there is no room for them",
+        (MORE_MEMORY, Remedy("a larger green room", frozenset({"green_room_mib"}))),
+    ),
+    Cause.FULL: ("models are there but full", (Remedy("a higher concurrency", frozenset({"concurrency"})),)),
+    # A further GPU is no remedy by itself: models stay together while one GPU holds them.
+    Cause.SLOW: (
+        "answers share the compute of a GPU and are slow",
+        (Remedy("faster GPUs"), Remedy("busy models on GPUs of their own (devices)")),
+    ),
 }
 FIRST_LOADS = (
     "models are loaded for the first time",
-    "preloading them (preload: true) or faster loads, but not more memory",
+    (Remedy("preloading them (preload: true)"), Remedy("faster loads, but not more memory")),
 )
-TOO_LARGE = ("models fit on no GPU that they may use", "larger GPUs")
+IDLE_LOADS = (
+    "models leave when they are idle and have to come back",
+    (
+        Remedy("keeping them ready for longer (ttl_s, stay_warm)"),
+        Remedy("letting them sleep in a larger green room", frozenset({"green_room_mib"})),
+    ),
+)
+TOO_LARGE = ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),))
 
 
 def bottleneck(delays: Delays) -> Cause | None:
@@ -149,24 +177,44 @@ def _loses(delays: Delays) -> bool:
     return delays.lost > LOST_SHARE * (delays.served + delays.lost)
 
 
-def _why(stats: Stats, begins: str = "The bottleneck") -> str:
-    delays = stats.all_delays
+def _why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bottleneck") -> str:
+    """What requests wait for in this case, and what may help against it, unless it was tried and does not."""
+    delays = result.stats.all_delays
     cause = bottleneck(delays)
     if cause is None:
         return "Hardly any request waits."
-    why, what_helps = BOTTLENECKS[cause]
+    why, remedies = BOTTLENECKS[cause]
     if delays.lost_too_large > delays.lost / 2:
-        why, what_helps = TOO_LARGE
-    elif cause is Cause.NOT_THERE and _are_first_loads(delays):
-        why, what_helps = FIRST_LOADS
-    return f"{begins}: {why} ({_shares(delays)}). What may help: {what_helps}."
+        why, remedies = TOO_LARGE
+    elif cause is Cause.NOT_THERE:
+        why, remedies = _why_not_there(delays)
+    left = [remedy.words for remedy in remedies if not _failed(remedy, result, results)]
+    what_helps = f" What may help: {' or '.join(left)}." if left else ""
+    return f"{begins}: {why} ({_shares(delays)}).{what_helps}"
 
 
-def _are_first_loads(delays: Delays) -> bool:
-    """True if models are not there mostly because they never were: no memory would help."""
+def _failed(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
+    """True if there are cases with more of it than this one, and none of them is better."""
+    tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
+    return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
+
+
+def _has_more(case: Case, than: Case, options: Collection[str]) -> bool:
+    """True if the cases differ in these options alone, and none of the values is smaller."""
+    before = {name: getattr(than, name) for name in options}
+    if case == than or replace(case, **before) != than:
+        return False
+    return all((getattr(case, name) or 0) >= (value or 0) for name, value in before.items())
+
+
+def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
+    """No room, unless models are not there mostly because they never were, or left when idle."""
+    first, idle, whole = delays.first_load_s, delays.idle_load_s, delays.not_there_s
     if _loses(delays):
-        return delays.lost_first_load > delays.lost_not_there / 2
-    return delays.first_load_s > delays.not_there_s / 2
+        first, idle, whole = delays.lost_first_load, delays.lost_idle_load, delays.lost_not_there
+    if first + idle <= whole / 2:
+        return BOTTLENECKS[Cause.NOT_THERE]
+    return FIRST_LOADS if first >= idle else IDLE_LOADS
 
 
 def _shares(delays: Delays) -> str:
@@ -184,12 +232,26 @@ def _too_large(stats: Stats) -> list[str]:
     lost = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
     if not lost:
         return []
-    first = sorted(lost, key=lambda model: (-lost[model], model))[:NAMED_MAX]
-    more = f" and {len(lost) - NAMED_MAX} more" if len(lost) > NAMED_MAX else ""
     fit, they, them = ("fits", "it", "it") if len(lost) == 1 else ("fit", "they", "them")
     requests = counted(sum(lost.values()), "request")
-    named = f"{', '.join(first)}{more}"
-    return [f"{named} {fit} on no GPU that {they} may use: {requests} for {them} cannot be served."]
+    return [f"{_named(lost)} {fit} on no GPU that {they} may use: {requests} for {them} cannot be served."]
+
+
+def _never_served(stats: Stats) -> list[str]:
+    """Which models fit, but were not served once, if there are some."""
+    lost = {
+        model: delays.lost
+        for model, delays in stats.delays.items()
+        if delays.lost and not (delays.served or delays.lost_too_large)
+    }
+    return [f"None of the {counted(sum(lost.values()), 'request')} for {_named(lost)} is served."] if lost else []
+
+
+def _named(lost: Mapping[str, int]) -> str:
+    """The models with the most lost requests."""
+    first = sorted(lost, key=lambda model: (-lost[model], model))[:NAMED_MAX]
+    more = f" and {len(lost) - NAMED_MAX} more" if len(lost) > NAMED_MAX else ""
+    return f"{', '.join(first)}{more}"
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------
@@ -212,7 +274,13 @@ class Advice:
 def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Advice:
     """Callers that do not stream are refused after `wait_max_s`, if that is given."""
     first = results[0]
-    said = [_first_case(first), *_too_late(first.stats, wait_max_s), _why(first.stats), *_too_large(first.stats)]
+    said = [
+        _first_case(first),
+        *_too_late(first.stats, wait_max_s),
+        _why(first, results),
+        *_too_large(first.stats),
+        *_never_served(first.stats),
+    ]
     if len(results) == 1:
         return Advice(said, [], None, [first])
     known = {result.case: result for result in results}
@@ -220,7 +288,7 @@ def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Ad
     single = [change for option in OPTIONS for change in _worthwhile(option, first, known)]
     best = reduce(_better, single) if single else None
     whole = _best_of_all(first if best is None else best.new, results)
-    lines = _best_buy(first, best, single, whole)
+    lines = _best_buy(results, best, single, whole)
     if any((one.case.gpus, one.case.gpu_mib) != (first.case.gpus, first.case.gpu_mib) for one in results):
         lines.append("What hardware costs is not known here.")
     chosen = list({one.case: one for one in (first, best.new if best else first, whole)}.values())
@@ -276,10 +344,14 @@ def _steps(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult
     return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
 
 
-def _best_buy(first: CaseResult, best: Change | None, single: Sequence[Change], whole: CaseResult) -> list[str]:
+def _best_buy(
+    results: Sequence[CaseResult], best: Change | None, single: Sequence[Change], whole: CaseResult
+) -> list[str]:
     """The best of single changes, others that are as good, and the best of all cases if that is better still."""
+    first = results[0]
     if best is None:
-        lines = ["None of the changes tried helps noticeably by itself."]
+        needless = is_enough(first.stats)
+        lines = [f"None of the changes tried {'is needed' if needless else 'helps noticeably by itself'}."]
     else:
         lines = [f"The best single change: {best.what}. It would take {_figures(first.stats, best.new.stats)}."]
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
@@ -291,7 +363,7 @@ def _best_buy(first: CaseResult, best: Change | None, single: Sequence[Change], 
             f"wait of {p95}."
         )
     if whole is not first and not is_enough(whole.stats) and bottleneck(whole.stats.all_delays):
-        lines.append(_why(whole.stats, "The bottleneck then"))
+        lines.append(_why(whole, results, "The bottleneck then"))
     return lines
 
 
@@ -308,7 +380,9 @@ def _worthwhile(option: CaseField, first: CaseResult, known: Mapping[Case, CaseR
 
 
 def is_enough(stats: Stats) -> bool:
-    return stats.lost_share <= LOST_SHARE and stats.waits.p95_s <= ENOUGH_S
+    delays = stats.all_delays
+    slowest_s = max(stats.waits.p95_s, delays.mean_s(delays.total_s))
+    return stats.lost_share <= LOST_SHARE and slowest_s <= ENOUGH_S
 
 
 def _improves(one: CaseResult, other: CaseResult, first: CaseResult) -> bool:
@@ -341,8 +415,9 @@ def _too_late(stats: Stats, wait_max_s: float | None) -> list[str]:
     if wait_max_s is None or waits.max_s <= wait_max_s:
         return []
     late = 1.0 - max((share for wait_s, share in waits.curve if wait_s <= wait_max_s), default=0.0)
+    how_many = f"About {late:.0%}" if late >= 0.01 else "Fewer than 1%"
     return [
-        f"About {late:.0%} of those served wait for more than {seconds(wait_max_s)}: a caller that does not stream is "
+        f"{how_many} of those served wait for more than {seconds(wait_max_s)}: a caller that does not stream is "
         "refused by then."
     ]
 

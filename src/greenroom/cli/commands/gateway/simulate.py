@@ -241,12 +241,12 @@ def _waits(waits: Waits) -> dict[str, float]:
 
 
 def _delays(delays: Delays) -> dict[str, Any]:
-    """Seconds are means over requests that were served."""
+    """Seconds are means over requests that were served; loads are parts of those not there."""
     from greenroom.sim.results.verdict import bottleneck
 
-    cause = bottleneck(delays)
+    cause, means = bottleneck(delays), ("not_there_s", "first_load_s", "idle_load_s", "full_s", "slow_s")
     return {
-        **{name: round(delays.mean_s(getattr(delays, name)), 3) for name in ("not_there_s", "full_s", "slow_s")},
+        **{name: round(delays.mean_s(getattr(delays, name)), 3) for name in means},
         "lost_not_there": delays.lost_not_there,
         "lost_full": delays.lost_full,
         "lost_too_large": delays.lost_too_large,
