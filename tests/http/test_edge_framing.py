@@ -66,6 +66,7 @@ AMBIGUOUS = {
     "trailer authorization": CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\n\r\n",
     "two authorizations": b"GET / HTTP/1.1\r\n" + HOST + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
     "two keys": b"GET / HTTP/1.1\r\n" + HOST + b"X-Api-Key: a\r\nx-api-key: a\r\n\r\n",
+    "two origins": b"GET / HTTP/1.1\r\n" + HOST + b"Origin: http://a\r\norigin: http://b\r\n\r\n",
     "two tenants": b"GET / HTTP/1.1\r\n" + HOST + b"X-Tenant-ID: a\r\nx-tenant-id: b\r\n\r\n",
     "nul in the target": b"GET /a\x00b HTTP/1.1\r\n" + HOST + b"\r\n",
     "control character in the target": b"GET /a\x01b HTTP/1.1\r\n" + HOST + b"\r\n",

@@ -29,7 +29,7 @@ _END: Final = b"\r\n\r\n"
 _FRAMING: Final = frozenset(
     (
         *(b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"),
-        *(b"authorization", b"x-api-key", b"x-tenant-id"),
+        *(b"authorization", b"x-api-key", b"x-tenant-id", b"origin"),
     )
 )
 _HOST: Final = Pattern(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -402,7 +402,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     head = Head(method, parts[1], headers, version, peer_ip, keep_alive)
     host: bytes | None = None
     lengths = 0
-    authorizations = keys = tenants = 0
+    authorizations = keys = tenants = origins = 0
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -417,6 +417,8 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             keys += 1
         elif name == b"x-tenant-id":
             tenants += 1
+        elif name == b"origin":
+            origins += 1
         elif name == b"content-length":
             lengths += 1
             # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
@@ -435,6 +437,9 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
         raise BadFraming("The request has more than one Authorization or x-api-key header.")
     if tenants > 1:
         raise BadFraming("The request has more than one X-Tenant-ID header.")
+    if origins > 1:
+        # A browser sends one at most, and by the first a page of the second would be let in.
+        raise BadFraming("The request has more than one Origin header.")
     if lengths > 1:
         raise BadFraming("The length of the body is given more than once.")
     if host is None:
