@@ -97,6 +97,14 @@ def test_a_disk_that_fails_at_the_end_leaves_the_old_file(
     assert not Path(f"{file}.new").exists()
 
 
+def test_a_file_with_a_padded_name_is_to_be_mended_first(file: Path) -> None:
+    wrong = file.read_bytes().replace(b'"first"', b'"first "')
+    file.write_bytes(wrong)
+    with pytest.raises(ConfigError, match=r"line 2: keys\[0\]\.name: may not begin .* mend it by hand, then repeat this"):
+        revoke_key(file, "first", NOW)
+    assert file.read_bytes() == wrong
+
+
 def test_what_is_broken_or_open_to_others_is_not_overwritten(file: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-9])

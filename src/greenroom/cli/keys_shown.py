@@ -77,7 +77,7 @@ def _state(key: ApiKey) -> str:
 
 
 def _moment(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if moment is None else f"{moment.replace(tzinfo=None).isoformat(timespec='seconds')}Z"
 
 
 def _may(key: Mapping[str, Any]) -> str:

@@ -70,6 +70,10 @@ class _KeyFile:
             return read_keys(self.path) if self.path.stat().st_size else ()
         except FileNotFoundError:
             return ()
+        except ConfigError as error:
+            # A change would not count: a gateway takes no key from a file that is wrong anywhere.
+            todo = "Nothing was changed, and a gateway takes no change from this file: mend it by hand, then repeat this"
+            raise ConfigError(f"{error.message}. {todo}") from None
 
     def replace(self, keys: tuple[FileKey, ...]) -> None:
         """Raises OSError or ConfigError, and then the old file is there."""

@@ -136,6 +136,13 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(capsys: Capture, words
     assert os.listdir() == []
 
 
+def test_a_year_is_shown_with_four_digits(capsys: Capture) -> None:
+    new(capsys, "old", "--file", "keys.json")
+    file = Path("keys.json")
+    file.write_text(file.read_text().replace('"created": "20', '"expires": "0001-01-01", "created": "20'))
+    assert listed(capsys, "keys.json")[0]["expires"] == "0001-01-01T00:00:00Z"
+
+
 def test_name_with_a_space_around_it_is_refused(capsys: Capture) -> None:
     for words in ([], ["--file", "keys.json"]):
         assert main(["key", "new", " sp ", *words]) == 2
