@@ -223,12 +223,12 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(gateway: FakeGateway)
         assert running.wait(60) == 1
 
 
-def onto_a_full_disk(*argv: str) -> tuple[int, str]:
+def onto_a_full_disk(*argv: str, unbuffered: str = "") -> tuple[int, str]:
     """The exit status and what standard error says."""
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "greenroom.cli.main", *argv]
-        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
     return done.returncode, done.stderr
 
 
@@ -244,6 +244,11 @@ def test_output_onto_a_full_disk_is_one_line_and_a_failure(argv: list[str], tmp_
     file.write_text(A_MODEL)
     of_a_file = [] if argv[0].startswith("-") or "--help" in argv else ["-c", str(file)]
     assert onto_a_full_disk(*argv, *of_a_file) == (1, NO_SPACE)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["simulate", "--help"]])
+def test_unbuffered_output_onto_a_full_disk_is_a_failure_too(argv: list[str]) -> None:
+    assert onto_a_full_disk(*argv, unbuffered="1") == (1, NO_SPACE)
 
 
 def test_a_table_onto_a_full_disk_is_one_line_and_a_failure(tmp_path: Path) -> None:

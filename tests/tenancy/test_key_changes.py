@@ -100,7 +100,9 @@ def test_a_disk_that_fails_at_the_end_leaves_the_old_file(
 def test_a_file_with_a_padded_name_is_to_be_mended_first(file: Path) -> None:
     wrong = file.read_bytes().replace(b'"first"', b'"first "')
     file.write_bytes(wrong)
-    with pytest.raises(ConfigError, match=r"line 2: keys\[0\]\.name: may not begin .* mend it by hand, then repeat this"):
+    with pytest.raises(
+        ConfigError, match=r"line 2: keys\[0\]\.name: may not begin .* mend it by hand, then repeat this"
+    ):
         revoke_key(file, "first", NOW)
     assert file.read_bytes() == wrong
 

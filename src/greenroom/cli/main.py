@@ -32,12 +32,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Subcommand] | Non
         _open_closed_streams()
         _make_streams_robust()
     try:
-        try:
-            args = parser(COMMANDS if commands is None else commands).parse_args(argv)
-        except SystemExit:
-            # The text of --help or --version is still in a buffer.
-            screen.flush()
-            raise
+        args = parser(COMMANDS if commands is None else commands).parse_args(argv)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except CommandFailed as error:

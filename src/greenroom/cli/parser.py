@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from greenroom import __version__
+from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.commands.access import audit, key, token, usage
 from greenroom.cli.commands.gateway import check, demo, importing, replicas, serve, simulate
@@ -27,8 +29,17 @@ New here? `greenroom demo` serves two small models; then, in another terminal, `
 Commands that talk to a gateway find it by --url or GREENROOM_URL and send the key in GREENROOM_API_KEY."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Raises what `screen.write` raises; argparse ignores it if --help or --version cannot be written."""
+        if file is sys.stdout:
+            screen.write(message)
+        else:
+            super()._print_message(message, file)
+
+
 def parser(commands: Sequence[Subcommand] = COMMANDS) -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="greenroom",
         description="One OpenAI-compatible address in front of every model you own.",
         epilog=EPILOG,

@@ -32,23 +32,11 @@ def harmless(text: str) -> str:
 
 def write(result: str | bytes) -> None:
     """Write to standard output at once. Raises OutputLost if it takes no more, BrokenPipeError if its reader left."""
-    with _writing():
+    try:
         if isinstance(result, bytes):
             sys.stdout.buffer.write(result)
         else:
             sys.stdout.write(result)
-
-
-def flush() -> None:
-    """Write what is still in a buffer. Raises what `write` raises."""
-    with _writing():
-        pass
-
-
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise

@@ -72,7 +72,9 @@ class _KeyFile:
             return ()
         except ConfigError as error:
             # A change would not count: a gateway takes no key from a file that is wrong anywhere.
-            todo = "Nothing was changed, and a gateway takes no change from this file: mend it by hand, then repeat this"
+            todo = (
+                "Nothing was changed, and a gateway takes no change from this file: mend it by hand, then repeat this"
+            )
             raise ConfigError(f"{error.message}. {todo}") from None
 
     def replace(self, keys: tuple[FileKey, ...]) -> None:
