@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import date
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,15 +37,27 @@ class Run:
     def __init__(self, bench: str, options: argparse.Namespace, *notes: str, results: Path = RESULTS) -> None:
         self._bench, self._results = bench, results
         self._about = {"machine": "; ".join((machine(), *notes)), "commit": options.commit or commit()}
-        self._file = _tee(results, bench) if options.save else None
+        self._kept = _Tee(sys.stdout) if options.save else None
+        if self._kept is not None:
+            sys.stdout = self._kept
         print(f"$ {command()}\n{self._about['machine']}\ncommit {self._about['commit']}\n", flush=True)
 
     def report(self, figures: Mapping[str, Any], goals: Mapping[str, Any], met: bool) -> None:
         """The last line of every benchmark."""
         figures = {**self._about, **figures}
         print(json.dumps({"bench": self._bench, "figures": figures, "goals": goals, "met": met}), flush=True)
-        if self._file is not None:
-            self._list(Path(self._file.name))
+        if self._kept is not None:
+            sys.stdout = self._kept.stdout
+            self._list(self._save(self._kept.text.getvalue()))
+
+    def _save(self, text: str) -> Path:
+        """Keep the output in a new file of this benchmark and day."""
+        stem, number = f"{date.today()}-{self._bench.replace('_', '-')}", 1
+        while (path := self._results / f"{stem}{f'-{number}' if number > 1 else ''}.txt").exists():
+            number += 1
+        with path.open("x") as file:
+            file.write(text)
+        return path
 
     def _list(self, path: Path) -> None:
         with open(self._results / "README.md", "a") as index:
@@ -81,25 +94,14 @@ def _output(*argv: str) -> str:
 
 
 class _Tee:
-    """Standard output that goes to a file as well."""
+    """Standard output whose text is remembered. A run that fails leaves no file."""
 
-    def __init__(self, stdout: TextIO, file: TextIO) -> None:
-        self._stdout, self._file = stdout, file
+    def __init__(self, stdout: TextIO) -> None:
+        self.stdout, self.text = stdout, StringIO()
 
     def write(self, text: str) -> int:
-        self._file.write(text)
-        self._file.flush()
-        return self._stdout.write(text)
+        self.text.write(text)
+        return self.stdout.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stdout, name)
-
-
-def _tee(results: Path, bench: str) -> TextIO:
-    """From now on, what is printed is kept in a new file of this benchmark and day."""
-    stem, number = f"{date.today()}-{bench.replace('_', '-')}", 1
-    while (path := results / f"{stem}{f'-{number}' if number > 1 else ''}.txt").exists():
-        number += 1
-    file = path.open("x")
-    sys.stdout = _Tee(sys.stdout, file)
-    return file
+        return getattr(self.stdout, name)

@@ -115,8 +115,10 @@ def load(kind: str, port: int, **options: object) -> Figures:
 
 @contextlib.contextmanager
 def nginx(port: int, engine_port: int) -> Iterator[int]:
-    """nginx in front of an engine; gives the pid of its master."""
-    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    """nginx in front of an engine; gives the pid of its master. Raises SystemExit if it is not installed."""
+    program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+    if program is None:
+        raise SystemExit("nginx is not installed, and this benchmark compares with it; `apt-get install nginx-light`")
     with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as directory:
         config = Path(directory) / "nginx.conf"
         user = "user root;" if os.geteuid() == 0 else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rig.result import Run
+from benchmarks.rig.traffic import nginx
 
 pytestmark = pytest.mark.slow
 
@@ -69,3 +70,16 @@ def test_saved_run_is_kept_with_its_heading_and_listed(
     index = (tmp_path / "README.md").read_text()
     assert first.name in index and second.name in index and index.count("| abc |") == 2
     assert capsys.readouterr().out.count('"bench"') == 2
+
+
+def test_a_run_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    Run("some_cost", argparse.Namespace(save=True, commit="abc"), results=tmp_path)
+    sys.stdout.write("round 1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_nginx_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SystemExit, match="nginx is not installed"), nginx(1, 2):
+        pass
