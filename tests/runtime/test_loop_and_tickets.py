@@ -119,13 +119,19 @@ def test_a_policy_that_raises_is_named_with_the_model_it_decided_on() -> None:
     assert loop.failed_at == 1.0
 
 
-class FailingForHigh(FirstCome):
-    """Fails for a request that is more urgent than others."""
+class FailingForHigh:
+    """A policy that raises for a request that is more urgent than others."""
+
+    def __init__(self, limits: Limits, swapper: Swapper) -> None:
+        self._first_come = FirstCome(limits, swapper)
 
     def priority_class(self, priority: int) -> PriorityClass:
         if priority > 1:
             raise ZeroDivisionError("nothing to divide by")
-        return super().priority_class(priority)
+        return self._first_come.priority_class(priority)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._first_come, name)
 
 
 class Idle:
@@ -136,7 +142,8 @@ class Idle:
 
 
 def test_a_failure_ends_when_a_request_for_the_same_model_is_decided() -> None:
-    loop = SchedulerLoop(Scheduler(cast(Effects, Idle()), {**BUILT_IN, "mine": FailingForHigh}))
+    policies = {**BUILT_IN, "mine": cast(PolicyFactory, FailingForHigh)}
+    loop = SchedulerLoop(Scheduler(cast(Effects, Idle()), policies))
     gpu = Device(DeviceId("gpu0"), DeviceKind.GPU, 100)
     models = tuple(ModelSpec(ModelId(name), need=Need(10)) for name in ("m", "n"))
     loop.post(ConfigChanged(0.0, models=models, devices=(gpu,), limits=Limits(policy="mine")))
