@@ -97,7 +97,7 @@ def test_bars_have_one_scale_and_tell_their_parts() -> None:
         "short: a & b 0 s",
     ]
     widths = [float(element.attrib["style"].split("width: ")[1].split("%")[0]) for element in parts]
-    assert widths == pytest.approx([60, 20, 0, 8, 0, 0])
+    assert widths == pytest.approx([45, 15, 0, 6, 0, 0])
     assert "40 <s>" in "".join(figure.itertext())
 
 
@@ -205,7 +205,13 @@ def test_the_bottom_line_is_first_and_the_best_change_stands_out(results: list[C
     assert bottom is not None
     paragraphs = ["".join(element.itertext()) for element in bottom]
     said = advice(results)
-    assert paragraphs[0] == said.best and set(paragraphs) == set(said.bottom_line)
+    assert bottom[0][0].text == said.best and paragraphs[0].startswith(f"{said.best} It would ")
+    assert set(paragraphs) == set(said.bottom_line)
+
+
+def test_models_are_counted_in_whole_numbers_on_the_axis() -> None:
+    assert linear("models", [0.9], step_min=1.0).ticks() == [0.0, 1.0]
+    assert linear("models", [4.9], step_min=1.0).ticks() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_the_table_has_a_row_for_each_case_and_plain_numbers_under_a_unit(results: list[CaseResult]) -> None:

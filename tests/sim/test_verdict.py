@@ -46,7 +46,7 @@ def test_a_second_gpu_is_compared_with_the_first() -> None:
 def test_every_change_has_its_words(old: dict[str, Any], new: dict[str, Any], words: str) -> None:
     usual = Case("fifo")
     (sentence,) = advice(results(replace(usual, **old), replace(usual, **new))).changes
-    assert sentence.startswith(f"{words} would take the p95 wait from ")
+    assert sentence.partition(" would ")[0] == words and " the p95 wait " in sentence
 
 
 def test_each_change_is_spoken_of_once_with_the_rest_as_in_the_first_case() -> None:
@@ -61,8 +61,8 @@ def test_each_change_is_spoken_of_once_with_the_rest_as_in_the_first_case() -> N
 
 def test_what_changes_nothing_is_said_to_change_nothing() -> None:
     said = advice(results(Case("fifo", 7), Case("fifo", 8)))
-    assert said.changes[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
-    assert said.changes[0].endswith(": hardly a difference.")
+    figures = "the p95 wait at 0.0 s, the mean at 0.2 s, swaps at 4"
+    assert said.changes == [f"An eighth GPU would leave {figures}: hardly a difference."]
     assert "None of the changes tried is needed." in said.bottom_line
     (sentence,) = advice([made(Case("fifo", gpus), 0.0) for gpus in (7, 8)]).changes
     assert sentence.endswith(": hardly any request waits either way.")
@@ -184,8 +184,10 @@ def test_many_steps_do_not_add_up_to_requests_that_are_lost() -> None:
 
 def test_requests_that_are_lost_as_before_are_said_so() -> None:
     (sentence,) = advice([made(Case("fifo", 1), 60.0, lost=500), made(Case("fifo", 2), 20.0, lost=500)]).changes
-    assert sentence.startswith("A second GPU would take the p95 wait from 60 s to 20 s, ")
-    assert sentence.endswith("; 500 of 1,000 requests are served as before: it helps a lot.")
+    assert sentence == (
+        "A second GPU would take the p95 wait from 60 s to 20 s, and leave requests served at 500 of 1,000, the mean at "
+        "9.1 s, swaps at 60: it helps a lot."
+    )
 
 
 def test_where_the_best_is_not_enough_its_bottleneck_is_named() -> None:
@@ -344,7 +346,7 @@ def test_a_gpu_that_serves_twice_as_many_helps_though_waits_stay_as_long() -> No
     (sentence,) = said.changes
     assert f"requests served {figures}, the p95 wait" in sentence and "it helps" in sentence
     best = f"The best single change: a second GPU. It would take requests served {figures}"
-    assert said.best is not None and said.best.startswith(best)
+    assert any(line.startswith(best) for line in said.bottom_line)
 
 
 def test_short_waits_of_the_few_that_are_served_are_no_gain() -> None:
@@ -378,9 +380,8 @@ def test_a_change_that_only_makes_answers_faster_helps() -> None:
     assert effect(slow.stats, fast.stats) is Effect.MUCH_BETTER and effect(fast.stats, slow.stats) is Effect.WORSE
     said, gain = advice([slow, fast]), "what sharing a GPU adds to an answer from 3.9 s to 0.1 s"
     assert gain in said.changes[0] and said.changes[0].endswith("it helps a lot.")
-    assert (
-        said.best is not None and said.best.startswith("The best single change: a second GPU. ") and gain in said.best
-    )
+    assert said.best == "The best single change: a second GPU."
+    assert any(line.startswith(said.best) and gain in line for line in said.bottom_line)
 
 
 def test_slow_answers_are_not_called_no_wait() -> None:

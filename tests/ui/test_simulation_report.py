@@ -24,6 +24,11 @@ EMPTY = """[...document.querySelectorAll("h2")].filter(one => one.checkVisibilit
   (!one.nextElementSibling?.checkVisibility() || one.nextElementSibling.tagName == "H2")).map(one => one.textContent)"""
 
 
+# Bars that are drawn shorter than they are, or that leave no space for what is written at their end.
+SQUEEZED = """[...document.querySelectorAll(".bars div")].filter(one => one.scrollWidth > one.clientWidth ||
+  [...one.querySelectorAll("i")].some(part => getComputedStyle(part).flexShrink != "0")).length"""
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every column, many cases, and requests that are lost."""
@@ -61,6 +66,7 @@ def test_it_fits_the_screen_with_the_bottom_line_on_top(
 ) -> None:
     with opened(browser, report, width, scheme) as page:
         assert not page.evaluate(WIDER_THAN_PAGE) and page.evaluate(EMPTY) == []
+        assert page.evaluate(SQUEEZED) == 0
         assert background(page) == colour
         assert page.locator(".bottom").bounding_box()["y"] < 300  # type: ignore[index]
         assert page.locator("th[title]").count() == page.locator("th").count() - page.locator("details th").count()
@@ -72,7 +78,7 @@ def test_on_paper_it_is_light_small_and_whole(browser: Browser, report: Path) ->
         page.emulate_media(media="print", color_scheme="dark")
         assert background(page) == "rgb(255, 255, 255)"
         assert not page.evaluate(WIDER_THAN_PAGE), "the table is cut off"
-        assert page.evaluate(EMPTY) == []
+        assert page.evaluate(EMPTY) == [] and page.evaluate(SQUEEZED) == 0
         # Browsers leave out backgrounds, which bars are made of.
         assert page.evaluate("getComputedStyle(document.querySelector('.bars i')).printColorAdjust") == "exact"
         sizes = page.evaluate(

@@ -233,7 +233,7 @@ def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
         return agents, f"{counted(args.agents, 'agent')}, each alternating between two models, {span}."
     drawn = (Bursty if args.workload == "bursty" else Poisson)(mix, args.rate, args.seconds, args.seed)
     _refuse_too_many(drawn.expected, "--rate")
-    return drawn, f"{args.workload} arrivals, {args.rate:g} a second on average, {span}."
+    return drawn, f"{args.workload.capitalize()} arrivals, {args.rate:g} a second on average, {span}."
 
 
 def _refuse_too_many(expected: float, option: str) -> None:
@@ -247,8 +247,7 @@ def _assumed(base: SimConfig, recorded: Mapping[str, RecordedSpeed]) -> list[str
     timings = [model.timings for model in base.models if not model.spec.is_remote] or [base.models[0].timings]
     load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
-        f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
-        f"give or take {base.jitter:.0%}.",
+        f"Loads take {_range(load_s, '.1f')} s, wakes {_range(wake_s, '.1f')} s, give or take {base.jitter:.0%}.",
         f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
         f"{_range([one.tokens_per_s for one in timings])} tokens a second, {_most(base)} at a time.",
         *_as_recorded(recorded),
@@ -292,8 +291,8 @@ def _listed(words: Mapping[str, str], between: str = ", ") -> str:
     return f"{shown} and {counted(more, 'more model')}" if more > 0 else shown
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+def _range(values: Sequence[float], form: str = ",.0f") -> str:
+    low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 

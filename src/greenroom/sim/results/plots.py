@@ -20,6 +20,8 @@ COLOURS = 6
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 TICKS = 5
 POINTS_MAX = 400
+# Of a line, for the longest bar: on a phone what is written at its end takes the rest.
+LONGEST_PERCENT = 60
 # Marks with a title of their own; more would make a page heavy.
 MARKS_MAX = 60
 
@@ -38,6 +40,8 @@ class Axis:
     low: float
     high: float
     is_log: bool = False
+    # Of whole things, ticks are not closer than one.
+    step_min: float = 0.0
 
     def share(self, value: float) -> float:
         """Where on the axis, from 0 to 1."""
@@ -49,15 +53,15 @@ class Axis:
     def ticks(self) -> list[float]:
         if self.is_log:
             return [10.0**power for power in range(floor(log10(self.low)), ceil(log10(self.high)) + 1)]
-        step = _round_step((self.high - self.low) / TICKS)
+        step = max(self.step_min, _round_step((self.high - self.low) / TICKS))
         first, last = ceil(self.low / step), floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
 
-def linear(label: str, values: Sequence[float]) -> Axis:
-    """From zero to the largest."""
+def linear(label: str, values: Sequence[float], step_min: float = 0.0) -> Axis:
+    """From zero to the largest, which is one step at least."""
     high = max(values, default=0.0)
-    return Axis(label, 0.0, high if high > 0 else 1.0)
+    return Axis(label, 0.0, max(high, step_min) or 1.0, step_min=step_min)
 
 
 def logarithmic(label: str, values: Sequence[float], low: float) -> Axis:
@@ -169,9 +173,9 @@ def bars(title: str, names: Sequence[str], rows: Sequence[Bar], say: Callable[[f
 
 
 def _parts(row: Bar, names: Sequence[str], longest: float, say: Callable[[float], str]) -> str:
-    """The longest bar takes most of the line; the rest is for what is written at the end."""
+    """The rest of the line is for what is written at the end."""
     return "".join(
-        f'<i style="width: {80 * value / longest:.2f}%; background: var(--c{number})" '
+        f'<i style="width: {LONGEST_PERCENT * value / longest:.2f}%; background: var(--c{number})" '
         f'title="{escape(f"{row.label}: {name} {say(value)}")}"></i>'
         for number, (name, value) in enumerate(zip(names, row.parts, strict=True))
     )

@@ -35,7 +35,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 0.5rem; }
 .source, .note { color: var(--soft); margin: 0.25rem 0 1.25rem; max-width: 46rem; }
 .bottom { background: var(--card); border-left: 4px solid var(--mark); border-radius: 4px; padding: 1rem 1.25rem; }
-.bottom p { margin: 0.4rem 0; max-width: 56rem; } .bottom .best { font-size: 1.2rem; font-weight: 600; }
+.bottom p { margin: 0.4rem 0; max-width: 56rem; } .bottom b { font-size: 1.2rem; display: block; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 0.75rem 0; }
 th, td { padding: 0.3rem 0.55rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
@@ -50,13 +50,14 @@ svg { width: 100%; height: auto; font: 13px system-ui, sans-serif; fill: var(--i
 .legend i { display: inline-block; width: 0.75rem; height: 0.75rem; border-radius: 2px; margin-right: 0.4rem; }
 .bars { display: grid; grid-template-columns: max-content 1fr; gap: 0.3rem 0.75rem; font-size: 0.9rem; }
 .bars span { text-align: right; } .bars div { display: flex; align-items: center; white-space: nowrap; }
-.bars i { height: 1.1rem; } .bars i:last-of-type { margin-right: 0.5rem; }
-@media (max-width: 40rem) { .bars { grid-template-columns: 1fr; gap: 0; } .bars span { text-align: left; } }
+.bars i { height: 1.1rem; flex-shrink: 0; } .bars i:last-of-type { margin-right: 0.5rem; }
+@media (max-width: 40rem) { .plots svg { font-size: 18px; }
+  .bars { grid-template-columns: 1fr; gap: 0; } .bars span { text-align: left; } }
 .axis { stroke: var(--soft); fill: none; } .grid { stroke: var(--rule); fill: none; }
 .line { fill: none; stroke-width: 2; } .mark { fill: transparent; } .mark:hover { fill: var(--ink); fill-opacity: 0.5; }
 details { margin: 0.5rem 0; } summary { cursor: pointer; }
 @media print { :root { color-scheme: light; font-size: 9pt; } body { font-size: 9pt; padding: 0; max-width: none; }
-  table { font-size: 6.5pt; } th, td { padding: 0.1rem 0.25rem; } svg { font-size: 11px; } h2 { margin-top: 1.25rem; }
+  table { font-size: 6.5pt; } th, td { padding: 0.1rem 0.25rem; } svg { font-size: 14px; } h2 { margin-top: 1.25rem; }
   .plots { grid-template-columns: 1fr 1fr; gap: 0.5rem; } figure, .bottom { break-inside: avoid; }
   h2 { break-after: avoid; } .scroll { overflow: visible; } details, .folded { display: none; }
   .bars i, .legend i { -webkit-print-color-adjust: exact; print-color-adjust: exact; } }
@@ -80,6 +81,7 @@ def html(results: Sequence[CaseResult], assumed: Sequence[str], wait_max_s: floa
             *_bottom_line(said),
             "<h2>All cases</h2>",
             comparison(results, said.chosen),
+            *_which_are_bold(results, said.chosen),
             *_changes(said),
             "<h2>What requests wait for</h2>",
             delay_bars(results if len(results) <= BARS_MAX else said.chosen),
@@ -105,9 +107,10 @@ def html(results: Sequence[CaseResult], assumed: Sequence[str], wait_max_s: floa
 
 def _bottom_line(said: Advice) -> list[str]:
     """The best change stands out; it comes first, where there is one."""
-    best = [f'<p class="best">{escape(said.best)}</p>'] if said.best else []
-    others = [f"<p>{escape(sentence)}</p>" for sentence in said.bottom_line if sentence != said.best]
-    return ['<section class="bottom">', *best, *others, "</section>"]
+    best = [sentence for sentence in said.bottom_line if said.best and sentence.startswith(said.best)]
+    others = [sentence for sentence in said.bottom_line if sentence not in best]
+    first = [f"<p><b>{escape(said.best or '')}</b>{escape(one.removeprefix(said.best or ''))}</p>" for one in best]
+    return ['<section class="bottom">', *first, *(f"<p>{escape(sentence)}</p>" for sentence in others), "</section>"]
 
 
 def _changes(said: Advice) -> list[str]:
@@ -117,10 +120,16 @@ def _changes(said: Advice) -> list[str]:
     return ["<details><summary>Each change by itself, in words</summary><ul>", *sentences, "</ul></details>"]
 
 
+def _which_are_bold(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
+    if len(chosen) == len(results):
+        return []
+    return ['<p class="note">Bold: the first case, and the best ones.</p>']
+
+
 def _which(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
     if len(chosen) == len(results):
         return []
-    return ['<p class="note">Shown from here on: the first case, and the best ones.</p>']
+    return ['<p class="note">Shown from here on: the cases in bold.</p>']
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -324,7 +333,7 @@ def tiers_plot(result: CaseResult) -> str:
         Line(name, [(mark.at / unit_s, getattr(mark, name)) for mark in result.stats.tiers])
         for name in ("ready", "asleep", "moving")
     ]
-    x, y = linear(f"time, {unit}", [ends_s / unit_s]), linear("models", _heights(lines))
+    x, y = linear(f"time, {unit}", [ends_s / unit_s]), linear("models", _heights(lines), step_min=1.0)
     return plot(result.case.label, x, y, lines, lambda at, count: f"{count:.1f} at {at:.3g} {unit}")
 
 

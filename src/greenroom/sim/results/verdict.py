@@ -87,7 +87,7 @@ class Change:
 
     def sentence(self) -> str:
         figures = _figures(self.old.stats, self.new.stats)
-        return f"{_capital(self.what)} would take {figures}: {_verdict(self.old.stats, self.new.stats)}."
+        return f"{_capital(self.what)} would {figures}: {_verdict(self.old.stats, self.new.stats)}."
 
 
 def _verdict(old: Stats, new: Stats) -> str:
@@ -103,20 +103,25 @@ def _is_felt(stats: Stats) -> bool:
 
 
 def _figures(old: Stats, new: Stats) -> str:
-    before, after = _of_all(old), _of_all(new)
-    as_before = f"; {after} requests are served as before" if before == after and new.lost else ""
-    served_then = [] if before == after else [f"requests served from {before} to {after}"]
-    return ", ".join((*served_then, *_seconds_and_swaps(old, new))) + as_before
+    """`take the p95 wait from 60 s to 20 s, and leave swaps at 12`; figures that read alike are the same."""
+    known = list(_compared(old, new))
+    taken = [f"{name} from {before} to {after}" for name, before, after in known if before != after]
+    left = [f"{name} at {after}" for name, before, after in known if before == after]
+    parts = [f"{verb} {', '.join(names)}" for verb, names in (("take", taken), ("leave", left)) if names]
+    return ", and ".join(parts)
 
 
-def _seconds_and_swaps(old: Stats, new: Stats) -> Iterator[str]:
+def _compared(old: Stats, new: Stats) -> Iterator[tuple[str, str, str]]:
+    """The name of each figure, and its values."""
+    if old.lost or new.lost or old.served != new.served:
+        yield "requests served", _of_all(old), _of_all(new)
     before, after = old.waits, new.waits
-    yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
-    yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
+    yield "the p95 wait", waited(before, before.p95_s), waited(after, after.p95_s)
+    yield "the mean", waited(before, before.mean_s), waited(after, after.mean_s)
     slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
     if _on_seconds(slow_s, then_s):
-        yield f"what sharing a GPU adds to an answer from {seconds(slow_s)} to {seconds(then_s)}"
-    yield f"swaps from {old.swaps:,} to {new.swaps:,}"
+        yield "what sharing a GPU adds to an answer", seconds(slow_s), seconds(then_s)
+    yield "swaps", f"{old.swaps:,}", f"{new.swaps:,}"
 
 
 # --- what requests wait for -------------------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ def _named(lost: Mapping[str, int]) -> str:
 class Advice:
     """What to say at the end, and a sentence for each change that was tried.
 
-    `best` is that sentence of the bottom line which names the best change, if one helps. `chosen` are the cases worth a
+    `best` names the best change, if one helps; it begins a sentence of the bottom line. `chosen` are the cases worth a
     closer look: the first, that of the best change, the best of all; or all if they are few.
     """
 
@@ -295,7 +300,7 @@ def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Ad
     return Advice(
         [*said, *lines],
         [step.sentence() for step in steps],
-        lines[0] if best else None,
+        best_change(best) if best else None,
         list(results) if len(results) <= CHOSEN_MAX else chosen,
     )
 
@@ -344,6 +349,10 @@ def _steps(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult
     return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
 
 
+def best_change(change: Change) -> str:
+    return f"The best single change: {change.what}."
+
+
 def _best_buy(
     results: Sequence[CaseResult], best: Change | None, single: Sequence[Change], whole: CaseResult
 ) -> list[str]:
@@ -353,7 +362,7 @@ def _best_buy(
         needless = is_enough(first.stats)
         lines = [f"None of the changes tried {'is needed' if needless else 'helps noticeably by itself'}."]
     else:
-        lines = [f"The best single change: {best.what}. It would take {_figures(first.stats, best.new.stats)}."]
+        lines = [f"{best_change(best)} It would {_figures(first.stats, best.new.stats)}."]
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
         lines += [f"About as good: {', or '.join(others)}."] if others else []
     if whole is not (first if best is None else best.new):

@@ -266,7 +266,7 @@ def test_a_report_is_written(config: str, tmp_path: Path, capsys: pytest.Capture
     assert main(["simulate", "-c", config, *SHORT, "--gpus", "1,2", "--out", str(report)]) == 0
     page = report.read_text(encoding="utf-8")
     assert ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")) is not None
-    assert "A second GPU would take" in page and "poisson arrivals, 0.2 a second" in page
+    assert "A second GPU would take" in page and "Poisson arrivals, 0.2 a second" in page
 
 
 def test_a_report_that_cannot_be_written_is_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
