@@ -185,8 +185,8 @@ def test_many_steps_do_not_add_up_to_requests_that_are_lost() -> None:
 def test_requests_that_are_lost_as_before_are_said_so() -> None:
     (sentence,) = advice([made(Case("fifo", 1), 60.0, lost=500), made(Case("fifo", 2), 20.0, lost=500)]).changes
     assert sentence == (
-        "A second GPU would take the p95 wait from 60 s to 20 s, and leave requests served at 500 of 1,000, the mean at "
-        "9.1 s, swaps at 60: it helps a lot."
+        "A second GPU would take the p95 wait from 60 s to 20 s, and leave requests served at 500 of 1,000, "
+        "the mean at 9.1 s, swaps at 60: it helps a lot."
     )
 
 
