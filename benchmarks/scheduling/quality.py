@@ -1,13 +1,14 @@
 """How well the scheduler decides: the default policy beside collating FIFO, simulated, so the machine does not matter.
 
 The grid has one family of cells for each shape of traffic, and one for each trace that is given (CSV). A cell draws
-machine, models, green room, concurrency, tenants and load from its number, so it is the same in every run. The other
+machine, models, green room, concurrency, tenants and load from its number, so it is the same in every run. It is played
+with five draws of requests and load times, and judged by the middle one: single draws are worse by chance. The other
 goals: a starved model, priority classes, a flooding tenant, kept cases, and that more of something never hurts.
 
     python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals grid,starved,classes,flood,cases,more]
     python -m benchmarks.scheduling.quality --goals grid --family bursty,users --cells 100
-    python -m benchmarks.scheduling.quality --goals grid --save     # 900 cells: about an hour of one core
-    python -m benchmarks.scheduling.quality --goals more --save     # 2,000 pairs: about ten minutes of one core
+    python -m benchmarks.scheduling.quality --goals grid --save     # 900 cells: about five hours of one core
+    python -m benchmarks.scheduling.quality --goals more --save     # 2,000 pairs: about 50 minutes of one core
     python -m benchmarks.scheduling.quality --cell 'steady#3' --cell dominant --cell 'more#12' --policy default,strict
 
 `--policy` names the policies that are judged: built-in, `strict`, `clairvoyant` or `chance` (references), or
@@ -66,21 +67,22 @@ class Extent:
 
     cells: int  # of each family
     pairs: int
-    seeds: int  # of the single goals; cells of the grid differ anyway
+    draws: int  # of requests and load times for each cell and pair
+    seeds: int  # of the single goals
     swaps_s: tuple[float, ...]
     busy_steps: int
     class_slots: tuple[int, ...]
 
 
-FULL = Extent(100, PAIRS, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
-QUICK = Extent(12, 200, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
+FULL = Extent(100, PAIRS, draws=5, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
+QUICK = Extent(12, 200, draws=1, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.extent = QUICK if options.quick else FULL
         self.seeds = options.seeds or self.extent.seeds
-        self.grid_seeds = options.seeds or 1
+        self.draws = options.seeds or self.extent.draws
         self.cells = options.cells or self.extent.cells
         self.pairs = options.pairs or self.extent.pairs
         self.jobs: int | None = options.jobs or None
@@ -107,7 +109,7 @@ class Bench:
     def single(self, names: Iterable[str]) -> list[Goal]:
         """All figures of single cells."""
         cells = [cell for name in names for cell in cells_named(name, self.traces)]
-        self.run(cells, "cells", self.grid_seeds)
+        self.run(cells, "cells", self.draws)
         for cell in cells:
             show_models(self.results, cell)
         show_cells(self.results, cells)
@@ -117,12 +119,12 @@ class Bench:
 
     def _grid(self) -> list[Goal]:
         cells = [cell for family in self.families for cell in family_cells(family, self.cells, self.traces)]
-        self.run(cells, "grid", self.grid_seeds)
+        self.run(cells, "grid", self.draws)
         return self._judged(cells, grid_goals)
 
     def _cases(self) -> list[Goal]:
         cells = list(kept_cases().values())
-        self.run(cells, CASES, self.grid_seeds)
+        self.run(cells, CASES, self.draws)
         show_cells(self.results, cells)
         return self._judged(cells, case_goals)
 
@@ -137,7 +139,7 @@ class Bench:
         return goals
 
     def _verdict(self, cell: Cell, policy: str) -> Verdict:
-        return Verdict(cell, self.results.median(cell, policy), self.results.median(cell, FIFO))
+        return Verdict(cell, self.results.draws(cell, policy), self.results.draws(cell, FIFO))
 
     def _named(self, goals: list[Goal], policy: str) -> list[Goal]:
         """Where several policies are judged, a goal tells which."""
@@ -166,7 +168,7 @@ class Bench:
 
     def _more(self) -> list[Goal]:
         pairs = draw_pairs(self.pairs)
-        self.run([cell for pair in pairs for cell in pair], MORE, self.grid_seeds, beside=())
+        self.run([cell for pair in pairs for cell in pair], MORE, self.draws, beside=())
         return self._each_policy(lambda policy: more_goals(self.results, pairs, policy))
 
     def _each_policy(self, goals_of: Callable[[str], list[Goal]]) -> list[Goal]:
@@ -203,7 +205,7 @@ def main() -> None:
     parser.add_argument("--family", help=f"only these families: {', '.join(FAMILIES)}, or the name of a trace")
     parser.add_argument("--cells", type=int, default=0, help="cells of each family")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of the goal `more`")
-    parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=0, help="draws of each cell; 5 if not given, 1 with --quick")
     parser.add_argument("--jobs", type=int, default=0, help="processes; one for each core if not given")
     parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
     parser.add_argument("--policy", default="default", help="the policies that are judged")
@@ -224,7 +226,12 @@ def main() -> None:
     goals = bench.single(options.cell) if options.cell else bench.goals(options.goals.split(","))
     for goal in goals:
         show_goal(goal)
-    figures = {"seeds": bench.seeds, "took_s": round(time.perf_counter() - began, 1), **bench.figures}
+    figures = {
+        "draws": bench.draws,
+        "seeds": bench.seeds,
+        "took_s": round(time.perf_counter() - began, 1),
+        **bench.figures,
+    }
     figures |= {goal.name: goal_figures(goal) for goal in goals}
     run.report(figures, {goal.name: goal.wanted for goal in goals}, all(goal.is_met for goal in goals))
 

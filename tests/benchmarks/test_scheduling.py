@@ -16,7 +16,7 @@ from benchmarks.scheduling.grid.runs import Results
 from benchmarks.scheduling.grid.traffic import Named
 from benchmarks.scheduling.judging.figures import Figures, Waited
 from benchmarks.scheduling.judging.goals import grid_goals
-from benchmarks.scheduling.judging.judge import FAR_SHARE, Verdict, allowed_s, by_family, is_starving
+from benchmarks.scheduling.judging.judge import FAR_SHARE, FamilyVerdict, Verdict, allowed_s, by_family, is_starving
 
 SWAP_S = 10.0
 CELL = Cell("steady", "steady#0", slots(1, SWAP_S, 2), Named("poisson"))
@@ -36,6 +36,11 @@ def figures(p95_s: float, p99_s: float, worst_s: float) -> Figures:
 FIFO = figures(100, 200, 300)
 
 
+def verdict(own: Figures, fifo: Figures = FIFO) -> Verdict:
+    """By one draw."""
+    return Verdict(CELL, [own], [fifo])
+
+
 def test_allowed_is_a_swap_or_five_percent_more_whichever_is_larger() -> None:
     assert allowed_s(100, SWAP_S) == 110
     assert allowed_s(1_000, SWAP_S) == 1_050
@@ -53,7 +58,7 @@ def test_allowed_is_a_swap_or_five_percent_more_whichever_is_larger() -> None:
     ],
 )
 def test_each_of_three_figures_makes_a_cell_worse(own: Figures, worse: bool) -> None:
-    assert (Verdict(CELL, own, FIFO).excess > 0) is worse
+    assert (verdict(own).excess > 0) is worse
 
 
 def test_where_fifo_starves_a_model_only_the_worst_model_counts() -> None:
@@ -61,17 +66,17 @@ def test_where_fifo_starves_a_model_only_the_worst_model_counts() -> None:
     assert is_starving(starving) and not is_starving(FIFO)
     # Not starved: all models wait that long; or not so long as to call it that.
     assert not is_starving(figures(1_000, 2_000, 2_000)) and not is_starving(figures(10, 400, 400))
-    assert Verdict(CELL, figures(500, 3_000, 600), starving).excess < 0
-    assert Verdict(CELL, figures(50, 3_000, 2_500), starving).excess > 0
-    assert Verdict(CELL, figures(500, 3_000, 995), starving).judged_ratio == 0.5
+    assert verdict(figures(500, 3_000, 600), starving).excess < 0
+    assert verdict(figures(50, 3_000, 2_500), starving).excess > 0
+    assert verdict(figures(500, 3_000, 995), starving).middle.judged_ratio == 0.5
 
 
 def test_ratio_is_finite_without_waits() -> None:
-    assert Verdict(CELL, figures(10, 10, 10), figures(0, 0, 0)).p95_ratio == 2.0
+    assert verdict(figures(10, 10, 10), figures(0, 0, 0)).middle.p95_ratio == 2.0
 
 
 def test_families_are_judged_apart() -> None:
-    good, bad = Verdict(CELL, FIFO, FIFO), Verdict(replace(CELL, family="bursty"), figures(200, 200, 300), FIFO)
+    good, bad = verdict(FIFO), Verdict(replace(CELL, family="bursty"), [figures(200, 200, 300)], [FIFO])
     families = {family.family: family for family in by_family([good, good, bad])}
     assert families["steady"].worse == 0 and families["steady"].p95_ratio == 1.0
     assert families["bursty"].worse_share == 1.0 and families["bursty"].far == 1 and families["bursty"].worst is bad
@@ -82,8 +87,31 @@ def test_families_are_judged_apart() -> None:
 
 def test_little_beyond_what_is_allowed_is_worse_but_not_far() -> None:
     own = figures(allowed_s(100, SWAP_S) * (1 + FAR_SHARE / 2), 200, 300)
-    (family,) = by_family([Verdict(CELL, own, FIFO)])
+    (family,) = by_family([verdict(own)])
     assert (family.worse, family.far) == (1, 0)
+
+
+def test_cell_is_judged_by_its_middle_draw_and_not_by_medians_of_draws_that_differ() -> None:
+    slow, fast, worse = figures(500, 600, 700), figures(10, 20, 30), figures(200, 300, 400)
+    calm = Verdict(CELL, [slow, worse, fast], [slow, FIFO, fast])
+    family = FamilyVerdict("steady", [calm])
+    assert (family.worse, family.worse_draws, family.far_draws) == (0, 1, 1)
+    assert Verdict(CELL, [slow, worse, worse], [slow, FIFO, FIFO]).excess > 0
+    # Of two draws, the worse one.
+    assert Verdict(CELL, [worse, fast], [FIFO, fast]).excess > 0
+
+
+def test_pair_is_judged_draw_by_draw() -> None:
+    """One of five draws rises by half; the medians of both sides would differ by a quarter."""
+    pair, results = draw_pair(622), Results()
+    for seed, (less_s, more_s) in enumerate([(240, 365), (256, 235), (238, 227), (514, 501), (335, 327)]):
+        for cell, p95_s in zip(pair, (less_s, more_s), strict=True):
+            results.add(replace(cell, seed=seed), figures(p95_s, p95_s, p95_s))
+    rare, far = more_goals(results, [pair], "default")
+    assert rare.is_met and far.is_met
+    assert (
+        "0 of 1 rise; of 5 single draws 1 rise, 1 of them far: more#622+green 240.0 -> 365.0 s" in rare.cases[0].found
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,7 +155,7 @@ def test_preparing_ahead_spares_cold_requests_only_after_a_restart(restarts: boo
 @pytest.mark.parametrize("name", ["share-no-green-room", "dominant", "share"])
 def test_default_policy_is_not_worse_than_first_come_in_kept_cases(name: str) -> None:
     cell = kept_cases()[name]
-    assert Verdict(cell, run_cell(cell), run_cell(replace(cell, policy="fifo"))).excess <= 0
+    assert Verdict(cell, [run_cell(cell)], [run_cell(replace(cell, policy="fifo"))]).excess <= 0
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 
 class Results:
-    """Figures by cell. Comparisons are between medians over the seeds of a cell."""
+    """Figures by cell and seed."""
 
     def __init__(self) -> None:
         self._runs: dict[Cell, dict[int, Figures]] = {}
@@ -44,9 +44,12 @@ class Results:
     def lacks(self, cells: Iterable[Cell]) -> list[Cell]:
         return [cell for cell in dict.fromkeys(cells) if cell.seed not in self._runs.get(replace(cell, seed=0), {})]
 
+    def draws(self, cell: Cell, policy: str) -> list[Figures]:
+        """Of all seeds that were run, in their order."""
+        return [figures for _, figures in sorted(self._runs[replace(cell, policy=policy, seed=0)].items())]
+
     def median(self, cell: Cell, policy: str) -> Figures:
-        """Over all seeds that were run."""
-        return medians(list(self._runs[replace(cell, policy=policy, seed=0)].values()))
+        return medians(self.draws(cell, policy))
 
     def policies_at(self, cell: Cell) -> list[str]:
         like = replace(cell, policy="", seed=0)

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
-from statistics import fmean
 
 from benchmarks.scheduling.grid.cells import JITTER, Cell
 from benchmarks.scheduling.grid.runs import Results
 from benchmarks.scheduling.grid.traffic import Named
 from benchmarks.scheduling.grid.workloads import COLD_MODEL
 from benchmarks.scheduling.judging.figures import Figures
-from benchmarks.scheduling.judging.judge import FAR_SHARE, Verdict, allowed_s, by_family
+from benchmarks.scheduling.judging.judge import FAR_SHARE, FamilyVerdict, Verdict, allowed_s, by_family
 
 WORSE_CELLS_SHARE = 0.02
 HIGH_SHARE_OF_NORMAL = 1 / 3
@@ -68,7 +67,8 @@ def grid_goals(verdicts: Sequence[Verdict]) -> list[Goal]:
     far = Goal("grid_far", "no cell beyond that by more than a further 25 %")
     for one in verdicts:
         far.add(one.cell.place, beside_fifo(one), one.excess - FAR_SHARE)
-    mean, of_all = fmean(one.judged_ratio for one in verdicts), fmean(one.p95_ratio for one in verdicts)
+    everything = FamilyVerdict("all", verdicts)
+    mean, of_all = everything.judged_ratio, everything.p95_ratio
     average = Goal("grid_mean", "p95 on average at most FIFO's; where FIFO starves a model, the worst model's p95")
     average.add("all cells", f"{mean:.3f} times FIFO's ({of_all:.3f} if starving is ignored)", mean - 1)
     return [rare, far, average]
@@ -83,7 +83,7 @@ def not_worse_goal(name: str, verdicts: Iterable[Verdict]) -> Goal:
 
 
 def beside_fifo(one: Verdict) -> str:
-    own, fifo = one.own, one.fifo
+    own, fifo = one.middle.own, one.middle.fifo
     waits = (
         f"p95 {own.waits.p95_s:.1f} / {fifo.waits.p95_s:.1f} s, p99 {own.waits.p99_s:.1f} / {fifo.waits.p99_s:.1f} s"
     )

@@ -19,7 +19,17 @@ WORST_SHOWN = 10
 _console = Console(width=160, highlight=False)
 _WAITS = ("mean", "p50", "p95", "p99", "max")
 _CELL_TITLES = ("cell", "policy", *_WAITS, "worst model", "swaps", "Jain", "serving", "swapping")
-_FAMILY_TITLES = ("family", "cells", "FIFO starves", "worse", "far worse", "p95 to FIFO", "mean to FIFO", "worst cell")
+_FAMILY_TITLES = (
+    "family",
+    "cells",
+    "FIFO starves",
+    "worse",
+    "far worse",
+    "draws: worse, far, worst",
+    "p95 to FIFO",
+    "mean to FIFO",
+    "worst cell",
+)
 
 
 def show_cells(results: Results, cells: Iterable[Cell]) -> None:
@@ -68,7 +78,7 @@ def show_families(verdicts: Sequence[Verdict], policy: str) -> None:
     if len(families) > 1:
         table.add_row(*_family_row(FamilyVerdict("all", verdicts)))
     _console.print(table)
-    _console.print("worst cell of each family, own / FIFO:")
+    _console.print("worst cell of each family in its middle draw, own / FIFO:")
     for family in families:
         worst = family.worst
         _console.print(f"  {worst.excess:+7.1%} {worst.cell.place}: {beside_fifo(worst)}", soft_wrap=True)
@@ -82,6 +92,7 @@ def _family_row(family: FamilyVerdict) -> list[str]:
         str(family.starved),
         f"{family.worse} ({family.worse_share:.1%})",
         str(family.far),
+        f"{family.worse_draws}, {family.far_draws} of {len(family.draws)}, {family.worst_draw:+.0%}",
         f"{family.p95_ratio:.3f}",
         f"{family.mean_ratio:.3f}",
         f"{worst.cell.name} {worst.excess:+.0%}",
@@ -95,6 +106,10 @@ def family_figures(verdicts: Sequence[Verdict]) -> dict[str, Any]:
             "starved": family.starved,
             "worse": family.worse,
             "far": family.far,
+            "draws": len(family.draws),
+            "draws_worse": family.worse_draws,
+            "draws_far": family.far_draws,
+            "draws_worst": round(family.worst_draw, 4),
             "p95_ratio": round(family.p95_ratio, 4),
             "mean_ratio": round(family.mean_ratio, 4),
             "worst": f"{family.worst.cell.name} {family.worst.excess:+.1%}",
