@@ -10,8 +10,10 @@ from greenroom.core.model import ModelId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
 from greenroom.sim.records import SimArrival
+from greenroom.sim.results.bottleneck import BOTTLENECKS, Cause, bottleneck
+from greenroom.sim.results.effect import Effect, effect, seconds
 from greenroom.sim.results.stats import stats_of, waits_of
-from greenroom.sim.results.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
+from greenroom.sim.results.verdict import advice
 from greenroom.sim.truth import Delays
 from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
 from greenroom.sim.world import World

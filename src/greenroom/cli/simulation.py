@@ -21,7 +21,7 @@ from greenroom.engines.registry import engine_for, facts_of, split_keys
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
-from greenroom.sim.results.verdict import counted
+from greenroom.sim.results.effect import counted
 from greenroom.sim.traces.cells import shown
 from greenroom.sim.traces.speeds import AnswerTimes, RecordedSpeed, speeds
 from greenroom.sim.traces.traces import Known, trace_of

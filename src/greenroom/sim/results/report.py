@@ -11,9 +11,11 @@ from html import escape
 from typing import NamedTuple
 
 from greenroom.sim.cases import Case, CaseResult, short_labels
+from greenroom.sim.results.bottleneck import bottleneck
+from greenroom.sim.results.effect import seconds
 from greenroom.sim.results.plots import Bar, Line, bars, linear, logarithmic, plot
 from greenroom.sim.results.stats import CLASS_NAMES, NO_WAITS, Stats, Waits, with_lost
-from greenroom.sim.results.verdict import Advice, advice, bottleneck, seconds
+from greenroom.sim.results.verdict import Advice, advice
 from greenroom.sim.truth import Delays
 
 # Where a logarithmic axis shows requests that did not wait.

@@ -32,8 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
     from greenroom.config.limits import limits_of
+    from greenroom.sim.results.effect import counted
     from greenroom.sim.results.report import html
-    from greenroom.sim.results.verdict import advice, counted
+    from greenroom.sim.results.verdict import advice
     from greenroom.sim.runs import CaseFailed, CaseRuns
 
     path = loader.find(args.config)
@@ -242,7 +243,7 @@ def _waits(waits: Waits) -> dict[str, float]:
 
 def _delays(delays: Delays) -> dict[str, Any]:
     """Seconds are means over requests that were served; loads are parts of those not there."""
-    from greenroom.sim.results.verdict import bottleneck
+    from greenroom.sim.results.bottleneck import bottleneck
 
     cause, means = bottleneck(delays), ("not_there_s", "first_load_s", "idle_load_s", "full_s", "slow_s")
     return {

@@ -1,0 +1,150 @@
+"""What requests wait for in a case, what may help against it, and which models are not served at all.
+
+Owns the causes and their remedies. A remedy that another case has tried in vain is not named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from greenroom.sim.cases import Case, CaseResult
+from greenroom.sim.results.effect import FELT_S, LOST_SHARE, counted, effect, seconds
+from greenroom.sim.results.stats import Stats
+from greenroom.sim.truth import Delays
+
+# Models that are named in one sentence.
+NAMED_MAX = 5
+
+
+class Cause(Enum):
+    NOT_THERE = "not there"
+    FULL = "full"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What may help, and the options of a case that try it by larger values; none if no case can."""
+
+    words: str
+    options: frozenset[str] = frozenset()
+
+
+MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
+BOTTLENECKS = {
+    Cause.NOT_THERE: (
+        "models are not there, or there is no room for them",
+        (MORE_MEMORY, Remedy("a larger green room", frozenset({"green_room_mib"}))),
+    ),
+    Cause.FULL: ("models are there but full", (Remedy("a higher concurrency", frozenset({"concurrency"})),)),
+    # A further GPU is no remedy by itself: models stay together while one GPU holds them.
+    Cause.SLOW: (
+        "answers share the compute of a GPU and are slow",
+        (Remedy("faster GPUs"), Remedy("a GPU of its own for each busy model (devices)")),
+    ),
+}
+FIRST_LOADS = (
+    "models are loaded for the first time",
+    (Remedy("preloading them (preload: true)"), Remedy("faster loads, but not more memory")),
+)
+IDLE_LOADS = (
+    "models leave when they are idle and have to come back",
+    (
+        Remedy("keeping them ready for longer (ttl_s, stay_warm)"),
+        Remedy("letting them sleep in a larger green room", frozenset({"green_room_mib"})),
+    ),
+)
+TOO_LARGE = ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),))
+
+
+def bottleneck(delays: Delays) -> Cause | None:
+    """What costs requests most: by those not served where there are some, else by time. None: hardly anything does."""
+    if _loses(delays):
+        return Cause.NOT_THERE if delays.lost_not_there >= delays.lost_full else Cause.FULL
+    if delays.mean_s(delays.total_s) < FELT_S:
+        return None
+    by_cause = ((delays.not_there_s, Cause.NOT_THERE), (delays.full_s, Cause.FULL), (delays.slow_s, Cause.SLOW))
+    return max(by_cause, key=lambda pair: pair[0])[1]
+
+
+def _loses(delays: Delays) -> bool:
+    return delays.lost > LOST_SHARE * (delays.served + delays.lost)
+
+
+def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bottleneck") -> str:
+    """What requests wait for in this case, and what may help against it, unless it was tried and does not."""
+    delays = result.stats.all_delays
+    cause = bottleneck(delays)
+    if cause is None:
+        return "Hardly any request waits."
+    what, remedies = BOTTLENECKS[cause]
+    if delays.lost_too_large > delays.lost / 2:
+        what, remedies = TOO_LARGE
+    elif cause is Cause.NOT_THERE:
+        what, remedies = _why_not_there(delays)
+    left = [remedy.words for remedy in remedies if not _failed(remedy, result, results)]
+    what_helps = f" What may help: {' or '.join(left)}." if left else ""
+    return f"{begins}: {what} ({_shares(delays)}).{what_helps}"
+
+
+def _failed(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
+    """True if there are cases with more of it than this one, and none of them is better."""
+    tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
+    return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
+
+
+def _has_more(case: Case, than: Case, options: Collection[str]) -> bool:
+    """True if the cases differ in these options alone, and none of the values is smaller."""
+    before = {name: getattr(than, name) for name in options}
+    if case == than or replace(case, **before) != than:
+        return False
+    return all((getattr(case, name) or 0) >= (value or 0) for name, value in before.items())
+
+
+def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
+    """No room, unless models are not there mostly because they never were, or left when idle."""
+    first, idle, whole = delays.first_load_s, delays.idle_load_s, delays.not_there_s
+    if _loses(delays):
+        first, idle, whole = delays.lost_first_load, delays.lost_idle_load, delays.lost_not_there
+    if first + idle <= whole / 2:
+        return BOTTLENECKS[Cause.NOT_THERE]
+    return FIRST_LOADS if first >= idle else IDLE_LOADS
+
+
+def _shares(delays: Delays) -> str:
+    """What the bottleneck was found by: requests that are lost, or the seconds of those served."""
+    if _loses(delays):
+        not_there = delays.lost_not_there - delays.lost_too_large
+        lost = (("not there", not_there), ("full", delays.lost_full), ("too large", delays.lost_too_large))
+        return "requests lost: " + ", ".join(f"{name} {count:,}" for name, count in lost if count)
+    parts = (("not there", delays.not_there_s), ("full", delays.full_s), ("slow", delays.slow_s))
+    return "on average " + ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
+
+
+def too_large(stats: Stats) -> list[str]:
+    """Which models can never be served, if there are some."""
+    lost = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
+    if not lost:
+        return []
+    fit, they, them = ("fits", "it", "it") if len(lost) == 1 else ("fit", "they", "them")
+    requests = counted(sum(lost.values()), "request")
+    return [f"{_named(lost)} {fit} on no GPU that {they} may use: {requests} for {them} cannot be served."]
+
+
+def never_served(stats: Stats) -> list[str]:
+    """Which models fit, but were not served once, if there are some."""
+    lost = {
+        model: delays.lost
+        for model, delays in stats.delays.items()
+        if delays.lost and not (delays.served or delays.lost_too_large)
+    }
+    return [f"None of the {counted(sum(lost.values()), 'request')} for {_named(lost)} is served."] if lost else []
+
+
+def _named(lost: Mapping[str, int]) -> str:
+    """The models with the most lost requests."""
+    first = sorted(lost, key=lambda model: (-lost[model], model))[:NAMED_MAX]
+    more = f" and {len(lost) - NAMED_MAX} more" if len(lost) > NAMED_MAX else ""
+    return f"{', '.join(first)}{more}"
