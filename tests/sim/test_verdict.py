@@ -238,6 +238,25 @@ def test_a_bottleneck_found_by_lost_requests_names_those_and_not_the_waits_of_th
     assert "(requests lost: not there 30, full 20)" in line and "on average" not in line
 
 
+@pytest.mark.parametrize(("slow_s", "is_compute"), [(1_000.0, False), (2_500.0, True)])
+def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_compute: bool) -> None:
+    """Answers take 2 s alone."""
+    for lost in (0, 100):
+        delays = Delays(1_000 - lost, full_s=60_000.0, slow_s=slow_s, lost_full=lost, work_s=2_000.0)
+        assert bottleneck(delays) is Cause.FULL
+        line = advice([made(Case("fifo"), 60.0, lost=lost, delays=delays)]).bottom_line[1]
+        assert ("as answers share the compute of a GPU and are slow" in line) is is_compute
+        assert line.endswith(f"What may help: {'faster GPUs or ' if is_compute else ''}a higher concurrency.")
+
+
+def test_models_that_slow_each_other_down_may_have_gpus_of_their_own() -> None:
+    one = made(Case("fifo"), 0.0)
+    delays = dict.fromkeys("ab", Delays(500, full_s=60_000.0, slow_s=2_000.0, work_s=1_000.0))
+    line = advice([replace(one, stats=replace(one.stats, delays=delays))]).bottom_line[1]
+    own = "a GPU of its own for each busy model (devices)"
+    assert line.endswith(f"What may help: faster GPUs, {own} or a higher concurrency.")
+
+
 def test_first_loads_are_not_mended_by_memory() -> None:
     base = replace(SMALL, devices=(gpu(4_000),))
     one, patient = (

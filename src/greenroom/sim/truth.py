@@ -251,6 +251,8 @@ class Delays:
     # Of those not there: their model had left because it was idle.
     idle_load_s: float = 0.0
     lost_idle_load: int = 0
+    # No delay: what the answers would have taken alone on a GPU.
+    work_s: float = 0.0
 
     def add(self, call: SimCall) -> None:
         """A served request has ended."""
@@ -261,6 +263,7 @@ class Delays:
         self.idle_load_s += call.idle_load_s
         self.full_s += call.wait_s - not_there_s
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
+        self.work_s += call.work_s
 
     def lose(self, is_there: bool, is_too_large: bool, is_first_load: bool, is_idle_load: bool) -> None:
         """A request that waited was refused, or its caller gave up."""

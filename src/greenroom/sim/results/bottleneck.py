@@ -33,18 +33,22 @@ class Remedy:
 
 
 MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
+HIGHER_CONCURRENCY = Remedy("a higher concurrency", frozenset({"concurrency"}))
+# A further GPU is no remedy by itself: models stay together while one GPU holds them.
+OWN_GPUS = Remedy("a GPU of its own for each busy model (devices)")
+MORE_COMPUTE = (Remedy("faster GPUs"), OWN_GPUS)
 BOTTLENECKS = {
     Cause.NOT_THERE: (
         "models are not there, or there is no room for them",
         (MORE_MEMORY, Remedy("a larger green room", frozenset({"green_room_mib"}))),
     ),
-    Cause.FULL: ("models are there but full", (Remedy("a higher concurrency", frozenset({"concurrency"})),)),
-    # A further GPU is no remedy by itself: models stay together while one GPU holds them.
-    Cause.SLOW: (
-        "answers share the compute of a GPU and are slow",
-        (Remedy("faster GPUs"), Remedy("a GPU of its own for each busy model (devices)")),
-    ),
+    Cause.FULL: ("models are there but full", (HIGHER_CONCURRENCY,)),
+    Cause.SLOW: ("answers share the compute of a GPU and are slow", MORE_COMPUTE),
 }
+FULL_AS_SLOW = (
+    "models are there but full, as answers share the compute of a GPU and are slow",
+    (*MORE_COMPUTE, HIGHER_CONCURRENCY),
+)
 FIRST_LOADS = (
     "models are loaded for the first time",
     (Remedy("preloading them (preload: true)"), Remedy("faster loads, but not more memory")),
@@ -84,13 +88,24 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
         what, remedies = TOO_LARGE
     elif cause is Cause.NOT_THERE:
         what, remedies = _why_not_there(delays)
-    left = [remedy.words for remedy in remedies if not _failed(remedy, result, results)]
-    what_helps = f" What may help: {' or '.join(left)}." if left else ""
-    return f"{begins}: {what} ({_shares(delays)}).{what_helps}"
+    elif cause is Cause.FULL and _are_answers_slow(delays):
+        what, remedies = FULL_AS_SLOW
+    left = [remedy.words for remedy in remedies if not _is_in_vain(remedy, result, results)]
+    return f"{begins}: {what} ({_shares(delays)}).{_what_helps(left)}"
 
 
-def _failed(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
+def _what_helps(words: Sequence[str]) -> str:
+    """A sentence, or nothing."""
+    if not words:
+        return ""
+    *others, last = words
+    return f" What may help: {', '.join(others)} or {last}." if others else f" What may help: {last}."
+
+
+def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
     """True if there are cases with more of it than this one, and none of them is better."""
+    if remedy is OWN_GPUS and len(result.stats.delays) == 1:
+        return True
     tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
     return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
 
@@ -111,6 +126,11 @@ def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
     if first + idle <= whole / 2:
         return BOTTLENECKS[Cause.NOT_THERE]
     return FIRST_LOADS if first >= idle else IDLE_LOADS
+
+
+def _are_answers_slow(delays: Delays) -> bool:
+    """True if answers take twice as long as alone, or longer: a model that is full would be less so."""
+    return delays.slow_s >= delays.work_s > 0
 
 
 def _shares(delays: Delays) -> str:
