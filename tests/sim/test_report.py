@@ -23,8 +23,8 @@ from greenroom.sim.results.plots import (
     plot,
     thinned,
 )
-from greenroom.sim.results.report import columns, comparison, html, over_time_plot, tiers_plot, wait_plots
-from greenroom.sim.results.stats import stats_of
+from greenroom.sim.results.report import columns, comparison, html, over_time_plots, tiers_plot, wait_plots
+from greenroom.sim.results.stats import Moment, stats_of
 from greenroom.sim.results.verdict import advice
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
@@ -174,10 +174,18 @@ def test_requests_that_are_lost_keep_a_line_from_reaching_the_top() -> None:
 
 
 def test_waits_are_drawn_over_time_by_what_tells_cases_apart(results: list[CaseResult]) -> None:
-    svg = over_time_plot(results)
+    (svg,) = over_time_plots(results)
     assert len(lines(svg)) == len(results) and "default, 1 GPU, no green room" in texts(svg)
     same_policy = [result for result in results if result.case.policy == "fifo"]
-    assert "1 GPU, no green room" in texts(over_time_plot(same_policy))
+    assert "1 GPU, no green room" in texts(over_time_plots(same_policy)[0])
+
+
+def test_requests_that_are_lost_are_drawn_over_time_if_there_are_some(results: list[CaseResult]) -> None:
+    moments = (Moment(30.0, 3, 1, 7.0), Moment(90.0, 0, 2, 0.0), Moment(150.0, 0, 0, 0.0))
+    one = replace(results[0], stats=replace(results[0].stats, served=3, requests=6, over_time=moments))
+    waits, lost = over_time_plots([one])
+    assert [said.partition(": ")[2] for said in titles(waits)] == ["at 30 s, p95 wait 7.0 s"]
+    assert [said.partition(": ")[2] for said in titles(lost)] == ["at 30 s, 25 % lost", "at 90 s, 100 % lost"]
 
 
 def test_tiers_are_drawn_for_each_case(results: list[CaseResult]) -> None:

@@ -87,6 +87,15 @@ def test_waits_are_summed_up_by_the_time_of_arrival() -> None:
     assert [moment.p95_s for moment in moments] == [pytest.approx(5.0), pytest.approx(1.0)]
 
 
+def test_requests_that_are_lost_are_counted_by_the_time_of_arrival() -> None:
+    world = World(setting(sim_model("a", concurrency=1)))
+    for at, patience_s in ((0.0, 60.0), (30.0, 60.0), (60.0, 0.5), (60.0, 0.5)):
+        world.after(at, lambda world, patience_s=patience_s: world.arrive(A, 0, 4_000, patience_s=patience_s))  # type: ignore[misc]
+    world.run()
+    moments = [(one.served, one.lost) for one in stats_of(world).over_time if one.served or one.lost]
+    assert moments == [(1, 0), (1, 0), (0, 2)]
+
+
 def test_tiers_are_kept_over_time() -> None:
     world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
     world.arrive(A, 1, 100)

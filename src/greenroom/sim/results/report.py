@@ -14,7 +14,7 @@ from greenroom.sim.cases import Case, CaseResult, short_labels
 from greenroom.sim.results.bottleneck import bottleneck
 from greenroom.sim.results.effect import seconds
 from greenroom.sim.results.plots import Bar, Line, bars, linear, logarithmic, plot
-from greenroom.sim.results.stats import CLASS_NAMES, NO_WAITS, Stats, Waits, with_lost
+from greenroom.sim.results.stats import CLASS_NAMES, NO_WAITS, Moment, Stats, Waits, with_lost
 from greenroom.sim.results.verdict import Advice, advice
 from greenroom.sim.truth import Delays
 
@@ -90,7 +90,7 @@ def html(results: Sequence[CaseResult], assumed: Sequence[str], wait_max_s: floa
             "<h2>Waits</h2>",
             *_which(results, said.chosen),
             '<div class="plots">',
-            over_time_plot(said.chosen),
+            *over_time_plots(said.chosen),
             *wait_plots(said.chosen),
             "</div>",
             "<h2>Where models are</h2>",
@@ -290,20 +290,44 @@ def delay_bars(results: Sequence[CaseResult]) -> str:
     return bars("Mean delay of a served request, by cause", ("not there", "full", "slow"), rows, seconds)
 
 
-def over_time_plot(results: Sequence[CaseResult]) -> str:
-    """The p95 wait of requests by the time of their arrival, one line a case."""
+def over_time_plots(results: Sequence[CaseResult]) -> list[str]:
+    """By the time of arrival, one line a case: the p95 wait; and the share of requests that were lost, if some were."""
+    plots = [_over_time("Waits over time", results, "p95 wait, s", _p95_s, lambda wait: f"p95 wait {seconds(wait)}")]
+    if any(result.stats.lost for result in results):
+        plots.append(_over_time("Requests lost over time", results, "%", _lost, lambda share: f"{share:.0f} % lost"))
+    return plots
+
+
+def _p95_s(moment: Moment) -> float | None:
+    return moment.p95_s if moment.served else None
+
+
+def _lost(moment: Moment) -> float | None:
+    """In percent."""
+    requests = moment.served + moment.lost
+    return 100 * moment.lost / requests if requests else None
+
+
+def _over_time(
+    title: str,
+    results: Sequence[CaseResult],
+    unit: str,
+    value: Callable[[Moment], float | None],
+    say: Callable[[float], str],
+) -> str:
+    """`value` is None where there is nothing to say."""
     ends_s = max((moment.at for result in results for moment in result.stats.over_time), default=0.0)
     labels = _labels(results)
-    unit_s, unit = _unit(ends_s)
+    unit_s, time_unit = _unit(ends_s)
     lines = [
         Line(
             labels[result.case],
-            [(moment.at / unit_s, moment.p95_s) for moment in result.stats.over_time if moment.served],
+            [(one.at / unit_s, up) for one in result.stats.over_time if (up := value(one)) is not None],
         )
         for result in results
     ]
-    x, y = linear(f"arrival, {unit}", [ends_s / unit_s]), linear("p95 wait, s", _heights(lines))
-    return plot("Waits over time", x, y, lines, lambda at, wait: f"at {at:.3g} {unit}, p95 wait {seconds(wait)}")
+    x, y = linear(f"arrival, {time_unit}", [ends_s / unit_s]), linear(unit, _heights(lines))
+    return plot(title, x, y, lines, lambda at, up: f"at {at:.3g} {time_unit}, {say(up)}")
 
 
 def wait_plots(results: Sequence[CaseResult]) -> list[str]:

@@ -87,10 +87,11 @@ class DeviceUse:
 
 
 class Moment(NamedTuple):
-    """Requests that arrived in one stretch of time: its middle, how many were served, their p95 wait."""
+    """Requests that arrived in one stretch of time: its middle, how many were served and lost, the served ones' p95."""
 
     at: float
     served: int
+    lost: int
     p95_s: float
 
 
@@ -213,7 +214,7 @@ class _Tally:
         self.tokens = 0
         self.begins_s = inf
         self.ends_s = 0.0
-        # When the last of those that were served arrived.
+        # When the last arrived.
         self.arrives_s = 0.0
         self.waits: dict[_Kind, array[float]] = {}
         self.lost_by_class: Counter[int] = Counter()
@@ -223,6 +224,7 @@ class _Tally:
     def add(self, call: EndedCall) -> None:
         self.fates[call.fate] += 1
         self.begins_s, self.ends_s = min(self.begins_s, call.arrived), max(self.ends_s, call.ended_at)
+        self.arrives_s = max(self.arrives_s, call.arrived)
         if call.code is not None:
             self.rejected[call.code.value] += 1
         if call.fate is Fate.SERVED:
@@ -233,7 +235,6 @@ class _Tally:
     def _add_served(self, call: EndedCall) -> None:
         self.broken += call.was_broken
         self.tokens += call.output_len
-        self.arrives_s = max(self.arrives_s, call.arrived)
         self._waits_of(_Kind(call.model, call.priority, call.tenant)).append(call.wait_s)
         share = self._share(call.tenant)
         share.served_s += call.ended_at - call.granted_at
@@ -282,14 +283,19 @@ class _Share:
 
 
 def _over_time(ended: Iterable[EndedCall], arrives_s: float) -> tuple[Moment, ...]:
-    """Served requests by the time of arrival, the last of which is given, in stretches of equal length."""
+    """Requests by the time of arrival, the last of which is given, in stretches of equal length."""
     width = (arrives_s or 1.0) / MOMENTS
     stretches: list[array[float]] = [array("d") for _ in range(MOMENTS)]
+    lost = [0] * MOMENTS
     for call in ended:
-        if call.fate is Fate.SERVED and not call.is_lease:
-            stretches[min(MOMENTS - 1, int(call.arrived / width))].append(call.wait_s)
+        if not call.is_lease:
+            number = min(MOMENTS - 1, int(call.arrived / width))
+            if call.fate is Fate.SERVED:
+                stretches[number].append(call.wait_s)
+            else:
+                lost[number] += 1
     return tuple(
-        Moment((number + 0.5) * width, len(waits), quantile(sorted(waits), 0.95) if waits else 0.0)
+        Moment((number + 0.5) * width, len(waits), lost[number], quantile(sorted(waits), 0.95) if waits else 0.0)
         for number, waits in enumerate(stretches)
     )
 
