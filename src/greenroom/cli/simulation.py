@@ -109,6 +109,8 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
     timings = Timings(
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
         wake_s=WAKE_S + mib / COPY_MIB_PER_S if args.wake_s is None else args.wake_s,
+        sleep_s=args.sleep_s,
+        unload_s=args.unload_s,
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         tokens_per_s=TOKENS_PER_S if args.tokens_per_s is None else args.tokens_per_s,
         concurrency=concurrency,
@@ -247,7 +249,8 @@ def _assumed(base: SimConfig, recorded: Mapping[str, RecordedSpeed]) -> list[str
     timings = [model.timings for model in base.models if not model.spec.is_remote] or [base.models[0].timings]
     load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
-        f"Loads take {_range(load_s, '.1f')} s, wakes {_range(wake_s, '.1f')} s, give or take {base.jitter:.0%}.",
+        f"Loads take {_range(load_s, '.1f')} s, wakes {_range(wake_s, '.1f')} s, unloads {timings[0].unload_s:g} s, "
+        f"falling asleep {timings[0].sleep_s:g} s, give or take {base.jitter:.0%}.",
         f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
         f"{_range([one.tokens_per_s for one in timings])} tokens a second, {_most(base)} at a time.",
         *_as_recorded(recorded),

@@ -93,6 +93,10 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     """Options for what models take, where the estimate from their size is not good enough."""
     parser.add_argument("--load-s", type=_duration, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_duration, help="seconds a wake takes (default: by the model's size)")
+    parser.add_argument(
+        "--unload-s", type=_duration, default=1.0, help="seconds until an unloaded model has left (default: 1)"
+    )
+    parser.add_argument("--sleep-s", type=_duration, default=0.5, help="seconds to fall asleep (default: 0.5)")
     # The gateway gives this to its own simulations: it has measured what a configuration cannot say.
     parser.add_argument(
         "--asleep",

@@ -56,6 +56,24 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, o
     return cases
 
 
+def test_leaving_takes_as_long_as_given(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second request waits until the first model has left, and for its load; with a green room, until it sleeps."""
+    trace = tmp_path / "two.csv"
+    trace.write_text("t,model,prompt_len,output_len\n0,big,0,1\n100,small,0,1\n")
+    exact = ("--config", config, "--trace", str(trace), "--jitter", "0", "--load-s", "4")
+
+    def longest_s(*words: str) -> float:
+        (case,) = figures(capsys, *exact, *words)
+        return case["waits"]["max_s"]  # type: ignore[index, no-any-return]
+
+    assert longest_s() == pytest.approx(5.0) and longest_s("--unload-s", "0.25") == pytest.approx(4.25)
+    room = ("--green-room-mib", "20000")
+    assert longest_s(*room) == pytest.approx(4.5) and longest_s(*room, "--sleep-s", "3") == pytest.approx(7.0)
+    assert main(["simulate", *exact, "--sleep-s", "3", "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert "unloads 1 s, falling asleep 3 s, give or take 0%." in assumed[1]
+
+
 def test_a_trace_may_come_through_a_pipe(
     config: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
