@@ -29,6 +29,14 @@ SQUEEZED = """[...document.querySelectorAll(".bars div")].filter(one => one.scro
   [...one.querySelectorAll("i")].some(part => getComputedStyle(part).flexShrink != "0")).length"""
 
 
+# Texts of a plot that cover each other.
+COVERED = """[...document.querySelectorAll("figure > svg")].flatMap(svg => {
+  const boxes = [...svg.querySelectorAll("text")].map(one => [one.textContent, one.getBoundingClientRect()]);
+  return boxes.flatMap(([one, a], number) => boxes.slice(number + 1).filter(([, b]) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom - 2 && b.top < a.bottom - 2).map(([two]) => [one, two]));
+})"""
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every column, many cases, and requests that are lost."""
@@ -66,7 +74,7 @@ def test_it_fits_the_screen_with_the_bottom_line_on_top(
 ) -> None:
     with opened(browser, report, width, scheme) as page:
         assert not page.evaluate(WIDER_THAN_PAGE) and page.evaluate(EMPTY) == []
-        assert page.evaluate(SQUEEZED) == 0
+        assert page.evaluate(SQUEEZED) == 0 and page.evaluate(COVERED) == []
         assert background(page) == colour
         assert page.locator(".bottom").bounding_box()["y"] < 300  # type: ignore[index]
         assert page.locator("th[title]").count() == page.locator("th").count() - page.locator("details th").count()

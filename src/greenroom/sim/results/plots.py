@@ -14,8 +14,8 @@ from math import ceil, floor, log10
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 560, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 46
+WIDTH, HEIGHT = 560, 314
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 30, 52
 COLOURS = 6
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 TICKS = 5
@@ -109,7 +109,7 @@ def _x_axis(axis: Axis) -> list[str]:
     for tick in axis.ticks():
         across = _across(axis, tick)
         parts.append(f'<path class="grid" d="M{across} {low}V{high}"/>')
-        parts.append(f'<text x="{across}" y="{high + 17}" text-anchor="middle">{_figure(tick)}</text>')
+        parts.append(f'<text x="{across}" y="{high + 22}" text-anchor="middle">{_figure(tick)}</text>')
     middle = (LEFT + WIDTH - RIGHT) // 2
     return [*parts, f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(axis.label)}</text>']
 
@@ -120,9 +120,8 @@ def _y_axis(axis: Axis) -> list[str]:
         up = _up(axis, tick)
         parts.append(f'<path class="grid" d="M{LEFT} {up}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{up + 4}" text-anchor="end">{_figure(tick)}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) // 2
-    turned = f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{escape(axis.label)}</text>'
-    return [*parts, turned]
+    # Above the axis, where no number is in its way.
+    return [*parts, f'<text x="4" y="16">{escape(axis.label)}</text>']
 
 
 def _line(line: Line, x: Axis, y: Axis, number: int) -> str:
