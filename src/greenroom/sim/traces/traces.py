@@ -93,6 +93,8 @@ class _Reading:
         self._name = name
         self._table = table_of(name, file)
         self._rows = Arrivals()
+        # Further ones, which are left out.
+        self._headers = 0
         self._times = Times(self._table.titles["t"], time_unit)
         self._prompts = Lengths("prompt_len", self._table.titles)
         self._outputs = Lengths("output_len", self._table.titles)
@@ -110,6 +112,7 @@ class _Reading:
             except WrongCell as error:
                 if not self._is_header(cells):
                     raise TraceError(f"{self._name}:{cells.line}: {error}") from error
+                self._headers += 1
         if not self._rows:
             raise TraceError(f"{self._name}: there is no row in it{self._why_none()}")
         return self._completed()
@@ -142,7 +145,8 @@ class _Reading:
         rows.usual_prompt_len, of_prompts = self._prompts.usual()
         rows.usual_output_len, of_outputs = self._outputs.usual()
         rows.sort()
-        remarks = (self._models.remark, of_prompts, of_outputs)
+        of_headers = f"{self._headers:,} with the titles once more left out" if self._headers else ""
+        remarks = (self._models.remark, of_headers, of_prompts, of_outputs)
         of_times, doubt = self._times.origin(unit, why), self._times.doubt(unit, why)
         answers = {} if self._answers is None else self._answers.by_model(rows.unit_s)
         return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)), doubt, answers)
