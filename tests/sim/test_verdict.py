@@ -328,7 +328,7 @@ def test_models_that_are_never_served_are_named() -> None:
     starved = {"a": Delays(600), "b": Delays(lost_not_there=300), "c": Delays(lost_full=100)}
     one = made(Case("fifo"), 1.0, lost=400)
     said = advice([replace(one, stats=replace(one.stats, delays=starved))]).bottom_line
-    assert said[-1] == "None of the 400 requests for b, c is served."
+    assert said[-1] == "No request for b, c is served (400 lost)."
 
 
 def test_models_that_fit_nowhere_are_named() -> None:

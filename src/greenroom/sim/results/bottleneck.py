@@ -160,7 +160,7 @@ def never_served(stats: Stats) -> list[str]:
         for model, delays in stats.delays.items()
         if delays.lost and not (delays.served or delays.lost_too_large)
     }
-    return [f"None of the {counted(sum(lost.values()), 'request')} for {_named(lost)} is served."] if lost else []
+    return [f"No request for {_named(lost)} is served ({sum(lost.values()):,} lost)."] if lost else []
 
 
 def _named(lost: Mapping[str, int]) -> str:
