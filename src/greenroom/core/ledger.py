@@ -6,7 +6,7 @@ it answers what fits. A device that has disappeared counts as having no memory, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, OtherLease, SlotId, larger
@@ -33,7 +33,9 @@ class Ledger:
         # What slots may use per device: all but what undeclared processes and other gateways use.
         self._usable_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
-        # Sums per device, kept because every decision reads them: of all holdings, and with the promises beyond them.
+        # What each slot takes, and with its promise, and the sums per device. Kept because every decision reads them.
+        self._held: dict[SlotId, Claim] = {}
+        self._taken: dict[SlotId, Claim] = {}
         self._held_mib: dict[DeviceId, int] = {}
         self._taken_mib: dict[DeviceId, int] = {}
         # Slots that hold memory on each device.
@@ -62,44 +64,52 @@ class Ledger:
         self._usable_mib = {on: there.usable_mib - self.outside_mib(on) for on, there in self.devices.items()}
 
     def promise(self, slot: SlotId, claim: Claim) -> None:
-        self._count(slot, -1)
+        self._uncount(slot)
         self.promises[slot] = claim
-        self._count(slot, +1)
+        self._count(slot)
 
     def unpromise(self, slot: SlotId) -> None:
         if slot in self.promises:
-            self._count(slot, -1)
+            self._uncount(slot)
             del self.promises[slot]
-            self._count(slot, +1)
+            self._count(slot)
 
     def hold(self, slot: SlotId, claim: Claim, seen: Claim = NO_CLAIM) -> None:
         """Set what this slot holds. Its promise ends."""
-        self._count(slot, -1)
+        self._uncount(slot)
         self.promises.pop(slot, None)
         self.holdings[slot] = Holding(claim, seen)
-        self._count(slot, +1)
+        self._count(slot)
 
     def observe(self, slot: SlotId, seen: Claim) -> None:
         if holding := self.holdings.get(slot):
-            self._count(slot, -1)
+            self._uncount(slot)
             holding.seen = seen
-            self._count(slot, +1)
+            self._count(slot)
 
     def release(self, slot: SlotId) -> None:
-        self._count(slot, -1)
+        self._uncount(slot)
         self.promises.pop(slot, None)
         self.holdings.pop(slot, None)
 
-    def _count(self, slot: SlotId, sign: int) -> None:
-        for device, mib in self.held_by(slot).items():
-            self._held_mib[device] = self._held_mib.get(device, 0) + sign * mib
-            slots = self._slots_on.setdefault(device, {})
-            if sign > 0:
-                slots[slot] = None
-            else:
-                del slots[slot]
-        for device, mib in self._taken_by(slot).items():
-            self._taken_mib[device] = self._taken_mib.get(device, 0) + sign * mib
+    def _uncount(self, slot: SlotId) -> None:
+        for device, mib in self._held.pop(slot, NO_CLAIM).items():
+            self._held_mib[device] -= mib
+            del self._slots_on[device][slot]
+        for device, mib in self._taken.pop(slot, NO_CLAIM).items():
+            self._taken_mib[device] -= mib
+
+    def _count(self, slot: SlotId) -> None:
+        holding, promised, held = self.holdings.get(slot), self.promises.get(slot), NO_CLAIM
+        if holding is not None:
+            held = self._held[slot] = larger(holding.claim, holding.seen) if holding.seen else holding.claim
+        for device, mib in held.items():
+            self._held_mib[device] = self._held_mib.get(device, 0) + mib
+            self._slots_on.setdefault(device, {})[slot] = None
+        taken = held if promised is None else larger(promised, held) if held else promised
+        self._taken[slot] = taken
+        for device, mib in taken.items():
+            self._taken_mib[device] = self._taken_mib.get(device, 0) + mib
 
     def seen_of(self, slot: SlotId) -> Claim:
         holding = self.holdings.get(slot)
@@ -107,17 +117,7 @@ class Ledger:
 
     def held_by(self, slot: SlotId) -> Claim:
         """What this slot takes now, per device, without its promise."""
-        holding = self.holdings.get(slot)
-        if holding is None:
-            return NO_CLAIM
-        return larger(holding.claim, holding.seen) if holding.seen else holding.claim
-
-    def _taken_by(self, slot: SlotId) -> Claim:
-        """The same with its promise."""
-        promised, held = self.promises.get(slot), self.held_by(slot)
-        if promised is None:
-            return held
-        return larger(promised, held) if held else promised
+        return self._held.get(slot, NO_CLAIM)
 
     def slots_on(self, device: DeviceId) -> Iterable[SlotId]:
         """Slots that hold memory there."""
@@ -130,22 +130,21 @@ class Ledger:
         """MiB that no slot here can give back: undeclared processes and leases of other gateways."""
         return self.foreign.get(device, 0) + self._others_mib.get(device, 0)
 
-    def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
+    def free_mib(self, without: Collection[SlotId]) -> dict[DeviceId, int]:
         """MiB that plans may still use, per device: promises are deducted, and the slots in `without` count as gone."""
         free = dict(self._usable_mib)
         for device, mib in self._taken_mib.items():
             free[device] = free.get(device, 0) - mib
         for slot in without:
-            for device, mib in self._taken_by(slot).items():
+            for device, mib in self._taken.get(slot, NO_CLAIM).items():
                 free[device] += mib
         return free
 
     def startable(self) -> list[SlotId]:
         """Slots whose promise fits beside all current holdings, each on its own, in the order of their promises."""
-        held, usable, holdings = self._held_mib, self._usable_mib, self.holdings
-        found = []
+        held, usable, found = self._held_mib, self._usable_mib, []
         for slot, promised in self.promises.items():
-            own = self.held_by(slot) if slot in holdings else NO_CLAIM
+            own = self._held.get(slot)
             for device, mib in promised.items():
                 more_mib = mib - own.get(device, 0) if own else mib
                 if more_mib > 0 and held.get(device, 0) + more_mib > usable.get(device, 0):

@@ -330,7 +330,7 @@ class State:
     def room_mib(self) -> dict[DeviceId, int]:
         """Free memory per device: promises are deducted, and slots that are leaving count as gone."""
         going = [slot for slot in self.slots.values() if slot.leaving_to is not None]
-        room = self.ledger.free_mib(without=frozenset(slot.id for slot in going))
+        room = self.ledger.free_mib(without=[slot.id for slot in going])
         for slot in going:
             if slot.leaving_to is Tier.ASLEEP:
                 _take(room, slot.claim_asleep)
