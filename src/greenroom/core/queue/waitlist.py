@@ -259,7 +259,9 @@ class Waitlist:
         # Requests with several candidates. They are few, and are checked whenever one of their models has room.
         self.with_choice: dict[str, Waiter] = {}
         # Requests only: operators, preloads and leases do not count as queue depth and have no position.
-        self._callers: list[tuple[int, int]] = []
+        self.depth = 0
+        # Their numbers in order of arrival, by priority: in one list of all, each removal would move thousands.
+        self._callers: dict[int, list[int]] = {}
         self._depth_of: dict[TenantId, int] = {}
 
     @property
@@ -281,10 +283,6 @@ class Waitlist:
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
-
-    @property
-    def depth(self) -> int:
-        return len(self._callers)
 
     def depth_of(self, tenant: TenantId) -> int:
         """Number of waiting requests of this tenant."""
@@ -308,7 +306,8 @@ class Waitlist:
         if len(waiter.candidates) > 1:
             self.with_choice[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
-            insort(self._callers, _place(waiter))
+            self.depth += 1
+            insort(self._callers.setdefault(waiter.priority, []), waiter.sequence)
             self._depth_of[waiter.tenant] = self.depth_of(waiter.tenant) + 1
 
     def remove(self, waiter_id: str, accounts: Accounts, served_at: float | None = None) -> Waiter | None:
@@ -322,7 +321,11 @@ class Waitlist:
             self._index.drop(waiter.model)
         self.with_choice.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
-            del self._callers[bisect_left(self._callers, _place(waiter))]
+            self.depth -= 1
+            callers = self._callers[waiter.priority]
+            del callers[bisect_left(callers, waiter.sequence)]
+            if not callers:
+                del self._callers[waiter.priority]
             self._depth_of[waiter.tenant] -= 1
             if not self._depth_of[waiter.tenant]:
                 del self._depth_of[waiter.tenant]
@@ -332,8 +335,8 @@ class Waitlist:
         """Rebuild all queues with the classes of another policy."""
         self.class_of = class_of
         waiters, self._waiters = self._waiters, {}
-        self._index, self.with_choice, self._callers = TurnIndex(MODELS_FEW), {}, []
-        self._depth_of = {}
+        self._index, self.with_choice = TurnIndex(MODELS_FEW), {}
+        self.depth, self._callers, self._depth_of = 0, {}, {}
         self.queues = self._index.items
         for waiter in waiters.values():
             self.add(waiter)
@@ -367,7 +370,8 @@ class Waitlist:
 
     def position(self, waiter: Waiter) -> int:
         """1 for the next; requests only, by priority and arrival."""
-        return bisect_left(self._callers, _place(waiter)) + 1
+        more_urgent = sum([len(callers) for priority, callers in self._callers.items() if priority < waiter.priority])
+        return more_urgent + bisect_left(self._callers.get(waiter.priority, []), waiter.sequence) + 1
 
 
 def _flow(waiter: Waiter) -> Flow:
