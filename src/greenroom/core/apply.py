@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.decide.arrival import decide, is_able
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, freest
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
@@ -104,13 +104,16 @@ class Actions:
         for name in waiter.choice.last_resort if waiter.choice is not None else ():
             self._state.waitlist.strike(waiter, name)
 
-    def forget(self, waiter_id: str, served_at: float | None = None) -> None:
-        """Remove this waiter from its queue, if it waits."""
+    def forget(self, waiter_id: str, served_at: float | None = None) -> bool:
+        """Remove this waiter from its queue. Returns False if it does not wait."""
         waiter = self._state.waitlist.remove(waiter_id, self._state.accounts, served_at)
-        if waiter is not None and served_at is None:
+        if waiter is None:
+            return False
+        if served_at is None:
             self._slots.owe_less(waiter.model, waiter.arrived)
-        if waiter is not None and waiter.give_up_at is not None:
+        if waiter.give_up_at is not None:
             self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
+        return True
 
     def preload(self, model: ModelId, now: float) -> None:
         """Queue a preload of this model. It loads when there is room; only a pinned model evicts others."""
@@ -198,19 +201,16 @@ class Actions:
         # Operators and preloads only ask that the model be ready.
         for waiter in queue.asking():
             self.serve(waiter, serving[0], now)
-        while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
+        while queue.waiting and (slot := freest(serving)) is not None:
             first = self.first_of(queue, now)
             assert first is not None, "operators that want it asleep have been told that it is there"
-            self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
+            self.serve(first, slot, now)
 
     # --- served ---------------------------------------------------------------------------------------------------
 
     def serve(self, waiter: Waiter, slot: Slot, now: float) -> None:
         """Grant it this slot, or answer an operator."""
-        state = self._state
-        waited = waiter.id in state.waitlist
-        if waited:
-            self.forget(waiter.id, now)
+        waited = self.forget(waiter.id, now)
         if waiter.kind is WaiterKind.OP:
             self._effects.answer(OpId(waiter.id), OpOutcome.DONE, because("there", slot=slot.id))
             return

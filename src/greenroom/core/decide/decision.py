@@ -144,11 +144,17 @@ def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
     # An operator's load only asks that the model be ready.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
         return Serve(serving[0].id)
-    freest: Slot | None = None
+    slot = freest(serving)
+    return Wait(WaitReason.BUSY, model) if slot is None else Serve(slot.id)
+
+
+def freest(serving: list[Slot]) -> Slot | None:
+    """The slot with room that answers fewest; None if all are full."""
+    found: Slot | None = None
     for slot in serving:
-        if slot.has_room and (freest is None or len(slot.in_flight) < len(freest.in_flight)):
-            freest = slot
-    return Wait(WaitReason.BUSY, model) if freest is None else Serve(freest.id)
+        if slot.has_room and (found is None or len(slot.in_flight) < len(found.in_flight)):
+            found = slot
+    return found
 
 
 def _decide_pause(state: State, waiter: Waiter, record: Claimant, now: float) -> Plan | None:
