@@ -190,8 +190,8 @@ class Actions:
 
     def first_of(self, queue: Queue, now: float) -> Waiter | None:
         """The next waiter of this queue; None if all of its waiters only want the model asleep."""
-        policy, accounts = self._state.policy, self._state.accounts
-        return queue.first(lambda waiter: policy.turn(waiter, accounts.served_s(waiter.tenant), now), now)
+        turn, served_s, level_s = self._state.policy.turn, self._state.accounts.by_tenant, self._state.accounts.level_s
+        return queue.first(lambda waiter: turn(waiter, served_s.get(waiter.tenant, level_s), now), now)
 
     def fill(self, model: ModelId, now: float) -> None:
         """Give free places of this model's slots to its waiters."""

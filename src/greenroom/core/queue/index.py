@@ -67,12 +67,12 @@ class TurnIndex(Generic[Key, Item]):
         """The item with the smallest turn; None if there is none. With many items a turn may be a little old."""
         items, order = self.items, self._order
         if len(items) <= self._few:
-            if order:
+            if order.entries:
                 self._forget_order()
             return min(items.values(), key=turn) if len(items) > 1 else next(iter(items.values()), None)
         self._refresh(turn, now)
         while True:
-            known, key = order.first
+            known, key = order.entries[0]
             item = items.get(key)
             if item is None:
                 order.drop(key)
@@ -84,7 +84,7 @@ class TurnIndex(Generic[Key, Item]):
     def _refresh(self, turn: Callable[[Item], Turn], now: float) -> None:
         """Compute the turns of changed items. After a while compute all, a few at a time, because they age."""
         order = self._order
-        if not order:
+        if not order.entries:
             self._refreshed_at, self._refresh_left = now, 0
         if self._changed:
             self._compute(self._changed, turn)
@@ -110,7 +110,7 @@ class TurnIndex(Generic[Key, Item]):
         """
         order, items = self._order, self.items
         if len(items) <= self._few:
-            if order:
+            if order.entries:
                 self._forget_order()
             return sorted((item for item in items.values() if counts(item, now)), key=lambda item: turn(item, now))
         changed = list(islice(self._changed, REFRESHED_BY_LEADING))
@@ -126,7 +126,7 @@ class TurnIndex(Generic[Key, Item]):
                 firsts.append(key)
                 if len(firsts) == LEADING_MIN:
                     break
-        others = sorted((key for key in oldest if key in order and key not in firsts), key=order.turn)
+        others = sorted([key for key in oldest if key in order.seen and key not in firsts], key=order.seen.__getitem__)
         return [items[key] for key in (*firsts, *others)]
 
     def _rank(
@@ -213,52 +213,40 @@ class KeptOrder(Generic[Key]):
 
     def __init__(self) -> None:
         # The keys that were not seen for longest come first.
-        self._seen: OrderedDict[Key, Turn] = OrderedDict()
-        # In order, for reading only.
+        self.seen: OrderedDict[Key, Turn] = OrderedDict()
+        # In order. Both are for reading only.
         self.entries: list[tuple[Turn, Key]] = []
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._seen
-
-    @property
-    def first(self) -> tuple[Turn, Key]:
-        """The first key, and its turn as last seen."""
-        return self.entries[0]
-
-    def turn(self, key: Key) -> Turn:
-        """The turn of this key as last seen."""
-        return self._seen[key]
-
     def put(self, key: Key, turn: Turn) -> None:
         """Record the current turn of this key."""
-        seen = self._seen.get(key)
+        seen = self.seen.get(key)
         if seen != turn:
             if seen is not None:
                 self._take_out(seen, key)
             insort(self.entries, (turn, key))
-            self._seen[key] = turn
-        self._seen.move_to_end(key)
+            self.seen[key] = turn
+        self.seen.move_to_end(key)
 
     def renew(self, turns: list[tuple[Key, Turn]]) -> None:
         """Keep these keys and no others. Cheaper than to put each of many."""
-        self._seen = OrderedDict(turns)
+        self.seen = OrderedDict(turns)
         self.entries = sorted([(turn, key) for key, turn in turns])
 
     def drop(self, key: Key) -> None:
         """Remove this key, if it is there."""
-        seen = self._seen.pop(key, None)
+        seen = self.seen.pop(key, None)
         if seen is not None:
             self._take_out(seen, key)
 
     def longest_unseen(self, count: int) -> list[Key]:
         """Up to `count` keys that were not seen for longest."""
-        return [key for key, _ in zip(self._seen, range(count), strict=False)]
+        return [key for key, _ in zip(self.seen, range(count), strict=False)]
 
     def clear(self) -> None:
-        self._seen.clear()
+        self.seen.clear()
         self.entries.clear()
 
     def _take_out(self, seen: Turn, key: Key) -> None:

@@ -154,17 +154,18 @@ class Accounts:
         self.weights: Mapping[TenantId, float] = {}
         # The level of the tenants that were served lately. Only grows.
         self.level_s = 0.0
-        self._served_s: dict[TenantId, float] = {}
+        # What each tenant was served; `served_s` has the level for others.
+        self.by_tenant: dict[TenantId, float] = {}
         # What an answer of each tenant usually uses.
         self._usual_s: dict[TenantId, float] = {}
         self._active: dict[TenantId, int] = {}
         self._sweep_at = SWEEP_MIN
 
     def __len__(self) -> int:
-        return len(self._served_s)
+        return len(self.by_tenant)
 
     def served_s(self, tenant: TenantId) -> float:
-        return self._served_s.get(tenant, self.level_s)
+        return self.by_tenant.get(tenant, self.level_s)
 
     def join(self, tenant: TenantId) -> None:
         """A request of this tenant has arrived."""
@@ -172,7 +173,7 @@ class Accounts:
         self._active[tenant] = active + 1
         if not active:
             # Stored even if it equals the level: the level may grow while the tenant waits, and its account must not.
-            self._served_s[tenant] = max(self._served_s.get(tenant, 0.0), self.level_s)
+            self.by_tenant[tenant] = max(self.by_tenant.get(tenant, 0.0), self.level_s)
 
     def leave(self, tenant: TenantId) -> None:
         """One of its requests has ended."""
@@ -181,17 +182,18 @@ class Accounts:
             self._active[tenant] = active
             return
         del self._active[tenant]
-        if len(self._served_s) >= self._sweep_at:
+        if len(self.by_tenant) >= self._sweep_at:
             self.sweep()
 
     def serve(self, tenant: TenantId, estimate_s: float) -> None:
         """This tenant is served next: tenants that return start from its level."""
-        self.level_s = max(self.level_s, self.served_s(tenant))
-        self.charge(tenant, estimate_s)
+        served_s = self.served_s(tenant)
+        self.level_s = max(self.level_s, served_s)
+        self.by_tenant[tenant] = served_s + estimate_s / self._weight(tenant)
 
     def charge(self, tenant: TenantId, slot_s: float) -> None:
         """Add what was used, or take back what was estimated too high."""
-        self._served_s[tenant] = self.served_s(tenant) + slot_s / self._weight(tenant)
+        self.by_tenant[tenant] = self.served_s(tenant) + slot_s / self._weight(tenant)
 
     def settle(self, tenant: TenantId, used_s: float, estimate_s: float) -> None:
         """An answer has ended: charge what it used instead of the estimate, and learn how much that usually is."""
@@ -212,13 +214,13 @@ class Accounts:
 
     def sweep(self) -> None:
         """Delete idle accounts that the others have passed. It runs so rarely that its amortized cost is negligible."""
-        idle = sorted(served_s for tenant, served_s in self._served_s.items() if tenant not in self._active)
+        idle = sorted(served_s for tenant, served_s in self.by_tenant.items() if tenant not in self._active)
         if len(idle) > self._idle_max:
             self.level_s = max(self.level_s, idle[-self._idle_max - 1])
-        self._served_s = {
+        self.by_tenant = {
             tenant: served_s
-            for tenant, served_s in self._served_s.items()
+            for tenant, served_s in self.by_tenant.items()
             if tenant in self._active or served_s > self.level_s
         }
-        self._usual_s = {tenant: usual_s for tenant, usual_s in self._usual_s.items() if tenant in self._served_s}
-        self._sweep_at = 2 * len(self._served_s) + SWEEP_MIN
+        self._usual_s = {tenant: usual_s for tenant, usual_s in self._usual_s.items() if tenant in self.by_tenant}
+        self._sweep_at = 2 * len(self.by_tenant) + SWEEP_MIN
