@@ -267,14 +267,14 @@ class Actions:
         state, going_from = self._state, self._slots.going_from()
         # Nothing below frees memory, so that a plan that does not fit now does not fit later either.
         startable = set(state.ledger.startable())
-        for slot in [state.slots[slot] for slot in state.ledger.promises]:
+        for slot, promised in [(state.slots[slot], promised) for slot, promised in state.ledger.promises.items()]:
             if slot.id in startable:
                 self._start(slot, now)
             if slot.model not in state.waitlist.queues:
                 self._slots.call_off_if_in_time(slot)
                 # Victims that were still busy stay.
                 going_from = self._slots.going_from()
-            if self._slots.is_hopeless(slot, going_from):
+            if going_from.isdisjoint(promised) and self._slots.waits_for_no_move(slot):
                 self._slots.call_off(slot)
                 going_from = self._slots.going_from()
 
@@ -335,14 +335,14 @@ class Rounds:
         residents, asked = Residents(state, now, self._places, may_keep=True), 0
         least: dict[tuple[DeviceId, ...], int] = {}
         for model in ranking:
-            # An earlier decision of this round may have emptied the queue or brought the model.
-            queue = state.waitlist.queues.get(model)
-            if queue is None or not state.is_away(queue, now):
-                continue
             record = state.claimants[model]
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
             smallest = least.get(devices)
             if asked >= few and smallest is not None and mib >= smallest:
+                continue
+            # An earlier decision of this round may have emptied the queue or brought the model.
+            queue = state.waitlist.queues.get(model)
+            if queue is None or not state.is_away(queue, now):
                 continue
             if asked >= few + ASKED_MAX:
                 break
@@ -396,8 +396,8 @@ class Rounds:
         if queue.model in state.slots_by_model or record.spec.version_of is not None:
             # A coming version may also have to be refused because its own model stays where it is.
             return False
-        ways = residents.ways(record)
-        return bool(ways) and not state.open_ways(ways, queue.model)
+        ways, kept = residents.ways(record), state.kept_from(queue.model)
+        return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways.each)
 
     def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
         plan = decide(self._state, waiter, now, self._places, residents)

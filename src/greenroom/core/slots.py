@@ -176,11 +176,9 @@ class SlotWriter:
         going = [slot.id for slot in state.slots.values() if slot.leaving_to is not None]
         return {device for slot in going for device in state.ledger.held_by(slot)}
 
-    def is_hopeless(self, slot: Slot, going_from: set[DeviceId]) -> bool:
-        """True if it is planned and no move will end that frees memory for it or lets it start."""
-        if slot.planned is None or not going_from.isdisjoint(slot.needs_for(slot.planned)):
-            return False
-        return not self._state.must_wait_its_turn(slot)
+    def waits_for_no_move(self, slot: Slot) -> bool:
+        """True if it is planned, and no move has to end before it may start."""
+        return slot.planned is not None and not self._state.must_wait_its_turn(slot)
 
     def call_off_if_in_time(self, slot: Slot) -> None:
         """Call the plan off if a victim is still busy. Evictions that have started proceed."""

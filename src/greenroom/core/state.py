@@ -236,8 +236,12 @@ class State:
 
     def open_ways(self, ways: Ways, model: ModelId) -> Ways:
         """Those of a model's ways where no device is kept for another model."""
-        kept = {device for other, on in self._still_kept() if other != model for device in on}
+        kept = self.kept_from(model)
         return ways if kept.isdisjoint(ways.on) else Ways([way for way in ways.each if kept.isdisjoint(way.on)])
+
+    def kept_from(self, model: ModelId) -> set[DeviceId]:
+        """Devices that are kept for other models."""
+        return {device for other, on in self._still_kept() if other != model for device in on}
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
         """Models for which one of these devices is kept."""

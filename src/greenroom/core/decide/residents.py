@@ -133,13 +133,12 @@ class Residents:
     def _untied(self) -> tuple[list[Slot], list[Slot]]:
         """Slots that could leave now: those that are awake, and those that sleep."""
         if self._untied_slots is None:
-            awake: list[Slot] = []
-            asleep: list[Slot] = []
-            for slot in self._state.slots.values():
-                # Hot path: what excludes most comes first.
-                if slot.move is None and not _is_tied(slot) and _stays(slot):
-                    (asleep if slot.tier is Tier.ASLEEP else awake).append(slot)
-            self._untied_slots = (awake, asleep)
+            slots = self._state.slots.values()
+            # Hot path: what excludes most comes first.
+            here = [slot for slot in slots if slot.move is None and slot.planned is None and slot.leaving_to is None]
+            untied = [slot for slot in here if not _is_tied(slot) and _stays(slot)]
+            awake = [slot for slot in untied if slot.tier is not Tier.ASLEEP]
+            self._untied_slots = (awake, [slot for slot in untied if slot.tier is Tier.ASLEEP])
         return self._untied_slots
 
     def at(self, devices: Iterable[DeviceId], but: Slot | None) -> list[Resident]:
