@@ -220,12 +220,17 @@ class Move:
 Fact = str | int | float | None
 
 
-@dataclass(frozen=True, slots=True)
+# One is created for every request, so it is like `RequestArrived`. Never modified.
+@dataclass(slots=True, init=False)
 class Reason:
     """Why: one word and the facts behind it. The shell logs and keeps it; policies log nothing."""
 
     why: str
     facts: tuple[tuple[str, Fact], ...] = ()
+
+    def __init__(self, why: str, facts: tuple[tuple[str, Fact], ...] = ()) -> None:
+        self.why = why
+        self.facts = facts
 
     def __str__(self) -> str:
         return " ".join([self.why, *(f"{name}={value}" for name, value in self.facts)])

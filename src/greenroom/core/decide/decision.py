@@ -56,7 +56,8 @@ class WaitReason(Enum):
     MANY_MODELS = "crowd"  # many models are waited for, and a round asks for only some of them
 
 
-@dataclass(frozen=True, slots=True)
+# Several are created in every round, so it is not frozen: that takes several times as long. Never modified.
+@dataclass(slots=True)
 class Wait:
     """Nothing can be done now. `until` is when asking again may help; `on` are the devices where memory is missing.
 

@@ -19,7 +19,8 @@ from greenroom.core.queue.waitlist import Queue
 EXACT_MAX = 12
 
 
-@dataclass(frozen=True, slots=True)
+# One is created for every decision in a round, so it is not frozen: that takes several times as long. Never modified.
+@dataclass(slots=True)
 class Target:
     """A model or lease that needs memory: its possible claims, of which one is enough, and its urgency."""
 
