@@ -149,6 +149,9 @@ def test_a_victim_that_falls_asleep_takes_host_memory_that_the_newcomer_needs_to
     assert victims(target, [sleeper, stiff], {G0: 0, HOST: 4_000}) == ["sleeper"]
     assert victims(target, [sleeper, stiff], {G0: 0, HOST: 3_500}) == ["stiff"], "else there is too little for both"
     assert victims(target, [sleeper], {G0: 0, HOST: 3_500}) is None
+    halves = [there(name, {G0: 2_000, HOST: -1_500}) for name in ("one", "other")]
+    assert victims(target, halves, {G0: 0, HOST: 4_000}) == ["one", "other"]
+    assert victims(target, halves, {G0: 0, HOST: 3_500}) is None
 
 
 def test_a_sleeping_model_may_leave_for_a_victim_that_falls_asleep() -> None:

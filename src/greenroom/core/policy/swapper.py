@@ -196,6 +196,10 @@ def _victims(
     # Where memory is missing, or will be once a resident falls asleep there.
     short = [device for device, mib in lacking.items() if mib > 0 or device in sleeper_devices]
     useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
+    if len(useful) == 1:
+        # Most often: then there is nothing to choose.
+        is_enough = all(mib <= useful[0].gives_mib.get(device, 0) for device, mib in lacking.items())
+        return (*must, *useful) if is_enough else None
     for level in sorted({_level(resident, target) for resident in useful}):
         allowed = [resident for resident in useful if _level(resident, target) <= level]
         if (chosen := _cheapest(allowed, lacking)) is not None:
