@@ -131,6 +131,7 @@ def test_the_estimate_counts_a_load_that_holds_the_memory() -> None:
     world.scheduler.state.models[ModelId("b")].learned_s[MoveKind.LOAD] = 0.2
     world.ask("op", MoveKind.LOAD, "a")
     world.run(2.0)
+    assert world.scheduler.explanation(world.asking("?", "b")).eta_s == pytest.approx(4.2)
     world.arrive("r", "b", within_s=1.0)
     assert told_s(world, "r") == pytest.approx(4.2), "one second to unload, four of five to load, and its own"
     loads_s = world.scheduler.state.models[ModelId("a")].learned_s

@@ -36,9 +36,13 @@ def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
     waiter = state.waitlist.get(request)
     if waiter is None:
         return None
-    estimate_s, more_s = eta_s(state, waiter, waiter.model, now), room_s(state, waiter, waiter.model, now)
-    told_s = None if estimate_s is None or more_s == inf else estimate_s + more_s
-    return Outlook(state.waitlist.position(waiter), told_s)
+    return Outlook(state.waitlist.position(waiter), _estimate_s(state, waiter, waiter.model, now))
+
+
+def _estimate_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
+    """How long it may take until this model answers the request; None if that is not known."""
+    own_s, more_s = eta_s(state, waiter, model, now), room_s(state, waiter, model, now)
+    return None if own_s is None or more_s == inf else own_s + more_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def explanation(state: State, arrival: RequestArrived, waiter: Waiter, places: P
         return Explanation(plan, 0, 0.0)
     if isinstance(plan, Refuse):
         return Explanation(plan, 0, None, held=_held(state, plan))
-    estimate_s = eta_s(state, waiter, plan.model, now)
+    estimate_s = _estimate_s(state, waiter, plan.model, now)
     behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
     evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
     is_too_late = isinstance(plan, Swap) and too_late(state, arrival, waiter, plan.model) is not None
