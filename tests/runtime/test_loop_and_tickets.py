@@ -24,7 +24,7 @@ from greenroom.core.model import (
     RequestId,
     SlotId,
 )
-from greenroom.core.policy import BUILT_IN, FirstCome, PolicyFactory, PriorityClass, Swapper
+from greenroom.core.policy import BUILT_IN, PolicyFactory, PriorityClass, Swapper
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import QueueFull
 from greenroom.http.upstream import EngineAddress, Pool
@@ -117,43 +117,6 @@ def test_a_policy_that_raises_is_named_with_the_model_it_decided_on() -> None:
         "The scheduler failed at RequestArrived of m; its policy is 'mine', its swapper 'memory'."
     ]
     assert loop.failed_at == 1.0
-
-
-class FailingForHigh:
-    """A policy that raises for a request that is more urgent than others."""
-
-    def __init__(self, limits: Limits, swapper: Swapper) -> None:
-        self._first_come = FirstCome(limits, swapper)
-
-    def priority_class(self, priority: int) -> PriorityClass:
-        if priority > 1:
-            raise ZeroDivisionError("nothing to divide by")
-        return self._first_come.priority_class(priority)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._first_come, name)
-
-
-class Idle:
-    """Effects that are not carried out."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *said: None
-
-
-def test_a_failure_ends_when_a_request_for_the_same_model_is_decided() -> None:
-    policies = {**BUILT_IN, "mine": cast(PolicyFactory, FailingForHigh)}
-    loop = SchedulerLoop(Scheduler(cast(Effects, Idle()), policies))
-    gpu = Device(DeviceId("gpu0"), DeviceKind.GPU, 100)
-    models = tuple(ModelSpec(ModelId(name), need=Need(10)) for name in ("m", "n"))
-    loop.post(ConfigChanged(0.0, models=models, devices=(gpu,), limits=Limits(policy="mine")))
-    for now in (1.0, 2.0):
-        with pytest.raises(ZeroDivisionError):
-            loop.post(RequestArrived(now, RequestId(f"bad {now}"), (ModelId("m"),), priority=2))
-        loop.post(RequestArrived(now, RequestId(f"other {now}"), (ModelId("n"),)))
-        assert loop.failed_at == now
-        loop.post(RequestArrived(now, RequestId(f"good {now}"), (ModelId("m"),)))
-        assert loop.failed_at == -inf
 
 
 async def test_until_waits_for_a_fact_after_an_event() -> None:

@@ -39,14 +39,8 @@ class SchedulerLoop:
         self._queue: deque[Event] = deque()
         self._running = False
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        # When the scheduler raised instead of deciding, until the same decision succeeds: by the kind of event, and for
-        # a request by its first model. A bug, most likely of a policy of another package.
-        self._failures: dict[tuple[str, str], float] = {}
-
-    @property
-    def failed_at(self) -> float:
-        """When the scheduler last raised instead of deciding, unless the same decision has succeeded since."""
-        return max(self._failures.values(), default=-inf)
+        # When the scheduler last raised instead of deciding: a bug, most likely of a policy of another package.
+        self.failed_at = -inf
 
     def post(self, event: Event) -> None:
         """Handle this event and all that follow from it. Raises only if this event itself cannot be handled."""
@@ -75,7 +69,7 @@ class SchedulerLoop:
         try:
             self.scheduler.handle(event)
         except Exception as bug:
-            self._failures[_decision_of(event)] = event.now
+            self.failed_at = event.now
             limits = self.scheduler.view.limits
             models = f" of {', '.join(event.candidates)}" if isinstance(event, RequestArrived) else ""
             bug.add_note(
@@ -83,8 +77,6 @@ class SchedulerLoop:
                 f"its policy is {limits.policy!r}, its swapper {limits.swapper!r}."
             )
             raise
-        if self._failures:
-            self._failures.pop(_decision_of(event), None)
 
     async def until(self, fact: Callable[[], bool]) -> None:
         """Wait until this holds after an event."""
@@ -98,11 +90,6 @@ class SchedulerLoop:
             if not future.done() and fact():
                 future.set_result(None)
         self._awaited = [pair for pair in self._awaited if not pair[1].done()]
-
-
-def _decision_of(event: Event) -> tuple[str, str]:
-    """What must succeed to end a failure: other decisions may not ask the policy about what it cannot decide."""
-    return type(event).__name__, event.candidates[0] if isinstance(event, RequestArrived) else ""
 
 
 class LeaseEffects(Protocol):

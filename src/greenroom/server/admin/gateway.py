@@ -69,7 +69,7 @@ class Loop(Protocol):
 
     @property
     def failed_at(self) -> float:
-        """When it last raised instead of deciding, unless the same decision has succeeded since."""
+        """When it last raised instead of deciding."""
         ...
 
 

@@ -28,8 +28,7 @@ from greenroom.server.admin.views import StatusWord
 BUILD: Final[Literal["pure", "compiled"]] = "pure" if edge.__file__.endswith(".py") else "compiled"
 # A page of status stays readable, and small, however long the queue is.
 WAITING_SHOWN_MAX = 100
-# A scheduler that raised counts as failed for so long unless the same decision succeeds; what the next request will
-# meet is not known.
+# A scheduler that raised counts as failed for so long; what the next request will meet is not known.
 SCHEDULER_FAILED_S = 60.0
 
 
