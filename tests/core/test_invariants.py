@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.invariants import check
-from greenroom.core.model import ModelId, MoveKind, Need, OpId, Outcome, RequestId, SlotId, Tier
+from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, OpId, Outcome, RequestId, SlotId, Tier
 from greenroom.core.state import LeavingOp, State
 from tests.core.queue.test_order import ready
 
@@ -58,6 +58,12 @@ def leave_without_going(state: State) -> None:
 
 BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "the sums of memory are wrong": (lambda s: s.ledger._taken_mib.clear(), "MiB left and not"),
+    "what a slot was seen to take is not counted": (
+        lambda s: setattr(s.ledger.holdings[serving(s)], "seen", {DeviceId("gpu0"): 5_000}),
+        "and not",
+    ),
+    "requests are counted wrongly": (lambda s: setattr(s.waitlist, "depth", 7), "7 requests wait and not 2"),
+    "a request has no position": (lambda s: s.waitlist._callers.clear(), "is at position"),
     "a slot is not found by its device": (lambda s: s.ledger._slots_on.clear(), "slots on"),
     "a grant is forgotten": (lambda s: s.grants.clear(), "in flight"),
     "a count is wrong": (lambda s: setattr(s.counters, "dones", 9), "grants minus dones"),

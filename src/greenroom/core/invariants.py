@@ -11,7 +11,7 @@ from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
-from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
+from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier, larger
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
@@ -64,14 +64,17 @@ def _memory_is_held_for_every_slot(state: State) -> None:
 def _free_memory_is_the_rest(state: State) -> None:
     """The sums that the ledger keeps equal a count from scratch."""
     ledger = state.ledger
+    held = {slot: larger(holding.claim, holding.seen) for slot, holding in ledger.holdings.items()}
+    for slot, claim in held.items():
+        assert ledger.held_by(slot) == claim, f"{slot} holds {claim} and not {ledger.held_by(slot)}"
     for device, free_mib in ledger.free_mib(frozenset()).items():
         taken_mib = sum(
-            max(ledger.held_by(slot).get(device, 0), ledger.promises.get(slot, {}).get(device, 0))
-            for slot in {*ledger.holdings, *ledger.promises}
+            max(held.get(slot, {}).get(device, 0), ledger.promises.get(slot, {}).get(device, 0))
+            for slot in {*held, *ledger.promises}
         )
         counted_mib = ledger.usable_mib(device) - taken_mib
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
-        there = {slot for slot in ledger.holdings if device in ledger.held_by(slot)}
+        there = {slot for slot, claim in held.items() if device in claim}
         assert {*ledger.slots_on(device)} == there, f"slots on {device} are {there}"
 
 
@@ -95,6 +98,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
     tenants = [waiter.tenant for waiter in waiters if waiter.kind is WaiterKind.REQUEST]
     for tenant in tenants:
         assert state.waitlist.depth_of(tenant) == tenants.count(tenant), f"places of {tenant} are counted wrongly"
+    _positions_are_in_order(state, waiters)
     for timer in state.timers:
         assert timer.subject in subjects[timer.kind], f"{timer} is set for nothing"
     for waiter_id in subjects[TimerKind.EXPIRE]:
@@ -114,6 +118,14 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
     assert named == set(state.claimants), f"claimants {set(state.claimants)} are not the models and leases {named}"
     by_model = {slot.id for model, slots in state.slots_by_model.items() for slot in slots if slot.model == model}
     assert by_model == set(state.slots) and all(state.slots_by_model.values()), "slots by model are not all slots"
+
+
+def _positions_are_in_order(state: State, waiters: list[Waiter]) -> None:
+    """Requests have positions from 1 on, by priority and then arrival."""
+    callers = sorted((one.priority, one.sequence, one) for one in waiters if one.kind is WaiterKind.REQUEST)
+    assert state.waitlist.depth == len(callers), f"{state.waitlist.depth} requests wait and not {len(callers)}"
+    for position, (_, _, waiter) in enumerate(callers, 1):
+        assert state.waitlist.position(waiter) == position, f"{waiter.id} is at position {position}"
 
 
 def _no_wake_up_was_lost(state: State, now: float) -> None:
