@@ -37,6 +37,8 @@ class Run:
     def __init__(self, bench: str, options: argparse.Namespace, *notes: str, results: Path = RESULTS) -> None:
         self._bench, self._results = bench, results
         self._about = {"machine": "; ".join((machine(), *notes)), "commit": options.commit or commit()}
+        if options.save and not os.access(results, os.W_OK):
+            raise SystemExit(f"--save: {results} cannot be written")
         self._kept = _Tee(sys.stdout) if options.save else None
         if self._kept is not None:
             sys.stdout = self._kept

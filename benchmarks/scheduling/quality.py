@@ -205,7 +205,9 @@ def main() -> None:
     parser.add_argument("--family", help=f"only these families: {', '.join(FAMILIES)}, or the name of a trace")
     parser.add_argument("--cells", type=int, default=0, help="cells of each family")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of the goal `more`")
-    parser.add_argument("--seeds", type=int, default=0, help="draws of each cell; 5 if not given, 1 with --quick")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="draws of each cell (default: 5, other goals 10; --quick: 1)"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="processes; one for each core if not given")
     parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
     parser.add_argument("--policy", default="default", help="the policies that are judged")

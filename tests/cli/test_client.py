@@ -55,7 +55,9 @@ def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: Fak
 
 def test_a_request_line_that_is_too_long_is_blamed_on_the_name(gateway: FakeGateway) -> None:
     gateway.on("GET", "/x", error(431, "headers_too_large", "The request line has more than 8192 bytes."))
-    with pytest.raises(GatewayRefused, match=r"8192 bytes\. The name that was given is too long\."):
+    with pytest.raises(
+        GatewayRefused, match=r"8192 bytes\. The name, the key or the address that was given is too long\."
+    ):
         Client(parse(gateway.url)).get("/x")
 
 

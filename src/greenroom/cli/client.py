@@ -216,7 +216,7 @@ class Client:
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if code == "headers_too_large":
             # Nothing else that commands send there has any length.
-            message += " The name that was given is too long."
+            message += " The name, the key or the address that was given is too long."
         if code == "token_missing":
             message += " Give it with --token FILE, or --token - for standard input."
         elif response.status == 401 and not code.startswith("token_"):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from greenroom.cli.main import main
-from tests.cli.fake_gateway import FakeGateway, answer, error
+from tests.cli.fake_gateway import Answer, FakeGateway, answer, error
 
 PATH = "/api/v1/decisions"
 LEFT = {"seq": 7, "at": 1_700_000_000.5, "what": "unload", "model": "qwen", "slot": "s1", "move": "m9"}
@@ -36,11 +36,14 @@ def test_recalls_have_no_model_and_json_is_the_gateways_answer(
     assert json.loads(capsys.readouterr().out) == told
 
 
+@pytest.mark.parametrize(
+    "logs", [answer({"model": "qwen", "lines": []}), error(403, "not_allowed", "This key may not see logs.")]
+)
 def test_a_model_without_decisions_is_said_to_have_none(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+    gateway: FakeGateway, logs: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway.on("GET", PATH, answer({"decisions": []}))
-    gateway.on("GET", "/api/v1/models/qwen/logs", answer({"model": "qwen", "lines": []}))
+    gateway.on("GET", "/api/v1/models/qwen/logs", logs)
     assert main(["decisions", "qwen"]) == 0
     assert capsys.readouterr().err == "nothing was decided about qwen lately\n"
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
+from greenroom.cli.failures import ExitStatus, GatewayRefused
 
 SHOWN: Final = 20
 SHOWN_MAX: Final = 1_000
@@ -33,8 +33,13 @@ def run(args: argparse.Namespace) -> int:
     asked = {"limit": args.last} if args.model is None else {"limit": args.last, "model": args.model}
     answer = client.get("/api/v1/decisions", asked)
     if args.model is not None and not answer["decisions"]:
-        # The gateway refuses this for a model that does not exist. One that was removed may still have decisions.
-        client.get(model_path(args.model, "logs"), {"lines": 0})
+        try:
+            # The gateway refuses this for a model that does not exist. One that was removed may still have decisions.
+            client.get(model_path(args.model, "logs"), {"lines": 0})
+        except GatewayRefused as refused:
+            # A key may be allowed to see decisions and no logs.
+            if refused.status != 403:
+                raise
         screen.note(f"nothing was decided about {args.model} lately")
     if args.json:
         screen.say_json(answer)
