@@ -89,6 +89,23 @@ def test_every_number_of_the_policy_has_a_reason_in_its_page() -> None:
 
 
 @pytest.mark.parametrize(
+    ("server", "latest_s"),
+    [
+        ("wait_max_s: 290, stream_wait_max_s: 120", 120.0),
+        ("wait_max_s: 120, stream_wait_max_s: 290", 120.0),
+        ("wait_max_s: 0, stream_wait_max_s: 120", 120.0),
+        ("wait_max_s: 120, stream_wait_max_s: 0", 120.0),
+        ("wait_max_s: 0, stream_wait_max_s: 0", 0.0),
+    ],
+)
+def test_busy_models_are_closed_before_the_first_callers_are_refused(
+    loads: Loads, server: str, latest_s: float
+) -> None:
+    limits = limits_of(loads(f"server: {{{server}}}"))
+    assert (limits.wait_max_s, limits.deadlines_s[1]) == (latest_s, latest_s)
+
+
+@pytest.mark.parametrize(
     ("wait_max_s", "deadlines_s"), [(600, (5.0, 240.0, 480.0)), (300, (5.0, 240.0, 300.0)), (3, (3.0, 3.0, 3.0))]
 )
 def test_deadlines_are_no_later_than_the_longest_wait(

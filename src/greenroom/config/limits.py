@@ -20,8 +20,7 @@ from greenroom.errors import ConfigError
 
 
 def limits_of(config: Config) -> Limits:
-    # A deadline after wait_max_s would have no effect: the request is refused by then.
-    scheduler, latest_s = config.scheduler, config.server.wait_max_s
+    scheduler, latest_s = config.scheduler, _latest_s(config)
     return Limits(
         policy=scheduler.policy,
         swapper=scheduler.swapper,
@@ -44,6 +43,12 @@ def limits_of(config: Config) -> Limits:
         backoff_max_s=scheduler.backoff_max_s,
         green_room_mib=config.memory.green_room_mib,
     )
+
+
+def _latest_s(config: Config) -> float:
+    """When the first callers are refused: a later deadline would have no effect. Those that never wait do not count."""
+    waits_s = (config.server.wait_max_s, config.server.stream_wait_max_s)
+    return min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0)
 
 
 def _depths(config: Config) -> dict[TenantId, int]:
