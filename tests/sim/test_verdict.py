@@ -192,6 +192,23 @@ def test_requests_that_are_lost_as_before_are_said_so() -> None:
     )
 
 
+def test_a_machine_that_never_serves_a_model_is_not_good_enough_though_few_ask_for_it() -> None:
+    some, every = made(Case("fifo", gpu_mib=1_000), 0.0, lost=3), made(Case("fifo", gpu_mib=2_000), 0.0)
+    starved = {"a": Delays(997), "b": Delays(lost_not_there=3, lost_too_large=3)}
+    some = replace(some, stats=replace(some.stats, delays=starved))
+    said = advice([some, every])
+    assert said.changes[0].endswith(": it helps.")
+    assert said.best == "The best single change: GPUs of 2,000 MiB instead of 1,000."
+    assert advice([every, some]).changes[0].endswith(": worse.")
+    assert "None of the changes tried helps noticeably by itself." in advice([some, some]).bottom_line
+
+
+def test_requests_that_are_lost_in_one_of_two_cases_are_not_passed_over() -> None:
+    said = advice([made(Case("fifo", 1), 0.0, lost=3), made(Case("fifo", 2), 0.0)])
+    assert said.changes[0].endswith(": hardly a difference.")
+    assert "None of the changes tried is needed." in said.bottom_line
+
+
 def test_where_the_best_is_not_enough_its_bottleneck_is_named() -> None:
     full, there = Delays(900, lost_full=100), Delays(1_000)
     one, two = made(Case("fifo", 1), 60.0, lost=500), made(Case("fifo", 2), 20.0, lost=100, delays=full)
@@ -224,6 +241,12 @@ def test_callers_that_wait_too_long_are_counted_though_they_are_few(late: int, w
         # Requests that are not served count first.
         (Delays(100, 500.0, 0.0, 0.0, lost_not_there=10, lost_full=20), Cause.FULL),
         (Delays(100, 0.0, 500.0, 0.0, lost_not_there=10), Cause.NOT_THERE),
+        # Those that are too large are no part of those not there.
+        (Delays(700, lost_not_there=180, lost_full=120, lost_too_large=90), Cause.FULL),
+        (Delays(700, lost_not_there=180, lost_full=60, lost_too_large=80), Cause.NOT_THERE),
+        (Delays(700, lost_not_there=180, lost_full=80, lost_too_large=100), Cause.TOO_LARGE),
+        # So few that the waits of the others count.
+        (Delays(1_000, 46_000.0, lost_not_there=3, lost_too_large=3), Cause.NOT_THERE),
     ],
 )
 def test_the_bottleneck_is_what_costs_most(delays: Delays, cause: Cause | None) -> None:
@@ -269,6 +292,12 @@ def test_first_loads_are_not_mended_by_memory() -> None:
         line = advice([result]).bottom_line[1]
         assert line.startswith(f"The bottleneck: models are loaded for the first time ({shares} ")
         assert line.endswith(told)
+
+
+def test_first_loads_are_a_part_of_those_not_there_but_not_of_those_too_large() -> None:
+    delays = Delays(700, lost_not_there=180, lost_too_large=80, lost_first_load=85)
+    line = advice([made(Case("fifo"), 1.0, lost=180, delays=delays)]).bottom_line[1]
+    assert line.startswith("The bottleneck: models are loaded for the first time ")
 
 
 def test_models_that_left_when_idle_are_not_mended_by_gpu_memory() -> None:

@@ -22,6 +22,7 @@ class Cause(Enum):
     NOT_THERE = "not there"
     FULL = "full"
     SLOW = "slow"
+    TOO_LARGE = "too large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ BOTTLENECKS = {
     ),
     Cause.FULL: ("models are there but full", (HIGHER_CONCURRENCY,)),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", MORE_COMPUTE),
+    Cause.TOO_LARGE: ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),)),
 }
 FULL_AS_SLOW = (
     "models are there but full, as answers share the compute of a GPU and are slow",
@@ -60,17 +62,22 @@ IDLE_LOADS = (
         Remedy("letting them sleep in a larger green room", frozenset({"green_room_mib"})),
     ),
 )
-TOO_LARGE = ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),))
 
 
 def bottleneck(delays: Delays) -> Cause | None:
     """What costs requests most: by those not served where there are some, else by time. None: hardly anything does."""
     if _loses(delays):
-        return Cause.NOT_THERE if delays.lost_not_there >= delays.lost_full else Cause.FULL
+        return max(_lost(delays), key=lambda pair: pair[0])[1]
     if delays.mean_s(delays.total_s) < FELT_S:
         return None
     by_cause = ((delays.not_there_s, Cause.NOT_THERE), (delays.full_s, Cause.FULL), (delays.slow_s, Cause.SLOW))
     return max(by_cause, key=lambda pair: pair[0])[1]
+
+
+def _lost(delays: Delays) -> tuple[tuple[int, Cause], ...]:
+    """How many requests were lost by each cause."""
+    not_there = delays.lost_not_there - delays.lost_too_large
+    return (not_there, Cause.NOT_THERE), (delays.lost_full, Cause.FULL), (delays.lost_too_large, Cause.TOO_LARGE)
 
 
 def _loses(delays: Delays) -> bool:
@@ -84,9 +91,7 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
     if cause is None:
         return "Hardly any request waits."
     what, remedies = BOTTLENECKS[cause]
-    if delays.lost_too_large > delays.lost / 2:
-        what, remedies = TOO_LARGE
-    elif cause is Cause.NOT_THERE:
+    if cause is Cause.NOT_THERE:
         what, remedies = _why_not_there(delays)
     elif cause is Cause.FULL and _are_answers_slow(delays):
         what, remedies = FULL_AS_SLOW
@@ -122,7 +127,8 @@ def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
     """No room, unless models are not there mostly because they never were, or left when idle."""
     first, idle, whole = delays.first_load_s, delays.idle_load_s, delays.not_there_s
     if _loses(delays):
-        first, idle, whole = delays.lost_first_load, delays.lost_idle_load, delays.lost_not_there
+        first, idle = delays.lost_first_load, delays.lost_idle_load
+        whole = delays.lost_not_there - delays.lost_too_large
     if first + idle <= whole / 2:
         return BOTTLENECKS[Cause.NOT_THERE]
     return FIRST_LOADS if first >= idle else IDLE_LOADS
@@ -136,9 +142,7 @@ def _are_answers_slow(delays: Delays) -> bool:
 def _shares(delays: Delays) -> str:
     """What the bottleneck was found by: requests that are lost, or the seconds of those served."""
     if _loses(delays):
-        not_there = delays.lost_not_there - delays.lost_too_large
-        lost = (("not there", not_there), ("full", delays.lost_full), ("too large", delays.lost_too_large))
-        return "requests lost: " + ", ".join(f"{name} {count:,}" for name, count in lost if count)
+        return "requests lost: " + ", ".join(f"{cause.value} {count:,}" for count, cause in _lost(delays) if count)
     parts = (("not there", delays.not_there_s), ("full", delays.full_s), ("slow", delays.slow_s))
     return "on average " + ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
 
@@ -155,11 +159,7 @@ def too_large(stats: Stats) -> list[str]:
 
 def never_served(stats: Stats) -> list[str]:
     """Which models fit, but were not served once, if there are some."""
-    lost = {
-        model: delays.lost
-        for model, delays in stats.delays.items()
-        if delays.lost and not (delays.served or delays.lost_too_large)
-    }
+    lost = {model: count for model, count in stats.starved.items() if not stats.delays[model].lost_too_large}
     return [f"No request for {_named(lost)} is served ({sum(lost.values()):,} lost)."] if lost else []
 
 

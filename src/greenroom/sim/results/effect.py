@@ -16,7 +16,7 @@ FELT_S = 0.1
 SHARE = 0.1
 # A change in the share of requests that are not served counts from here on.
 LOST_SHARE = 0.005
-# With a p95 wait and a mean delay up to this, and all requests served, a machine is good enough: answers take longer.
+# With a p95 wait and a mean delay up to this, and requests served, a machine is good enough: answers take longer.
 ENOUGH_S = 1.0
 
 
@@ -38,7 +38,8 @@ WORDS = {
 def effect(old: Stats, new: Stats) -> Effect:
     """How much better the new case is. Waits decide only if about as many are served, means only if p95s are alike."""
     means = [delays.mean_s(delays.total_s) for delays in (old.all_delays, new.all_delays)]
-    return _on_served(old, new) or _on_seconds(old.waits.p95_s, new.waits.p95_s) or _on_seconds(*means)
+    on_requests = _on_served(old, new) or _on_starved(old, new)
+    return on_requests or _on_seconds(old.waits.p95_s, new.waits.p95_s) or _on_seconds(*means)
 
 
 def _on_served(old: Stats, new: Stats) -> Effect:
@@ -52,6 +53,14 @@ def _on_served(old: Stats, new: Stats) -> Effect:
     return Effect.WORSE if new.served < old.served * (1 - SHARE) else Effect.NONE
 
 
+def _on_starved(old: Stats, new: Stats) -> Effect:
+    """A model that is never served counts, however few requests are for it."""
+    before, after = len(old.starved), len(new.starved)
+    if before == after:
+        return Effect.NONE
+    return Effect.BETTER if after < before else Effect.WORSE
+
+
 def _on_seconds(before_s: float, after_s: float) -> Effect:
     if abs(before_s - after_s) <= max(SHARE * before_s, FELT_S):
         return Effect.NONE
@@ -61,9 +70,10 @@ def _on_seconds(before_s: float, after_s: float) -> Effect:
 
 
 def is_enough(stats: Stats) -> bool:
+    """True if hardly any request is lost, every model is served, and waits are short."""
     delays = stats.all_delays
     slowest_s = max(stats.waits.p95_s, delays.mean_s(delays.total_s))
-    return stats.lost_share <= LOST_SHARE and slowest_s <= ENOUGH_S
+    return stats.lost_share <= LOST_SHARE and not stats.starved and slowest_s <= ENOUGH_S
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ def is_enough(stats: Stats) -> bool:
 
 def judgement(old: Stats, new: Stats) -> str:
     found = effect(old, new)
-    if not found and old.served and not any(_is_felt(stats) for stats in (old, new)):
+    if not found and old.served and old.lost == new.lost and not any(_is_felt(stats) for stats in (old, new)):
         return "hardly any request waits either way"
     return WORDS[found]
 

@@ -136,6 +136,11 @@ class Stats:
         return self.lost / self.requests if self.requests else 0.0
 
     @property
+    def starved(self) -> dict[str, int]:
+        """Models of which no request was served, and how many were lost."""
+        return {model: one.lost for model, one in self.delays.items() if one.lost and not one.served}
+
+    @property
     def all_delays(self) -> Delays:
         """Summed over models."""
         sums = [sum(getattr(one, field.name) for one in self.delays.values()) for field in fields(Delays)]
