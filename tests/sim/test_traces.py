@@ -403,6 +403,11 @@ def test_an_empty_file_says_what_a_trace_has(tmp_path: Path) -> None:
 def test_headers_in_the_middle_of_a_file_are_said_to_be_left_out(tmp_path: Path) -> None:
     trace = trace_of(written(tmp_path, HEADER, "0,a,1,1", HEADER, "1,a,1,1", HEADER, "2,a,1,1"))
     assert len(trace.rows) == 3 and trace.remarks == ("2 with the titles once more left out",)
+    file = written(tmp_path, HEADER, "0,a,1,1", HEADER, "1,zz,1,1")
+    assert trace_of(file, Known(["a"], skips_others=True)).remarks == (
+        "1 for models that are not in the configuration left out ('zz' 1)",
+        "1 with the titles once more left out",
+    )
 
 
 @pytest.mark.parametrize(

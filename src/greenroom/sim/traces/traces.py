@@ -107,12 +107,13 @@ class _Reading:
         for count, cells in enumerate(self._table.rows, start=1):
             if count > ROWS_MAX:
                 raise TraceError(f"{self._name}: more than {ROWS_MAX:,} rows; give a part of it")
+            if self._is_header(cells):
+                self._headers += 1
+                continue
             try:
                 self._take(cells)
             except WrongCell as error:
-                if not self._is_header(cells):
-                    raise TraceError(f"{self._name}:{cells.line}: {error}") from error
-                self._headers += 1
+                raise TraceError(f"{self._name}:{cells.line}: {error}") from error
         if not self._rows:
             raise TraceError(f"{self._name}: there is no row in it{self._why_none()}")
         return self._completed()
@@ -136,7 +137,9 @@ class _Reading:
 
     def _is_header(self, cells: TraceCells) -> bool:
         """True in the middle of a file that was put together from several."""
-        return all(getattr(cells, meaning) == title for meaning, title in self._table.titles.items())
+        titles = self._table.titles
+        # Most rows differ in the first that is looked at.
+        return cells.t == titles["t"] and all(getattr(cells, name) == title for name, title in titles.items())
 
     def _completed(self) -> Trace:
         rows = self._rows
