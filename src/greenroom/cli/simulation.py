@@ -58,7 +58,7 @@ class SimulationPlan:
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
-    _refuse_unknown(args.asleep, config.models)
+    _refuse_unknown(args.asleep, [*config.models, *_aliases(config)])
     there = devices(config)
     gpus = _gpus(there, args)
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
@@ -91,6 +91,11 @@ def _refuse_unknown(asleep: Collection[str], models: Collection[str]) -> None:
             raise WrongUsage(f"--asleep: there is no model {shown(name)} in the configuration{meant}")
 
 
+def _aliases(config: Config) -> dict[str, str]:
+    """The model that each alias means."""
+    return {alias: name for name, model in config.models.items() for alias in model.aliases}
+
+
 def sizeless(config: Config, base: SimConfig) -> list[str]:
     """Models of unknown size, which would fit anywhere. Empty if memory is not planned (`fit_memory: false`)."""
     if not config.scheduler.fit_memory:
@@ -116,12 +121,13 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         concurrency=concurrency,
         speed=None if args.constant_speed else ONE_PROCESS if engine.hosted else OWN_PROCESSES,
     )
+    estimated = needs.asleep_of(subject) if facts.can_sleep else None
     # Without `fit_memory` models take no memory, but loading them takes as long as ever.
     fits = config.scheduler.fit_memory
     spec = ModelSpec(
         ModelId(name),
         need=need if fits else Need(),
-        need_asleep=_asleep(args.asleep.get(name, needs.asleep_of(subject) if facts.can_sleep else None), fits),
+        need_asleep=_asleep(_said_asleep(name, model, args) or estimated, fits),
         devices=tuple(DeviceId(device) for device in model.devices),
         **split_keys(facts),
         sizes_itself=facts.sizes_itself,
@@ -132,6 +138,11 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         preload=model.preload,
     )
     return SimModel(spec, timings)
+
+
+def _said_asleep(name: str, model: Model, args: argparse.Namespace) -> Need | None:
+    """By its id or an alias; None if nothing was said of it."""
+    return next((args.asleep[known] for known in (name, *model.aliases) if known in args.asleep), None)
 
 
 def _asleep(need: Need | None, fits: bool) -> Need | None:
@@ -205,8 +216,7 @@ class Requests:
 def _requests(config: Config, args: argparse.Namespace) -> Requests:
     priorities = {name: _priority(model) for name, model in config.models.items()}
     if args.trace:
-        aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
-        return _traced(Known(list(config.models), aliases, priorities, args.skip_unknown, args.spread), args)
+        return _traced(Known(list(config.models), _aliases(config), priorities, args.skip_unknown, args.spread), args)
     return Requests(*_drawn(Mix(zipf(list(config.models)), priority_of=priorities), args))
 
 

@@ -28,10 +28,16 @@ OF_DRAWN = {"workload": "poisson", "rate": 1.0, "agents": 8, "seconds": 3600.0}
 OF_TRACES = {"stretch": 1.0, "time_unit": None, "skip_unknown": False, "spread": False}
 
 
-def without_effect(args: argparse.Namespace) -> list[str]:
-    """The options that were given though nothing here depends on them."""
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """The options that were given though nothing here depends on them, and why that is so."""
     others = OF_DRAWN if args.trace else OF_TRACES
-    return [f"--{name.replace('_', '-')}" for name, usual in others.items() if getattr(args, name) != usual]
+    needless = [f"--{name.replace('_', '-')}" for name, usual in others.items() if getattr(args, name) != usual]
+    found = {}
+    if needless:
+        found[", ".join(needless)] = "the requests are those of the trace" if args.trace else "there is no --trace"
+    if args.asleep and args.green_room_mib is not None:
+        found["--asleep"] = "with --green-room-mib every model can sleep, with all its memory on the host"
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +109,8 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
         type=_needs_asleep,
         metavar="FILE",
         default={},
-        help='MiB of GPU and host that models hold asleep, as JSON: {"model": [0, 8000]} (default: estimated)',
+        help='MiB of GPU and host that models hold asleep, as JSON: {"model": [0, 8000]} (default: estimated); '
+        "without effect beside --green-room-mib",
     )
     parser.add_argument(
         "--tokens-per-s", type=_speed, help="decoding speed of an answer alone (default: as recorded, or 60)"

@@ -536,6 +536,27 @@ def test_needs_asleep_of_an_unknown_model_are_refused(
     assert capsys.readouterr().err == told
 
 
+def test_needs_asleep_may_name_an_alias(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(config).write_text(f"{CONFIG}host: {{memory_mib: 20000}}\nmemory: {{green_room_mib: 20000}}\n")
+    file, found = tmp_path / "asleep.json", []
+    for name in ("small", "little"):
+        file.write_text(json.dumps({name: [0, 4_000]}))
+        found.append(figures(capsys, "-c", config, *SHORT, "--asleep", str(file))[0])
+    assert found[0] == found[1] and found[0]["sleeps"]
+
+
+def test_needs_asleep_count_for_no_case_with_a_green_room_of_its_own(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asleep.json"
+    file.write_text('{"small": [0, 4000]}')
+    assert main(["simulate", "-c", config, *SHORT, "--asleep", str(file), "--green-room-mib", "8000"]) == 0
+    told = (
+        "warning: --asleep without effect: with --green-room-mib every model can sleep, with all its memory on the host"
+    )
+    assert told in capsys.readouterr().err
+
+
 def test_an_unknown_policy_and_too_many_cases_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "-c", config, "--policy", "default,lifo"]) == 2
     assert "there is no policy 'lifo': default or fifo" in capsys.readouterr().err

@@ -43,9 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         _require_writable(args.out)
         _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
-    if needless := without_effect(args):
-        why = "the requests are those of the trace" if args.trace else "there is no --trace"
-        screen.note(f"warning: {', '.join(needless)} without effect: {why}")
+    for options, why in without_effect(args).items():
+        screen.note(f"warning: {options} without effect: {why}")
     if args.trace and _may_block(args.trace):
         screen.note(f"--trace {args.trace} is a pipe: waiting for a program that writes to it")
     prepared = prepare(config, args)
