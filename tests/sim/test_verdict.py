@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from greenroom.core.events import Limits
-from greenroom.core.model import ModelId
+from greenroom.core.model import DeviceId, ModelId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
 from greenroom.sim.records import SimArrival
@@ -15,9 +15,9 @@ from greenroom.sim.results.effect import Effect, effect, seconds
 from greenroom.sim.results.stats import stats_of, waits_of
 from greenroom.sim.results.verdict import advice
 from greenroom.sim.truth import Delays
-from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
+from greenroom.sim.workloads import Agents, Mix, Poisson, Recorded, zipf
 from greenroom.sim.world import World
-from tests.sim.settings import gpu, host, names, setting, sim_model, sleeper
+from tests.sim.settings import MANNERS, gpu, host, names, setting, sim_model, sleeper
 
 SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), host(9_000)))
 WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
@@ -275,9 +275,23 @@ def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_com
 def test_models_that_slow_each_other_down_may_have_gpus_of_their_own() -> None:
     one = made(Case("fifo"), 0.0)
     delays = dict.fromkeys("ab", Delays(500, full_s=60_000.0, slow_s=2_000.0, work_s=1_000.0))
-    line = advice([replace(one, stats=replace(one.stats, delays=delays))]).bottom_line[1]
+    one = replace(one, stats=replace(one.stats, delays=delays))
     own = "a GPU of its own for each busy model (devices)"
-    assert line.endswith(f"What may help: faster GPUs, {own} or a higher concurrency.")
+    assert advice([one]).bottom_line[1].endswith(f"What may help: faster GPUs, {own} or a higher concurrency.")
+    assert own not in advice([replace(one, has_own_gpus=True)]).bottom_line[1]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "has_own"),
+    [(("gpu0",), ("gpu1",), True), (("gpu0",), ("gpu0", "gpu1"), False), (("gpu0",), (), False)],
+)
+def test_models_have_gpus_of_their_own_if_no_two_may_use_the_same(
+    of_a: tuple[str, ...], of_b: tuple[str, ...], has_own: bool
+) -> None:
+    models = (sim_model(name, devices=tuple(map(DeviceId, on))) for name, on in (("a", of_a), ("b", of_b)))
+    base = setting(*models, devices=(gpu(1_000), gpu(1_000, 1)))
+    (one,) = run_all((Case("fifo"),), base, Poisson(Mix(zipf("ab")), 0.2, 10.0), 0, lambda case, share: None)
+    assert one.has_own_gpus is has_own
 
 
 def test_first_loads_are_not_mended_by_memory() -> None:
@@ -313,6 +327,16 @@ def test_models_that_left_when_idle_are_not_mended_by_gpu_memory() -> None:
         assert line.endswith("(ttl_s, stay_warm) or letting them sleep in a larger green room.")
         if patience_s is None:
             assert (result.stats.loads, result.stats.all_delays.idle_load_s) == (20, 18 * 5.0)
+
+
+def test_a_model_that_is_just_leaving_is_not_there_and_not_full() -> None:
+    """It leaves after it has been idle for 60 s, which takes 20 s; a request that comes meanwhile is given up."""
+    model = sim_model("a", ttl_s=60.0, timings=replace(MANNERS, unload_s=20.0))
+    world = World(replace(setting(model), patience_s=6.0))
+    world.feed(SimArrival(at, ModelId("a"), 0, 1) for at in (0.0, 70.0))
+    world.run()
+    delays = stats_of(world).all_delays
+    assert (delays.served, delays.lost_not_there, delays.lost_full, delays.lost_idle_load) == (1, 1, 0, 1)
 
 
 def test_a_model_that_made_room_for_another_did_not_leave_because_it_was_idle() -> None:
@@ -370,6 +394,23 @@ def test_models_that_fit_nowhere_are_named() -> None:
     assert said[2] == f"m0 fits on no GPU that it may use: {one.stats.lost} requests for it cannot be served."
 
 
+def test_models_that_pinned_ones_keep_out_are_told_from_those_that_are_too_large() -> None:
+    """The pinned model is there first; the other would fit, as it does on a second GPU."""
+    base = setting(sim_model("a", pinned=True, preload=True), sim_model("b"))
+    one, two = run_all(
+        (Case("fifo", 1), Case("fifo", 2)),
+        base,
+        Recorded([SimArrival(10.0 + number, ModelId("b"), 0, 1) for number in range(4)]),
+        0,
+        lambda case, share: None,
+    )
+    assert (one.stats.lost, two.stats.lost) == (4, 0)
+    said = advice([one]).bottom_line
+    assert said[1].startswith("The bottleneck: models find no room beside pinned ones (requests lost: kept out 4).")
+    assert said[1].endswith("What may help: more or larger GPUs or unpinning models (pinned).")
+    assert said[2:] == ["b finds no room beside pinned models: 4 requests for it cannot be served."]
+
+
 def test_times_are_said_as_people_say_them() -> None:
     assert [seconds(value) for value in (0.0, 0.44, 12.3, 150.0, 9_000.0)] == [
         "0.0 s",
@@ -421,6 +462,8 @@ def test_where_nothing_is_served_there_is_no_wait_to_speak_of() -> None:
     assert none.stats.served == 0
     (sentence,) = advice([none, all_served]).changes
     assert "the p95 wait from - to" in sentence and "it helps a lot" in sentence
+    slow = made(Case("fifo", 3), 1.0, delays=Delays(1_000, slow_s=800.0))
+    assert "what sharing a GPU adds" not in advice([none, slow]).changes[0]
 
 
 def test_a_change_that_only_makes_answers_faster_helps() -> None:

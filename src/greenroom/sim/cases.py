@@ -69,6 +69,8 @@ class CaseResult:
     stats: Stats
     # False if the configuration has other GPUs, another green room, concurrency or policy.
     is_as_configured: bool = True
+    # True if no two models may use the same GPU.
+    has_own_gpus: bool = False
 
 
 # One option of a case: its values, the first of which is what the others are compared with. None: as configured.
@@ -122,6 +124,11 @@ def is_as_configured(case: Case, base: SimConfig) -> bool:
     )
 
 
+def _has_own_gpus(models: Iterable[SimModel]) -> bool:
+    used = [model.spec.devices for model in models if not model.spec.is_remote]
+    return all(used) and len({device for one in used for device in one}) == sum(map(len, used))
+
+
 def _gpu_sizes(config: SimConfig) -> list[tuple[int, int]]:
     gpus = (device for device in config.devices if device.kind is DeviceKind.GPU)
     return [(gpu.capacity_mib, gpu.margin_mib) for gpu in gpus]
@@ -172,7 +179,12 @@ def run_all(
 ) -> list[CaseResult]:
     """Run every case with the same callers. `on_progress` gets the case and the share of its time that has passed."""
     return [
-        CaseResult(case, _run(case, base, workload, seed, on_progress), is_as_configured(case, base))
+        CaseResult(
+            case,
+            _run(case, base, workload, seed, on_progress),
+            is_as_configured(case, base),
+            _has_own_gpus(base.models),
+        )
         for case in compared
     ]
 

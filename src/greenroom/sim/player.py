@@ -117,6 +117,7 @@ class Player:
         if call is None or call.fate is not Fate.WAITING:
             self._object(f"{request} is rejected though it is {call.fate.value if call else 'gone'}")
         call.code = rejection.code
+        call.is_kept_out = rejection.code is RejectCode.TOO_LARGE and rejection.needs_mib <= rejection.capacity_mib
         self._end(call, Fate.REJECTED)
         self.leases.pop(LeaseId(request), None)
         if call.on_end is not None:
@@ -295,9 +296,9 @@ class Player:
             self.truth.meters.delays_of(call.model).add(call)
         elif was is Fate.WAITING:
             truth, model = self.truth, call.model
-            is_there, is_too_large = truth.tier_of(model) is Tier.READY, call.code is RejectCode.TOO_LARGE
+            is_too_large = call.code is RejectCode.TOO_LARGE and not call.is_kept_out
             loads = (truth.is_first_load(model), truth.is_idle_load(model))
-            truth.meters.delays_of(model).lose(is_there, is_too_large, *loads)
+            truth.meters.delays_of(model).lose(truth.is_there(model), is_too_large, call.is_kept_out, *loads)
 
     def _stop_serving(self, call: SimCall) -> None:
         """Its fate is another by now."""

@@ -163,6 +163,7 @@ class SimCall:
         "grants",
         "id",
         "idle_load_s",
+        "is_kept_out",
         "is_lease",
         "model",
         "not_there_s",
@@ -217,6 +218,8 @@ class SimCall:
         # Its engine died in the middle of the answer.
         self.was_broken = False
         self.code: RejectCode | None = None
+        # Refused for lack of memory that the machine has, but pinned models hold.
+        self.is_kept_out = False
         # Called when it has ended, however it ended.
         self.on_end: Callable[[SimCall], None] | None = None
 

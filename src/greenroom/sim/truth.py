@@ -210,12 +210,17 @@ class GroundTruth:
         tiers = {place.tier for place in self.places.values() if place.model == model}
         return next((tier for tier in Tier if tier in tiers), Tier.COLD)
 
+    def is_there(self, model: ModelId) -> bool:
+        """True while a slot of this model is ready, and not about to leave."""
+        places = (place for place in self.places.values() if place.model == model)
+        return any(place.tier is Tier.READY and place.move is None for place in places)
+
     def is_first_load(self, model: ModelId) -> bool:
         """True while a model is on its way to be ready for the first time."""
         return model not in self._been_ready and self._is_moving(model)
 
     def is_idle_load(self, model: ModelId) -> bool:
-        """True while a model that left because it was idle is on its way back."""
+        """True while a model leaves because it is idle, or is on its way back from that."""
         return model in self._left_idle and self._is_moving(model)
 
     def _is_moving(self, model: ModelId) -> bool:
@@ -245,6 +250,8 @@ class Delays:
     lost_full: int = 0
     # Of those not there: refused because the model is larger than any GPU.
     lost_too_large: int = 0
+    # Of those not there: refused because pinned models leave too little room for it.
+    lost_kept_out: int = 0
     # Of those not there: their model was loaded for the first time.
     first_load_s: float = 0.0
     lost_first_load: int = 0
@@ -265,13 +272,21 @@ class Delays:
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
         self.work_s += call.work_s
 
-    def lose(self, is_there: bool, is_too_large: bool, is_first_load: bool, is_idle_load: bool) -> None:
+    def lose(
+        self, is_there: bool, is_too_large: bool, is_kept_out: bool, is_first_load: bool, is_idle_load: bool
+    ) -> None:
         """A request that waited was refused, or its caller gave up."""
         self.lost_full += is_there
         self.lost_not_there += not is_there
         self.lost_too_large += is_too_large
+        self.lost_kept_out += is_kept_out
         self.lost_first_load += is_first_load
         self.lost_idle_load += is_idle_load
+
+    @property
+    def lost_in_wait(self) -> int:
+        """Those not there whose model could have come."""
+        return self.lost_not_there - self.lost_too_large - self.lost_kept_out
 
     @property
     def lost(self) -> int:

@@ -23,6 +23,7 @@ class Cause(Enum):
     FULL = "full"
     SLOW = "slow"
     TOO_LARGE = "too large"
+    KEPT_OUT = "kept out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ BOTTLENECKS = {
     ),
     Cause.FULL: ("models are there but full", (HIGHER_CONCURRENCY,)),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", MORE_COMPUTE),
+    Cause.KEPT_OUT: (
+        "models find no room beside pinned ones",
+        (Remedy("more or larger GPUs", MORE_MEMORY.options), Remedy("unpinning models (pinned)")),
+    ),
     Cause.TOO_LARGE: ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),)),
 }
 FULL_AS_SLOW = (
@@ -76,8 +81,12 @@ def bottleneck(delays: Delays) -> Cause | None:
 
 def _lost(delays: Delays) -> tuple[tuple[int, Cause], ...]:
     """How many requests were lost by each cause."""
-    not_there = delays.lost_not_there - delays.lost_too_large
-    return (not_there, Cause.NOT_THERE), (delays.lost_full, Cause.FULL), (delays.lost_too_large, Cause.TOO_LARGE)
+    return (
+        (delays.lost_in_wait, Cause.NOT_THERE),
+        (delays.lost_full, Cause.FULL),
+        (delays.lost_too_large, Cause.TOO_LARGE),
+        (delays.lost_kept_out, Cause.KEPT_OUT),
+    )
 
 
 def _loses(delays: Delays) -> bool:
@@ -109,7 +118,7 @@ def _what_helps(words: Sequence[str]) -> str:
 
 def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
     """True if there are cases with more of it than this one, and none of them is better."""
-    if remedy is OWN_GPUS and len(result.stats.delays) == 1:
+    if remedy is OWN_GPUS and (len(result.stats.delays) == 1 or result.has_own_gpus):
         return True
     tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
     return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
@@ -127,8 +136,7 @@ def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
     """No room, unless models are not there mostly because they never were, or left when idle."""
     first, idle, whole = delays.first_load_s, delays.idle_load_s, delays.not_there_s
     if _loses(delays):
-        first, idle = delays.lost_first_load, delays.lost_idle_load
-        whole = delays.lost_not_there - delays.lost_too_large
+        first, idle, whole = delays.lost_first_load, delays.lost_idle_load, delays.lost_in_wait
     if first + idle <= whole / 2:
         return BOTTLENECKS[Cause.NOT_THERE]
     return FIRST_LOADS if first >= idle else IDLE_LOADS
@@ -147,19 +155,28 @@ def _shares(delays: Delays) -> str:
     return "on average " + ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
 
 
-def too_large(stats: Stats) -> list[str]:
-    """Which models can never be served, if there are some."""
-    lost = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
+def without_room(stats: Stats) -> list[str]:
+    """Which models no GPU can hold, or none beside pinned models, if there are some."""
+    large = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
+    kept_out = {model: delays.lost_kept_out for model, delays in stats.delays.items() if delays.lost_kept_out}
+    return [
+        *_in_vain(large, "fits on no GPU that it may use", "fit on no GPU that they may use"),
+        *_in_vain(kept_out, "finds no room beside pinned models", "find no room beside pinned models"),
+    ]
+
+
+def _in_vain(lost: Mapping[str, int], of_one: str, of_many: str) -> list[str]:
     if not lost:
         return []
-    fit, they, them = ("fits", "it", "it") if len(lost) == 1 else ("fit", "they", "them")
-    requests = counted(sum(lost.values()), "request")
-    return [f"{_named(lost)} {fit} on no GPU that {they} may use: {requests} for {them} cannot be served."]
+    why, them = (of_one, "it") if len(lost) == 1 else (of_many, "them")
+    return [f"{_named(lost)} {why}: {counted(sum(lost.values()), 'request')} for {them} cannot be served."]
 
 
 def never_served(stats: Stats) -> list[str]:
     """Which models fit, but were not served once, if there are some."""
-    lost = {model: count for model, count in stats.starved.items() if not stats.delays[model].lost_too_large}
+    delays = stats.delays
+    has_room = (model for model in stats.starved if not (delays[model].lost_too_large or delays[model].lost_kept_out))
+    lost = {model: delays[model].lost for model in has_room}
     return [f"No request for {_named(lost)} is served ({sum(lost.values()):,} lost)."] if lost else []
 
 

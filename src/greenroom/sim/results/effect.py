@@ -108,7 +108,7 @@ def _compared(old: Stats, new: Stats) -> Iterator[tuple[str, str, str]]:
     yield "the p95 wait", waited(before, before.p95_s), waited(after, after.p95_s)
     yield "the mean", waited(before, before.mean_s), waited(after, after.mean_s)
     slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
-    if _on_seconds(slow_s, then_s):
+    if old.served and new.served and _on_seconds(slow_s, then_s):
         yield "what sharing a GPU adds to an answer", seconds(slow_s), seconds(then_s)
     yield "swaps", f"{old.swaps:,}", f"{new.swaps:,}"
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from greenroom.sim.cases import Case, CaseResult
-from greenroom.sim.results.bottleneck import bottleneck, never_served, too_large, why
+from greenroom.sim.results.bottleneck import bottleneck, never_served, why, without_room
 from greenroom.sim.results.effect import counted, effect, figures, is_enough, judgement, seconds, served, waited
 from greenroom.sim.results.stats import Stats, Waits
 
@@ -68,7 +68,7 @@ def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Ad
         _first_case(first),
         *_too_late(first.stats, wait_max_s),
         why(first, results),
-        *too_large(first.stats),
+        *without_room(first.stats),
         *never_served(first.stats),
     ]
     if len(results) == 1:

@@ -250,6 +250,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
         "lost_not_there": delays.lost_not_there,
         "lost_full": delays.lost_full,
         "lost_too_large": delays.lost_too_large,
+        "lost_kept_out": delays.lost_kept_out,
         "bottleneck": None if cause is None else cause.value,
     }
 
