@@ -107,9 +107,8 @@ def more_goals(results: Results, pairs: Iterable[Pair], policy: str) -> list[Goa
     names = "".join(f"; {one}" for one in risen[:RISEN_SHOWN])
     singles = [one for draws in drawn for one in draws]
     worst = max(singles, key=lambda one: one.rise)
-    of_draws = (
-        f"{sum(one.rise > 0 for one in singles)} rise, {sum(one.far > 0 for one in singles)} of them far: {worst}"
-    )
+    rises, fars = sum(one.rise > 0 for one in singles), sum(one.far > 0 for one in singles)
+    of_draws = f"{rises} rise" + (f", {fars} of them far: {worst}" if rises else "")
     rare.add(
         "all pairs",
         f"{len(risen)} of {len(found)} rise{names}; of {len(singles)} single draws {of_draws}",

@@ -83,7 +83,7 @@ class Verdict:
     """One cell under a policy, beside FIFO."""
 
     def __init__(self, cell: Cell, own: Sequence[Figures], fifo: Sequence[Figures]) -> None:
-        self.cell, self.own, self.fifo = cell, own, fifo
+        self.cell, self.own = cell, own
         self.draws = [Draw(one, other, cell.swap_s) for one, other in zip(own, fifo, strict=True)]
         self.middle = middle_of(self.draws, key=lambda draw: draw.excess)
 
