@@ -301,7 +301,7 @@ def test_first_loads_are_not_mended_by_memory() -> None:
         for tried in (replace(base, patience_s=3.0), base)
     )
     assert (one.stats.loads, one.stats.unloads) == (4, 0) and one.stats.lost
-    told = "What may help: preloading them (preload: true) or faster loads, but not more memory."
+    told = "What may help: preloading them (preload: true) or faster loads."
     for result, shares in ((one, "requests lost: not there"), (patient, "on average not there")):
         line = advice([result]).bottom_line[1]
         assert line.startswith(f"The bottleneck: models are loaded for the first time ({shares} ")

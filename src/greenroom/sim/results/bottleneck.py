@@ -58,7 +58,7 @@ FULL_AS_SLOW = (
 )
 FIRST_LOADS = (
     "models are loaded for the first time",
-    (Remedy("preloading them (preload: true)"), Remedy("faster loads, but not more memory")),
+    (Remedy("preloading them (preload: true)"), Remedy("faster loads")),
 )
 IDLE_LOADS = (
     "models leave when they are idle and have to come back",
