@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -299,6 +301,38 @@ async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
     assert str(engine.port) not in notes.error.message
     notes = await ask(Pool(EngineAddress(path=str(tmp_path / "absent.sock"))))
     assert notes.told == ["lost"]
+
+
+async def test_engine_that_has_closed_its_socket_refuses(
+    engines: Engines, pools: Callable[..., Pool], tmp_path: Path
+) -> None:
+    engine = await engines(saying(OK))  # type: ignore[arg-type]
+    pool = pools(engine)
+    assert not await pool.refuses()
+    await engine.stop()
+    assert await pool.refuses()
+    assert await Pool(EngineAddress(path=str(tmp_path / "absent.sock"))).refuses()
+    # Of one that was let go of, nothing is asked any more.
+    pool.close()
+    assert not await pool.refuses()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+async def test_engine_whose_backlog_is_full_does_not_refuse(family: socket.AddressFamily, tmp_path: Path) -> None:
+    path = str(tmp_path / "e.sock")
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(socket.socket(family))
+        listening.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listening.listen(0)
+        # More than wait there: the last one is told so, or hears nothing.
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket(family))
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        address = EngineAddress(path=path)
+        if family == socket.AF_INET:
+            address = EngineAddress("127.0.0.1", listening.getsockname()[1])
+        assert not await Pool(address).refuses()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", OK[:-1], CHUNKED[:-3]])

@@ -8,9 +8,9 @@ sends every byte back. `tokens`, `token_s`, `stall_after` and `crash_at` in a re
 name. Every answer contains `--name`. A chat whose last message is `tool:NAME:TOWN` is answered with a call of that
 tool, one that is `think:WORDS` with these thoughts first.
 
-The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test
-can see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after
-the last byte was written, so a client may have its answer a moment before: wait for the line.
+The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled, deaf, listens,
+end), so that a test can see from outside that nothing was answered twice and nothing stopped while it answered. `done`
+is noted just after the last byte was written, so a client may have its answer a moment before: wait for the line.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class Engine:
         self.journal = Journal(switches.journal, switches.name)
         self.is_ready = False
         self.answering = 0
-        self._connections: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         # When each picture was begun, and what was asked, by request.
         self._drawing: dict[str, tuple[float, dict[str, Any]]] = {}
 
@@ -64,10 +65,10 @@ class Engine:
         if self.switches.talkative:
             self._say(f"started as {sys.argv}")
         loop = asyncio.get_running_loop()
-        server = await self.listen(loop)
+        self._server = await self.listen(loop)
+        loop.add_signal_handler(signal.SIGUSR1, lambda: self._keep(asyncio.create_task(self._go_deaf())))
         await self._load()
-        async with server:
-            await server.serve_forever()
+        await loop.create_future()
 
     async def listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         if self.switches.uds:
@@ -94,6 +95,19 @@ class Engine:
         if not self.switches.ignore_term:
             os._exit(0)
 
+    async def _go_deaf(self) -> None:
+        """Stop listening and cut every connection, then end; or listen again after a while."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self.journal.note("deaf")
+        await asyncio.sleep(self.switches.deaf_s)
+        if not self.switches.listens_again:
+            self.journal.note("end")
+            os._exit(self.switches.exit_code)
+        self._server = await self.listen(asyncio.get_running_loop())
+        self.journal.note("listens")
+
     def _crash(self) -> None:
         self._say("fatal: crashing as told")
         os._exit(self.switches.exit_code)
@@ -108,20 +122,25 @@ class Engine:
         reader = Reader()
 
         def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.create_task(self._serve(reader, writer))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._keep(asyncio.create_task(self._serve(reader, writer)))
 
         return asyncio.StreamReaderProtocol(reader, connected)
 
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """The loop itself keeps no task alive."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _serve(self, reader: Reader, writer: asyncio.StreamWriter) -> None:
         """Answer one request after the other until the client leaves."""
+        self._writers.add(writer)
         connection = Connection(reader, writer)
         with contextlib.suppress(ConnectionError, Gone, Cut, asyncio.IncompleteReadError):
             while request := await connection.request():
                 await self._answer(connection, request)
                 if request.get("connection").lower() == "close":
                     break
+        self._writers.discard(writer)
         writer.close()
 
     async def _answer(self, connection: Connection, request: Request) -> None:

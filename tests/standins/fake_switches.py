@@ -69,6 +69,9 @@ SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "fail-at": (str, []),
     "stall-after": (int, None),
     "ignore-term": (flag, False),
+    # At SIGUSR1 it stops listening and cuts its connections; it ends so much later, or listens again.
+    "deaf-s": (float, 0.0),
+    "listens-again": (flag, False),
     "fork-setsid": (flag, False),
     "sse-weird": (one_of(*SSE_WEIRD), None),
     "huge-line-bytes": (int, HUGE_LINE_BYTES),

@@ -20,6 +20,8 @@ from greenroom.http.exchange import WriteBatch
 
 # Engines listen on this machine or one nearby: a connection that takes longer will not come.
 CONNECT_TIMEOUT_S: Final = 5.0
+# A refusal comes at once, if it comes.
+REFUSED_WITHIN_S: Final = 1.0
 # What OpenSSL says of a certificate, by its number.
 _CERTIFICATES: Final = {10: "has expired", 62: "is for another host"}
 
@@ -97,6 +99,24 @@ class Pool:
                 connection.begin(head, body, sink)
                 return True
             connection.abort()
+        return False
+
+    async def refuses(self) -> bool:
+        """True if nothing listens at its address: the engine has closed its socket.
+
+        An engine that is only busy does not refuse: while its backlog is full, the system lets connections wait.
+        """
+        if self._closed:
+            return False
+        try:
+            async with asyncio.timeout(REFUSED_WITHIN_S):
+                connection = await self._dial()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            # A TimeoutError is an OSError too.
+            return False
+        connection.abort()
         return False
 
     def close(self) -> None:

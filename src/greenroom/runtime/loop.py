@@ -228,6 +228,13 @@ class Ticket:
             raise self.rejection
         return self.slot is not None
 
+    async def wait_for(self, work: asyncio.Task[None], timeout_s: float | None) -> None:
+        """Wait until this work has ended, the time is over, or the request is cut. The work goes on."""
+        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_cut(lambda: None if cut.done() else cut.set_result(None))
+        await asyncio.wait((work, cut), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self.on_cut(None)
+
     def on_cut(self, callback: Callable[[], None] | None) -> None:
         """Call this when the running answer must end; at once if it was cut already."""
         self._on_cut = callback

@@ -16,13 +16,21 @@ from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.remote.spending import SpendingMeter
+from greenroom.telemetry.logs import get_logger
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
+# An engine that has closed its socket is most often about to end, which takes seconds where it frees much memory. It
+# may also listen again. One that does neither is ended after so many refusals in a row: about 5 s.
+REFUSALS_MAX = 20
+REFUSED_EVERY_S = 0.25
 # An erase waits for the answer that its prompt slot is busy with.
 ERASE_MAX_S = 2.0
 # 503 says that an engine has no room, or loads something. After so long of nothing else it is broken.
 UNAVAILABLE_MAX_S = 60.0
+
+
+_log = get_logger("runtime")
 
 
 class _Erased(msgspec.Struct):
@@ -31,6 +39,7 @@ class _Erased(msgspec.Struct):
 
 class LiveSlot:
     __slots__ = (
+        "_check",
         "call",
         "child",
         "entry",
@@ -78,6 +87,7 @@ class LiveSlot:
         # Since when its engine has answered nothing but 503, and when it last did; None if it has answered otherwise.
         self.unavailable_since: float | None = None
         self.unavailable_at = 0.0
+        self._check: asyncio.Task[None] | None = None
 
     def answered(self, status: int, now: float, *, is_at_work: bool) -> None:
         """Note the status of an answer. `is_at_work`: the engine works on other answers."""
@@ -118,17 +128,38 @@ class LiveSlot:
             raise ValueError(f"it answered {status}")
         return msgspec.json.decode(body, type=_Erased).n_erased
 
-    async def settle(self) -> None:
-        """Wait a moment after a broken connection, so that the exit of a dead process is reported first."""
-        if self.child is None:
-            return
-        try:
-            async with asyncio.timeout(EXIT_FOLLOWS_S):
-                await self.child.wait()
-        except TimeoutError:
-            return
+    def check(self) -> asyncio.Task[None] | None:
+        """Find out, after a broken connection, whether its process lives. None for a remote model.
+
+        Ends when the process has ended and its slots are reported as lost, or when it accepts connections. One that
+        does neither is ended. Until then the scheduler counts its memory as held.
+        """
+        if self.child is not None and (self._check is None or self._check.done()):
+            work = self._check_process(self.child)
+            self._check = asyncio.get_running_loop().create_task(work, name=f"check {self.id}")
+        return self._check
+
+    async def _check_process(self, child: Child) -> None:
+        wait_s, refusals = EXIT_FOLLOWS_S, 0
+        while not await _has_ended(child, wait_s):
+            if not await self.pool.refuses():
+                return
+            refusals += 1
+            if refusals == REFUSALS_MAX:
+                _log.warning("an engine accepts no connections and is ended", model=self.entry.id, slot=self.id)
+                await child.stop(self.entry.config.stop_timeout_s)
+            wait_s = REFUSED_EVERY_S
         # Callbacks of the exit run in this turn of the loop; after the next turn they are done.
         await asyncio.sleep(0)
+
+
+async def _has_ended(child: Child, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await child.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 class LiveSlots:

@@ -25,7 +25,7 @@ from tests.integration.faults import (
     rest_of,
     stop,
 )
-from tests.integration.raw import Raw, asking, chat
+from tests.integration.raw import Raw, asking, chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until
 
@@ -120,6 +120,70 @@ async def test_shutdown_waits_for_the_tree_of_an_engine_that_crashed_just_before
         app.shut_down()
         await app.closed.wait()
         assert not left_behind(tmp_path)
+
+
+# --- engines that have closed their sockets -------------------------------------------------------------------------
+
+
+async def gone_deaf(journal: Journal, pid: int) -> None:
+    """Have it close its socket and its connections."""
+    os.kill(pid, signal.SIGUSR1)
+    await until(lambda: journal.count("deaf", pid=pid) == 1, "it has closed its socket")
+
+
+async def test_requests_that_a_closing_engine_refuses_are_answered_by_the_next_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    switches = (*journal.switches, "--lock", str(tmp_path / "lock"))
+    models = {"alpha": fake("alpha", *switches, "--deaf-s", "2.5", concurrency=2), "bravo": fake("bravo", *switches)}
+    async with gateway(tmp_path, models, budget_mib=150) as app:
+        pid = await loaded(app, "alpha")
+        await gone_deaf(journal, pid)
+        answers = await asyncio.gather(*(chat(app, model) for model in ("alpha", "alpha", "alpha", "bravo")))
+        assert [answer.status for answer in answers] == [200] * 4
+        assert journal.count("term", pid=pid) == 0 and journal.count("end", pid=pid) == 1
+        # Its memory was not given to another one before its end.
+        assert journal.count("doubled") == 0
+        await at_rest(app)
+
+
+async def test_engine_that_has_closed_its_socket_and_does_not_end_is_ended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--deaf-s", "3600", "--ignore-term", stop_timeout_s=0.5)
+    async with gateway(tmp_path, {"alpha": model}) as app:
+        pid = await loaded(app, "alpha")
+        await gone_deaf(journal, pid)
+        assert (await chat(app, "alpha")).status == 200
+        # It was asked first, and killed after its time.
+        assert journal.count("term", pid=pid) == 1
+        assert not is_alive(pid)
+        assert journal.count("start") == 2
+
+
+async def test_engine_that_refuses_connections_for_a_moment_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--deaf-s", "1.5", "--listens-again")
+    async with gateway(tmp_path, {"alpha": model}) as app:
+        pid = await loaded(app, "alpha")
+        await gone_deaf(journal, pid)
+        assert (await chat(app, "alpha")).status == 200
+        assert pids(app, "alpha") == [pid]
+
+
+async def test_unload_does_not_wait_for_requests_that_a_closed_engine_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches, "--deaf-s", "3600")}) as app:
+        await gone_deaf(journal, await loaded(app, "alpha"))
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
+        await unload(app, "alpha")
+        answer = await waiting
+        assert (answer.status, answer.error["code"]) == (503, "unloaded")
+        # It left by the unload, not because it was lost before that began.
+        unloads = (await http(app, "GET", "/api/v1/decisions?what=unload")).json()
+        assert len(unloads["decisions"]) == 1
+
+
+# --- processes that stand still -------------------------------------------------------------------------------------
 
 
 async def test_stopped_engine_can_be_unloaded(tmp_path: Path) -> None:

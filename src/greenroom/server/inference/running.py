@@ -2,7 +2,8 @@
 
 Owns the order of steps for one request. A request for a ready model is sent on at once and continues by callbacks; a
 task exists only while the request must wait. It ends at any point if the client leaves, an operator cuts it, or the
-engine hangs or is lost. If the engine is lost before its first byte, the request is tried again, once.
+engine hangs or is lost. If the engine is lost before its first byte, the request is tried again, once: after the end of
+its process, if that is ending.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from greenroom.library.versions import Version
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
-from greenroom.runtime.slots import LiveSlot
+from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, arrival
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
@@ -284,8 +285,7 @@ class Running(Served):
 
     def _sink(self, relay: Relay) -> Sink:
         """The relay; for a task behind one that holds failures back if another of its models can serve."""
-        rungs = self.ask.rungs
-        if rungs is None or len(rungs.asks) == 1 or not self._may_run_again():
+        if not self._has_choice or not self._may_run_again():
             return relay
         return FailingOver(relay, self._name, self._has_other_after)
 
@@ -342,12 +342,19 @@ class Running(Served):
         if self.bill is not None:
             settle(self.bill, self.record, relay)
             self.bill = None
-        if not relay.status:
-            await ticket.slot.settle()
+        if not relay.status and (check := ticket.slot.check()) is not None:
+            # A task turns to its next model, and need not wait until this one can be loaded again.
+            await ticket.wait_for(check, EXIT_FOLLOWS_S if self._has_choice else None)
         self._note_status(relay)
         is_local_task = self.ask.rungs is not None and ticket.slot.remote is None
         self._turn_away(relay.error, was_busy=is_local_task and relay.status in self._busy_at(ticket.slot))
         return True
+
+    @property
+    def _has_choice(self) -> bool:
+        """True if several models can serve it."""
+        rungs = self.ask.rungs
+        return rungs is not None and len(rungs.asks) > 1
 
     def _note_status(self, relay: Relay) -> None:
         """Note whether the engine was available."""
