@@ -189,6 +189,23 @@ async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_
         await at_rest(app)
 
 
+@pytest.mark.slow
+async def test_a_worker_whose_slot_refuses_connections_is_ended_and_its_models_go_on_elsewhere(tmp_path: Path) -> None:
+    models = {name: Folder(tmp_path, name).model() for name in ("alpha", "bravo")}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        await move(app, MoveKind.LOAD, "alpha")
+        assert (await chat(app, "bravo")).status == 200
+        pid = worker_of(app, "alpha")
+        assert worker_of(app, "bravo") == pid
+        # As by a program that tidies up folders.
+        (alpha,) = [slot for slot in app.slots.live.values() if slot.entry.id == "alpha"]
+        assert alpha.socket is not None
+        Path(alpha.socket).unlink()
+        assert [(await chat(app, name)).status for name in models] == [200] * 2
+        assert worker_of(app, "alpha") == worker_of(app, "bravo") != pid
+        await at_rest(app)
+
+
 async def test_a_spare_is_there_after_the_first_load_and_ends_with_the_gateway(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts()) as app:
