@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
@@ -123,6 +125,43 @@ def told_s(world: World, name: str) -> float | None:
     told = world.scheduler.outlook(RequestId(name), world.now)
     assert told is not None
     return told.eta_s
+
+
+def test_the_estimate_is_not_known_while_no_answer_ahead_has_ever_ended() -> None:
+    world = World([model("a", 6_000)])
+    world.ask("load", MoveKind.LOAD, "a")
+    world.run()
+    world.arrive("running", "a", takes_s=2.0)
+    assert world.scheduler.explanation(world.asking("?", "a")).eta_s is None
+    world.arrive("r", "a", within_s=1.0)
+    assert told_s(world, "r") is None
+    world.run(1.0)
+    refused = world.calls_by_id["r"].rejection
+    assert refused is not None and (refused.code, refused.retry_after_s) == (RejectCode.EXPIRED, None)
+    world.run(1.0)
+    world.arrive("next", "a")
+    assert world.scheduler.explanation(world.asking("?", "a")).eta_s == 2.0, "an answer has ended"
+
+
+def test_the_estimate_needs_no_length_of_answers_that_go_beside_or_after() -> None:
+    world = World([model("a", 6_000, concurrency=2)])
+    world.scheduler.state.models[ModelId("a")].learned_s[MoveKind.LOAD] = 5.0
+    world.arrive("first", "a")
+    world.arrive("second", "a")
+    assert told_s(world, "second") == 5.0, "both are answered at once"
+    world.arrive("third", "a")
+    assert told_s(world, "third") is None and told_s(world, "first") == 5.0
+
+
+@pytest.mark.parametrize(("budget_s", "refused"), [(4.0, True), (6.0, False)])
+def test_a_budget_is_over_if_the_load_alone_exceeds_it(budget_s: float, refused: bool) -> None:
+    """How long the answer ahead takes is not known, and can only add to the load's five seconds."""
+    world = World([model("a", 6_000)])
+    world.scheduler.state.models[ModelId("a")].learned_s[MoveKind.LOAD] = 5.0
+    world.arrive("first", "a")
+    arrival = replace(world.asking("?", "a"), answer_by=world.now + budget_s)
+    plan = world.scheduler.explain(arrival)
+    assert (plan == Refuse(RejectCode.EXPIRED, None)) is refused and (isinstance(plan, Join) is not refused)
 
 
 def test_the_estimate_counts_a_load_that_holds_the_memory() -> None:

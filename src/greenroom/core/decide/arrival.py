@@ -97,28 +97,28 @@ def model_of(state: State, plan: Plan) -> ModelId | None:
 
 def _option(state: State, waiter: Waiter, model: ModelId, now: float, places: Places, residents: Residents) -> Option:
     plan = decide_for(state, waiter, model, now, places, residents)
-    begins_s = _begins_s(state, waiter, model, plan, now)
-    is_late = _is_late(state, waiter, model, plan, begins_s, now)
+    begins_s, is_late = _begins_s(state, waiter, model, plan, now), _is_late(state, waiter, model, plan, now)
     return Option(model, plan, begins_s, is_late, model not in waiter.preferred)
 
 
 def _begins_s(state: State, waiter: Waiter, model: ModelId, plan: Plan, now: float) -> float:
     if isinstance(plan, Serve):
         return 0.0
-    if isinstance(plan, Refuse) or (_is_busy(plan) and state.models[model].service_s is None):
+    if isinstance(plan, Refuse):
         return inf
     estimate_s = eta_s(state, waiter, model, now)
     return inf if estimate_s is None else estimate_s
 
 
-def _is_late(state: State, waiter: Waiter, model: ModelId, plan: Plan, begins_s: float, now: float) -> bool:
-    if waiter.answer_by is None or begins_s == inf:
+def _is_late(state: State, waiter: Waiter, model: ModelId, plan: Plan, now: float) -> bool:
+    if waiter.answer_by is None or isinstance(plan, Refuse):
         return False
     record = state.models[model]
     if isinstance(plan, Serve) and now - record.tried_at >= TRY_AGAIN_S:
         # One request is let through now and then, so that something new is learned.
         return False
-    return now + begins_s + (record.service_s or 0.0) > waiter.answer_by
+    least_s = 0.0 if isinstance(plan, Serve) else _least_s(state, waiter, model, now)
+    return least_s is not None and now + least_s + (record.service_s or 0.0) > waiter.answer_by
 
 
 def _is_warm(plan: Plan) -> bool:
@@ -201,13 +201,13 @@ def too_late(state: State, event: RequestArrived, waiter: Waiter, model: ModelId
     """The refusal if the caller would give up before its answer begins, or the answer would exceed its budget."""
     if event.answer_by is None and (event.patient or event.give_up_at is None):
         return None
-    wait_s = eta_s(state, waiter, model, event.now)
-    if wait_s is None:
+    least_s = _least_s(state, waiter, model, event.now)
+    if least_s is None:
         return None
-    begins, service_s = event.now + wait_s, state.models[model].service_s or 0.0
+    begins, service_s = event.now + least_s, state.models[model].service_s or 0.0
     gives_up = not event.patient and event.give_up_at is not None and begins > event.give_up_at
     over_budget = event.answer_by is not None and begins + service_s > event.answer_by
-    return Refuse(RejectCode.EXPIRED, wait_s) if gives_up or over_budget else None
+    return Refuse(RejectCode.EXPIRED, eta_s(state, waiter, model, event.now)) if gives_up or over_budget else None
 
 
 def called_off(state: State, priority: int, now: float) -> list[Slot]:
@@ -229,11 +229,20 @@ TRY_AGAIN_S = 60.0
 
 
 def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
-    """Seconds for its model's own move, the moves of models ahead of it, and the answers ahead of it in its queue."""
+    """Seconds for its model's own move, the moves of models ahead of it, and the answers ahead of it in its queue.
+
+    None if nothing was learned yet of that move, or of answers that it must wait for.
+    """
+    is_known = state.claimants[model].service_s is not None or _rounds(state, waiter, model) == 0
+    return _least_s(state, waiter, model, now) if is_known else None
+
+
+def _least_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
+    """The same, but answers of unknown length take no time: whatever exceeds a budget even so is late."""
     own = _move_left_s(state, model, now)
     if own is None:
         return None
-    own += _queue_s(state, waiter, model)
+    own += (state.claimants[model].service_s or 0.0) * _rounds(state, waiter, model)
     if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
         return own
     return own + _others_s(state, waiter)
@@ -275,15 +284,15 @@ def _others_s(state: State, waiter: Waiter) -> float:
     return max(0, ahead) * (state.avg_swap_s or 0.0) / at_once
 
 
-def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
-    """Rounds of answers ahead of its own, each as long as an average answer of this model."""
+def _rounds(state: State, waiter: Waiter, model: ModelId) -> int:
+    """Rounds of answers ahead of its own: as many as the model gives at once end in one."""
     record, waitlist = state.claimants[model], state.waitlist
     queue = waitlist.queues.get(model)
     queued = 0 if queue is None else queue.ahead_of(waiter)
     serving = [slot for slot in state.slots_of(model) if slot.is_serving]
     running = sum(len(slot.in_flight) for slot in serving)
     at_once = sum(slot.concurrency for slot in serving) or record.spec.at_once
-    return (record.service_s or 0.0) * ((queued + running) // at_once)
+    return (queued + running) // at_once
 
 
 def _move_left_s(state: State, model: ModelId, now: float) -> float | None:

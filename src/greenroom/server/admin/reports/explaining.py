@@ -96,7 +96,7 @@ class Explained(View):
     position: int | None = None
     """Its place in the queue; null if it would not wait."""
     eta_s: float | None = None
-    """Seconds until its answer would begin; null if no times are known yet."""
+    """Seconds until its answer would begin; null while the time of its move or of answers ahead is not known."""
     wait_max_s: float | None = None
     """Seconds after which it would be refused if it still waited: its budget, or the limit of the gateway; null if it
     would not wait."""

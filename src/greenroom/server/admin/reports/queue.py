@@ -45,7 +45,7 @@ class QueuedRequest(View):
     """Lower goes first."""
     waited_s: float
     eta_s: float | None
-    """Seconds until its answer should begin; null if no times are known yet."""
+    """Seconds until its answer should begin; null while the time of its move or of answers ahead is not known."""
     plan: Literal["serve", "join", "wait", "swap", "refuse"] | None
     """What happens to its model. join: it is loading; swap: it can be loaded now; wait: it cannot, see `why`; serve: it
     is there, and this request is next. Null for models beyond the first 20 of a page."""
