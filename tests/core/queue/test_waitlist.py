@@ -269,6 +269,12 @@ def test_those_ahead_are_those_before_it_in_its_flow_and_as_many_in_each_other_t
     assert queue.ahead_of(low[0]) == 2
 
 
+def test_operators_and_preloads_are_not_ahead_because_no_answer_is_for_them() -> None:
+    own = waiter(3)
+    queue = queue_of(waiter(1, kind=WaiterKind.OP), waiter(2, kind=WaiterKind.PRELOAD), own)
+    assert queue.ahead_of(own) == 0
+
+
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 

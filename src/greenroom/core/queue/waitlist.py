@@ -223,11 +223,14 @@ class Queue:
         self._deadline_at, self._oldest, self._aged_from, self._lift_at = deadline_at, oldest, first_aged_from, lift_at
 
     def ahead_of(self, waiter: Waiter) -> int:
-        """How many are likely to go first: those before it in its flow, and as many of each flow no less urgent."""
+        """How many are likely to be answered first: those before it in its flow, and as many of each no less urgent.
+
+        Operators and preloads get no answer.
+        """
         own = _flow(waiter)
         before = bisect_left(self._flows.get(own, []), waiter.sequence, key=_sequence)
-        others = (min(before + 1, len(flow)) for key, flow in self._flows.items() if key != own and key[1] <= own[1])
-        return before + sum(others)
+        others = [flow for key, flow in self._flows.items() if key != own and key[1] <= own[1]]
+        return before + sum(min(before + 1, len(flow)) for flow in others if flow[0].kind not in ASKING)
 
     def heads(self) -> list[Waiter]:
         """The head of every flow, and the operators that want the model asleep."""
