@@ -12,7 +12,7 @@ from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, Outcome, RequestId
 from tests.core.queue.test_order import ready
 
-from .world import Call, Fate, World, gpu, host, model, picture
+from .world import Call, Engine, Fate, World, gpu, host, model, picture
 
 
 def a_mixed_moment() -> World:
@@ -245,6 +245,36 @@ def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
     world.arrive("r", "a")
     told = world.scheduler.outlook(RequestId("r"), world.now)
     assert told is not None and told.eta_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("pinned", "loads_s", "s", "kind"),
+    [(False, 5.0, 3.5, MoveKind.WAKE), (False, 30.0, 9.5, MoveKind.LOAD), (True, 30.0, 28.5, MoveKind.WAKE)],
+)
+def test_the_estimate_of_a_sleeping_model_counts_a_load_that_holds_its_own_gpu(
+    pinned: bool, loads_s: float, s: float, kind: MoveKind
+) -> None:
+    """It wakes only where it sleeps. When it has waited for as long as a load takes more, it is loaded elsewhere.
+
+    A pinned model is not.
+    """
+    first = (DeviceId("gpu0"),)
+    models = [model("a", 6_000, asleep=Need(0, 100), pinned=pinned), model("coming", 6_000, devices=first)]
+    world = World(models, devices=(gpu(0, 8_000), gpu(1, 8_000), host(8_000)))
+    ready(world, "a")
+    assert world.places[world.slot_of("a")].holds == {first[0]: 6_000}
+    world.engines["coming"] = Engine(load_s=loads_s, leave_s=0.0)
+    for name, kind_s in (("a", {MoveKind.LOAD: 5.0, MoveKind.WAKE: 0.5}), ("coming", {MoveKind.LOAD: loads_s})):
+        world.scheduler.state.models[ModelId(name)].learned_s.update(kind_s)
+    world.ask("sleep", MoveKind.SLEEP, "a")
+    world.run()
+    world.ask("load", MoveKind.LOAD, "coming")
+    world.run(2.0)
+    world.arrive("r", "a")
+    assert told_s(world, "r") == pytest.approx(s)
+    world.run(30.0)
+    call = world.calls_by_id["r"]
+    assert call.granted_at - call.arrived == pytest.approx(s) and world.moves[-1].kind is kind, "and so it happens"
 
 
 def test_reasons_read_as_a_line() -> None:

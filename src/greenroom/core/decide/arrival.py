@@ -11,6 +11,7 @@ no reason to take them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.model import Claim, DeviceId, ModelId, MoveKind, Slot, TenantId, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.state import State
+from greenroom.core.state import Claimant, State
 
 _BY_POSITION = Choice()
 
@@ -253,23 +254,55 @@ def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
 
     Until enough of them have ended; infinite if that is not known. Decisions do not go by this.
     """
-    own = state.slots_of(model)
+    own, record = state.slots_of(model), state.claimants[model]
     if any(slot.is_arriving or slot.is_serving for slot in own):
         return 0.0
-    record = state.claimants[model]
+    most = state.most_mib(own[0] if own else None, stays=record.spec.version_of)
+    wake = own[0].needs_for(MoveKind.WAKE) if own and own[0].tier is Tier.ASLEEP else None
+    if wake is None or not placement.fits(wake, most):
+        soonest_s = _room_after_s(state, record, None, most, now)
+    else:
+        elsewhere_s = _elsewhere_s(state, waiter, record, most, now)
+        soonest_s = min(_room_after_s(state, record, wake, most, now), elsewhere_s)
+    return max(0.0, soonest_s - _others_s(state, waiter))
+
+
+def _elsewhere_s(state: State, waiter: Waiter, record: Claimant, most: Mapping[DeviceId, int], now: float) -> float:
+    """How much later than by a wake at once a sleeping model is ready that is loaded on another GPU.
+
+    A load begins no sooner than the wait has cost as much as it costs more than a wake. Infinite if that is not known.
+    """
+    load_s, wake_s = record.learned_s.get(MoveKind.LOAD), record.learned_s.get(MoveKind.WAKE)
+    if record.spec.pinned or load_s is None or wake_s is None:
+        return inf
+    queue, more_s = state.waitlist.queues.get(record.spec.id), max(0.0, load_s - wake_s)
+    since = waiter.arrived if queue is None else min(queue.oldest, waiter.arrived)
+    return max(since + more_s - now, _room_after_s(state, record, None, most, now)) + more_s
+
+
+def _room_after_s(
+    state: State, record: Claimant, wake: Claim | None, most: Mapping[DeviceId, int], now: float
+) -> float:
+    """Seconds until so many loads have ended that this wake fits beside the others, or that a load fits anywhere."""
     # A model that is pinned stays when it has come: its memory is not waited for.
     loads = [slot for slot in state.slots.values() if slot.is_arriving and not slot.spec.pinned]
-    most, soonest_s = state.most_mib(own[0] if own else None, stays=record.spec.version_of), 0.0
+    room, soonest_s = dict(most), 0.0
     for slot in loads:
-        _add(most, slot.claim, -1)
+        _add(room, slot.claim, -1)
     # A move that takes longer than usual may take any time.
     ends = [(_move_left_s(state, slot.model, now) or inf, slot.claim) for slot in loads]
     for left_s, claim in sorted(ends, key=lambda end: end[0]):
-        if placement.options(record.spec, record.need, state.devices, most, most):
+        if _has_room(state, record, wake, room):
             break
         soonest_s = left_s
-        _add(most, claim, 1)
-    return max(0.0, soonest_s - _others_s(state, waiter))
+        _add(room, claim, 1)
+    return soonest_s
+
+
+def _has_room(state: State, record: Claimant, wake: Claim | None, room: Mapping[DeviceId, int]) -> bool:
+    if wake is not None:
+        return placement.fits(wake, room)
+    return bool(placement.options(record.spec, record.need, state.devices, room, room))
 
 
 def _add(mib: dict[DeviceId, int], claim: Claim, times: int) -> None:

@@ -282,7 +282,7 @@ def _ways(
     if asleep is not None:
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
-        return Ways([way_to(asleep.claim, _less(during, held))] if _fits(during, most) else [])
+        return Ways([way_to(asleep.claim, _less(during, held))] if placement.fits(during, most) else [])
     if kind is MoveKind.LOAD and record.spec.version_of is not None:
         return residents.ways_within(record, most)
     ways = residents.ways(record)
@@ -290,11 +290,7 @@ def _ways(
         return ways
     to_sleep = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways.each]
     within = green_room.within(state, most)
-    return Ways([way for way in to_sleep if _fits(way.wants, within)])
-
-
-def _fits(claim: Claim, most: Mapping[DeviceId, int]) -> bool:
-    return all(mib <= most.get(device, 0) for device, mib in claim.items())
+    return Ways([way for way in to_sleep if placement.fits(way.wants, within)])
 
 
 def _less(claim: Claim, held: Claim) -> Claim:
@@ -364,7 +360,7 @@ def _keeps(
             device: residents.room_mib.get(device, 0) + sum(one.gives_mib.get(device, 0) for one in leaving)
             for device in way.wants
         }
-        if _fits(way.wants, room_mib):
+        if placement.fits(way.wants, room_mib):
             if not _all_matter(state, target):
                 return way.on
             # Only coresidency concerns residents that stay, or that are elsewhere.

@@ -261,7 +261,11 @@ def _claim(on_gpus: Mib, host: Device | None, host_mib: int) -> Claim:
 
 
 def _holding(claims: list[Claim], most_mib: Mib) -> list[Claim]:
-    return [claim for claim in claims if all(mib <= most_mib.get(device, 0) for device, mib in claim.items())]
+    return [claim for claim in claims if fits(claim, most_mib)]
+
+
+def fits(claim: Claim, mib: Mib) -> bool:
+    return all(part <= mib.get(device, 0) for device, part in claim.items())
 
 
 def _shares(mib: int, weights: Mib) -> dict[DeviceId, int]:
