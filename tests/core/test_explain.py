@@ -57,6 +57,19 @@ def test_a_load_under_way_is_joined() -> None:
     assert answer.position == 2 and answer.eta_s == pytest.approx(3.0 + 2.0), "three of five seconds and one answer"
 
 
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_request_that_may_not_wait_is_too_late_for_the_model_that_it_brings(patient: bool) -> None:
+    world = one_ready()
+    arrival = replace(world.asking("?", "a"), give_up_at=world.now, patient=patient)
+    answer = world.scheduler.explanation(arrival)
+    assert isinstance(answer.plan, Swap) and answer.is_too_late
+    call = world.arrive("r", "a", within_s=0.0, patient=patient)
+    world.run(0.0)
+    assert call.fate is Fate.REJECTED
+    world.run(10.0)
+    assert world.tier("a") is Tier.READY
+
+
 def test_a_swap_names_its_victims_their_next_tier_and_why() -> None:
     world = one_ready()
     answer = explained(world, "a", priority=0)

@@ -86,11 +86,12 @@ def explanation(state: State, arrival: RequestArrived, waiter: Waiter, places: P
     estimate_s = _estimate_s(state, waiter, plan.model, now)
     behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
     evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
-    is_too_late = isinstance(plan, Swap) and too_late(state, arrival, waiter, plan.model) is not None
+    may_wait = arrival.give_up_at is None or arrival.give_up_at > now
+    is_late = isinstance(plan, Swap) and (not may_wait or too_late(state, arrival, waiter, plan.model) is not None)
     makes_way = isinstance(plan, Wait) and plan.why is not WaitReason.BUSY
     calls_off = tuple(slot.model for slot in called_off(state, arrival.priority, now)) if makes_way else ()
     position, held = state.waitlist.position(waiter), _held(state, plan)
-    return Explanation(plan, position, estimate_s, behind, evict, held, is_too_late, calls_off)
+    return Explanation(plan, position, estimate_s, behind, evict, held, is_late, calls_off)
 
 
 def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:

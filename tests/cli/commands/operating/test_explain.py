@@ -103,6 +103,32 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
             ],
         ),
         (
+            explained("swap", move="load", too_late=True, position=1, wait_max_s=0.0),
+            [
+                "qwen would be loaded",
+                "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)",
+                "  the model would be brought all the same",
+            ],
+        ),
+        (
+            explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0),
+            [
+                "qwen would have to wait: it is ready and answers as many requests at once as it can",
+                "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)",
+            ],
+        ),
+        (
+            explained("wait", why="new_word", eta_s=9.0, wait_max_s=2.5),
+            [
+                "qwen would have to wait: new word",
+                "  its answer would begin in about 9.0s; after 2.5s it would be refused",
+            ],
+        ),
+        (
+            explained("wait", why="new_word", eta_s=2.0, wait_max_s=2.5),
+            ["qwen would have to wait: new word", "  its answer would begin in about 2.0s"],
+        ),
+        (
             explained("refuse", why="load_failed", retry_after_s=5.0),
             [
                 "qwen would be refused: its last load failed or its engine ended again, and it is not tried again yet",
@@ -121,6 +147,11 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
 )
 def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str]) -> None:
     assert words(told)[: len(lines)] == lines
+
+
+def test_nothing_is_told_of_the_place_and_time_of_a_request_that_is_refused_at_once() -> None:
+    told = explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0)
+    assert len(words(told)) == 2
 
 
 @pytest.mark.parametrize("said", ["-1", "0", "nan", "inf", "soon"])

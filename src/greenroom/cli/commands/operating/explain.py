@@ -148,6 +148,8 @@ def _place(explained: Explained) -> list[str]:
         lines.append(f"  not beside: {_list(beside)}")
     if called_off := explained.get("calls_off"):
         lines.append(f"  {_list(called_off)} would have to be planned again, being less urgent")
+    if explained.get("wait_max_s") == 0:
+        return [*lines, *_refused_at_once(explained)]
     if explained.get("too_late"):
         lines.append(
             "  this caller would be refused: its time is over by then; the model would be brought all the same"
@@ -157,6 +159,11 @@ def _place(explained: Explained) -> list[str]:
     return [*lines, *_time(explained)]
 
 
+def _refused_at_once(explained: Explained) -> list[str]:
+    refused = "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)"
+    return [refused, "  the model would be brought all the same"] if explained.get("too_late") else [refused]
+
+
 def _time(explained: Explained) -> list[str]:
     action, eta_s, retry_s = explained["action"], explained["eta_s"], explained["retry_after_s"]
     if action == "refuse":
@@ -164,11 +171,12 @@ def _time(explained: Explained) -> list[str]:
         return [f"  worth another try in about {screen.seconds(retry_s)}"] if retry_s else []
     if action == "serve":
         return []
+    wait_max_s = explained.get("wait_max_s")
+    refused = "" if wait_max_s is None else f"; after {screen.seconds(wait_max_s)} it would be refused"
     if eta_s is None:
-        wait_max_s = explained.get("wait_max_s")
-        refused = "" if wait_max_s is None else f"; after {screen.seconds(wait_max_s)} it would be refused"
         return [f"  how long that takes is not known yet{refused}"]
-    return [f"  its answer would begin in about {screen.seconds(eta_s)}"]
+    is_longer = wait_max_s is not None and eta_s > wait_max_s
+    return [f"  its answer would begin in about {screen.seconds(eta_s)}{refused if is_longer else ''}"]
 
 
 def _list(names: Sequence[str]) -> str:
