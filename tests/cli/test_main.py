@@ -115,7 +115,17 @@ def test_a_name_that_is_not_utf_8_is_wrong_usage(
     argv: list[str], gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*argv, "a\udcff"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(" is not UTF-8, and cannot be sent")
+    assert capsys.readouterr().err.splitlines()[-1] == r"greenroom: 'a\udcff' is not UTF-8, and cannot be sent"
+    assert gateway.asked == []
+
+
+@pytest.mark.parametrize("command", ["decisions", "load", "unload", "sleep", "prepare", "logs"])
+@pytest.mark.parametrize(("name", "why"), [("a\nb", "it has control or invisible characters"), ("", "it is empty")])
+def test_what_cannot_be_a_name_is_wrong_usage(
+    command: str, name: str, why: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, name]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"greenroom: {name!r} is no name of a model: {why}"
     assert gateway.asked == []
 
 

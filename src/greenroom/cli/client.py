@@ -38,8 +38,12 @@ NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
 def model_path(model: str, order: str) -> str:
-    """The path of an order to one model. Raises WrongUsage, as `segment` does."""
-    return f"/api/v1/models/{segment(model)}/{order}"
+    """The path of an order to one model. Raises WrongUsage if no model can have this name."""
+    in_path = segment(model)
+    if not model or not model.isprintable():
+        why = "it has control or invisible characters" if model else "it is empty"
+        raise WrongUsage(f"{model!r} is no name of a model: {why}")
+    return f"/api/v1/models/{in_path}/{order}"
 
 
 def segment(name: str) -> str:
@@ -59,6 +63,23 @@ def in_utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - NEAR_CHARS) : error.end + NEAR_CHARS]
         raise WrongUsage(f"{near!r} is not UTF-8, and cannot be sent") from None
+
+
+def in_json(body: object) -> bytes:
+    """The body as it is sent. Raises WrongUsage if a text in it is not UTF-8."""
+    for text in _texts(body):
+        in_utf8(text)
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
 
 
 class Client:
@@ -125,7 +146,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, with its body not yet read. Raises if its status is not a success."""
-        content = None if body is None else in_utf8(json.dumps(body, ensure_ascii=False))
+        content = None if body is None else in_json(body)
         with contextlib.closing(self._connected()) as connection:
             with self._explaining_failures(silence_max_s):
                 assert connection.sock is not None

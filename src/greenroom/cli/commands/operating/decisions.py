@@ -30,12 +30,13 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.cli.client import Client, model_path
 
     client = Client(address.address_of(args))
+    logs = None if args.model is None else model_path(args.model, "logs")
     asked = {"limit": args.last} if args.model is None else {"limit": args.last, "model": args.model}
     answer = client.get("/api/v1/decisions", asked)
-    if args.model is not None and not answer["decisions"]:
+    if logs is not None and not answer["decisions"]:
         try:
             # The gateway refuses this for a model that does not exist. One that was removed may still have decisions.
-            client.get(model_path(args.model, "logs"), {"lines": 0})
+            client.get(logs, {"lines": 0})
         except GatewayRefused as refused:
             # A key may be allowed to see decisions and no logs.
             if refused.status != 403:
