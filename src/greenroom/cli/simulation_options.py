@@ -265,7 +265,11 @@ def _mibs(text: str) -> list[int]:
 
 def _mibs_from_zero(text: str) -> list[int]:
     """As `_mibs`; a list may hold 0."""
-    return _doubled(text, 1 if ".." in text else 0, MIB_MAX)
+    first, *others = _items(text, 0, MIB_MAX)
+    if ".." in text and first == 0:
+        wanted = f"write a list such as 0,{others[0]}"
+        raise argparse.ArgumentTypeError(f"{text} cannot begin with 0, since it doubles: {wanted}")
+    return _doubled(text, 0, MIB_MAX)
 
 
 def _doubled(text: str, low: int, high: int) -> list[int]:
