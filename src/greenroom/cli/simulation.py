@@ -58,7 +58,7 @@ class SimulationPlan:
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
-    _refuse_unknown(args.asleep, [*config.models, *_aliases(config)])
+    _check_asleep(args.asleep, config)
     there = devices(config)
     gpus = _gpus(there, args)
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
@@ -83,12 +83,17 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     return SimulationPlan(base, requests.workload, assumed, requests.doubt, wait_max_s)
 
 
-def _refuse_unknown(asleep: Collection[str], models: Collection[str]) -> None:
+def _check_asleep(asleep: Collection[str], config: Config) -> None:
+    """Raises WrongUsage for a model that does not exist, or is named twice: by its id and an alias, or two aliases."""
+    models = {**{name: name for name in config.models}, **_aliases(config)}
+    names: dict[str, str] = {}
     for name in asleep:
         if name not in models:
             near = get_close_matches(name, models, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise WrongUsage(f"--asleep: there is no model {shown(name)} in the configuration{meant}")
+        if (other := names.setdefault(models[name], name)) != name:
+            raise WrongUsage(f"--asleep: {shown(other)} and {shown(name)} are the same model: name it once")
 
 
 def _aliases(config: Config) -> dict[str, str]:

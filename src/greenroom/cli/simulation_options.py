@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from greenroom.core.model import Need
+from greenroom.errors import shown
 
 WORKLOADS = ("poisson", "bursty", "agents")
 
@@ -152,17 +153,38 @@ def _path(text: str, instead: str) -> str:
 
 def _needs_asleep(path: str) -> dict[str, Need]:
     """What models that can sleep need meanwhile: a JSON object with MiB of GPU and of host for each."""
-    try:
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise argparse.ArgumentTypeError(f'{path} is no JSON object such as {{"model": [0, 8000]}}')
-    for name, mibs in said.items():
+    found: dict[str, Need] = {}
+    for name, mibs in _pairs(path):
         if not (isinstance(mibs, list) and len(mibs) == 2 and all(_is_mib(mib) for mib in mibs)):
             wanted = f"[MiB of GPU, MiB of host] is wanted, whole numbers from 0 to {MIB_MAX:,}"
-            raise argparse.ArgumentTypeError(f"{path}: {name}: {wanted}")
-    return {name: Need(*mibs) for name, mibs in said.items()}
+            raise argparse.ArgumentTypeError(f"{path}: {shown(name)}: {wanted}")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{path}: {shown(name)} is there twice")
+        found[name] = Need(*mibs)
+    return found
+
+
+def _pairs(path: str) -> _Pairs:
+    """The names and values of the JSON object in this file. Raises ArgumentTypeError."""
+    where = ""
+    try:
+        said = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: it is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        said, where = None, f": it is wrong at line {error.lineno}, column {error.colno}"
+    except (ValueError, RecursionError):
+        # A number of thousands of digits, or thousands of brackets.
+        said = None
+    if not isinstance(said, _Pairs):
+        raise argparse.ArgumentTypeError(f'{path} is no JSON object such as {{"model": [0, 8000]}}{where}')
+    return said
+
+
+class _Pairs(tuple[tuple[str, object], ...]):
+    """A JSON object as it is written: a name may be there twice."""
 
 
 def _is_mib(value: object) -> bool:

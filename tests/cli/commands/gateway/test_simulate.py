@@ -503,9 +503,10 @@ def test_wrong_options_are_refused(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "cannot be read: "),
-        ("[" * 200_000, "cannot be read: "),
-        ("[]", 'is no JSON object such as {"model": [0, 8000]}'),
+        *((text, 'is no JSON object such as {"model": [0, 8000]}') for text in ("", "[]", "3", "[" * 200_000)),
+        ('{\n"big"', 'is no JSON object such as {"model": [0, 8000]}: it is wrong at line 2, column 6'),
+        (f'{{"big": [0, {"1" * 5_000}]}}', 'is no JSON object such as {"model": [0, 8000]}'),
+        ('{"big": [0, 1], "small": [0, 1], "big": [0, 2]}', ": big is there twice"),
         ('{"big": 5}', ": big: [MiB of GPU, MiB of host] is wanted, whole numbers from 0 to 1,000,000,000"),
         *(
             (f'{{"big": {mibs}}}', ": big: [MiB of GPU")
@@ -527,6 +528,28 @@ def test_a_wrong_file_of_needs_asleep_is_refused(
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert "argument --asleep: " in said and told in said and str(file) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("none.json", "No such file or directory"), ("", "Is a directory"), ("latin.json", "it is not UTF-8")],
+)
+def test_a_file_of_needs_asleep_that_cannot_be_read_is_refused(
+    name: str, told: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.json").write_bytes(b'{"\xff": [0, 1]}')
+    file = tmp_path / name
+    with pytest.raises(SystemExit):
+        main(["simulate", "-c", config, "--asleep", str(file)])
+    assert capsys.readouterr().err.endswith(f"argument --asleep: {file} cannot be read: {told}\n")
+
+
+def test_needs_asleep_name_a_model_once(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "asleep.json"
+    file.write_text('{"little": [0, 4000], "big": [0, 4000], "small": [0, 8000]}')
+    assert main(["simulate", "-c", config, "--asleep", str(file)]) == 2
+    told = "greenroom: --asleep: 'little' and 'small' are the same model: name it once\n"
+    assert capsys.readouterr().err == told
 
 
 def test_needs_asleep_of_an_unknown_model_are_refused(
