@@ -637,6 +637,12 @@ class GatewayBug(GreenroomError):
     """An internal error. Logged with its traceback, which callers never see."""
 
 
+class PolicyFailed(GreenroomError):
+    """The scheduler or its policy raised instead of answering a question. Logged with its traceback."""
+
+    public_words = "Something went wrong inside the gateway."
+
+
 class ConfigError(GreenroomError):
     """The configuration cannot be used. `message` names file, line, key and the nearest valid spelling."""
 

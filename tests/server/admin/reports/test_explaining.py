@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from greenroom.config.sections.tasks import Task
 from greenroom.core.decide.placement import Places
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Group, ModelId, Move, MoveId, MoveKind, RequestId, SlotId, Tier
+from greenroom.core.policy import Policy, PriorityClass
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
 PATH = "/api/v1/explain"
@@ -132,6 +134,29 @@ async def test_full_queue_would_refuse() -> None:
     gateway.add_waiter("a", 1)
     told = (await explain(gateway, model="a")).json
     assert (told["action"], told["why"]) == ("refuse", "queue_full")
+
+
+class Failing:
+    """A policy that raises as soon as a request waits."""
+
+    def priority_class(self, priority: int) -> PriorityClass:
+        raise ZeroDivisionError("nothing to divide by")
+
+
+@pytest.mark.parametrize("name", ["a", "chat"])
+async def test_a_policy_that_raises_is_named_and_logged(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.tasks.configure(gateway.config.model_copy(update={"tasks": {"chat": Task(candidates=("a",))}}))
+    gateway.state.limits = dataclasses.replace(gateway.state.limits, policy="mine")
+    gateway.state.policy = cast(Policy, Failing())
+    answer = await Client(gateway).post(PATH, {"model": name})
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    told = "The policy 'mine' (swapper 'memory') failed at a request for a: ZeroDivisionError: nothing to divide by."
+    assert answer.error["message"].startswith(told)
+    logged = capsys.readouterr().err
+    assert "policy=mine" in logged and "ZeroDivisionError" in logged and "in priority_class" in logged
+    others = await Client(gateway, is_admin=False).post(PATH, {"model": name})
+    assert others.status == 500 and "divide" not in others.error["message"] and "mine" not in others.error["message"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ Owns how the plan is shown. The question has the same waiting time and budget as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isinf
 from typing import Annotated, Literal, assert_never
 
@@ -16,11 +18,13 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.errors import PolicyFailed
 from greenroom.routing.tasks import Ladder
 from greenroom.runtime.resolver import OPERATOR
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, Scheduling
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival, smaller
+from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
@@ -105,6 +109,7 @@ class Explained(View):
 
 
 PATH = "/api/v1/explain"
+_log = get_logger("server")
 # No request has this id: theirs begin with r-.
 _NOBODY = RequestId("explain")
 
@@ -123,7 +128,9 @@ class Explaining:
             return self._explain_task(ask, self._gateway.tasks.ladder(task, OPERATOR.sees))
         entry = await self._gateway.resolver.named(ask.model)
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
-        return _told(event, self._gateway.loop.scheduler.explanation(event), entry.id)
+        scheduler = self._gateway.loop.scheduler
+        with naming_policy(scheduler, event):
+            return _told(event, scheduler.explanation(event), entry.id)
 
     def _explain_task(self, ask: ExplainAsk, ladder: Ladder) -> Explained:
         models, section = tuple(one.id for one in ladder.models), ladder.task.section
@@ -132,8 +139,9 @@ class Explaining:
         priority = ladder.task.priority_or(1 if first is None else first.spec.priority)
         event = self._arrival(ask, models, priority, smaller(ask.x_budget_s, section.budget_s), choice)
         scheduler = self._gateway.loop.scheduler
-        options, place = scheduler.weigh(event)
-        told = _told(event, scheduler.explanation(event), options[place].model)
+        with naming_policy(scheduler, event):
+            options, place = scheduler.weigh(event)
+            told = _told(event, scheduler.explanation(event), options[place].model)
         seen = [_candidate(one, position, place) for position, one in enumerate(options)]
         left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
         return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
@@ -158,6 +166,21 @@ class Explaining:
             budget_s,
             choice=choice,
         )
+
+
+@contextmanager
+def naming_policy(scheduler: Scheduling, event: RequestArrived) -> Iterator[None]:
+    """Around a question to the scheduler. If that raises, raises PolicyFailed, which names the policy."""
+    try:
+        yield
+    except Exception as bug:
+        limits, models = scheduler.view.limits, ", ".join(event.candidates)
+        _log.bug("explanation failed", bug, policy=limits.policy, swapper=limits.swapper, model=models)
+        why = f"{type(bug).__name__}: {bug}"
+        raise PolicyFailed(
+            f"The policy {limits.policy!r} (swapper {limits.swapper!r}) failed at a request for {models}: {why}. "
+            "The log has the traceback."
+        ) from bug
 
 
 def _candidate(option: Option, position: int, chosen: int) -> CandidateView:

@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId, RequestId
 from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.reports.explaining import action_of
+from greenroom.server.admin.reports.explaining import action_of, naming_policy
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import caller_of
 from greenroom.server.inference.ask import Settings, arrival
@@ -116,7 +116,9 @@ class QueueRoutes:
         like_it = arrival(
             settings, now, RequestId("queue"), (caller.model,), caller.priority, caller.tenant, False, None
         )
-        said = self._gateway.loop.scheduler.explanation(like_it)
+        scheduler = self._gateway.loop.scheduler
+        with naming_policy(scheduler, like_it):
+            said = scheduler.explanation(like_it)
         why = said.plan.why.value if isinstance(said.plan, Wait) else None
         behind = [str(model) for model in said.behind if model != caller.model]
         return {"plan": action_of(said.plan), "why": why, "behind": behind}
