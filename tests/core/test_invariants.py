@@ -58,6 +58,8 @@ def leave_without_going(state: State) -> None:
 
 BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "the sums of memory are wrong": (lambda s: s.ledger._taken_mib.clear(), "MiB left and not"),
+    "the sums of what stays are wrong": (lambda s: s.ledger._stays_mib.clear(), "there is room for"),
+    "a slot that stays counts as gone": (lambda s: s.ledger.leave(serving(s), {}), "leave and not"),
     "what a slot was seen to take is not counted": (
         lambda s: setattr(s.ledger.holdings[serving(s)], "seen", {DeviceId("gpu0"): 5_000}),
         "and not",

@@ -15,7 +15,9 @@ SLOTS = tuple(SlotId(f"s{number}") for number in range(4))
 
 claims: st.SearchStrategy[Claim] = st.dictionaries(st.sampled_from(GPUS), st.integers(1, 900), max_size=3)
 steps = st.tuples(
-    st.sampled_from(["hold", "seen", "observe", "promise", "unpromise", "release"]), st.integers(0, 3), claims
+    st.sampled_from(["hold", "seen", "observe", "promise", "unpromise", "leave", "stay", "release"]),
+    st.integers(0, 3),
+    claims,
 )
 
 
@@ -28,6 +30,7 @@ def test_free_memory_is_what_no_slot_has_after_any_changes(
     ledger.set_devices([Device(device, DeviceKind.GPU, 8_000) for device in THERE])
     held: dict[SlotId, tuple[Claim, Claim]] = {}
     promised: dict[SlotId, Claim] = {}
+    keeps: dict[SlotId, Claim] = {}
     for what, number, claim in happens:
         slot = SLOTS[number]
         match what:
@@ -46,22 +49,30 @@ def test_free_memory_is_what_no_slot_has_after_any_changes(
             case "unpromise":
                 ledger.unpromise(slot)
                 promised.pop(slot, None)
+            case "leave":
+                ledger.leave(slot, claim)
+                keeps[slot] = claim
+            case "stay":
+                ledger.stay(slot)
+                keeps.pop(slot, None)
             case _:
                 ledger.release(slot)
+                keeps.pop(slot, None)
                 held.pop(slot, None)
                 promised.pop(slot, None)
 
     def has(slot: SlotId, device: DeviceId) -> int:
         return max((claim.get(device, 0) for claim in held.get(slot, ())), default=0)
 
-    free = ledger.free_mib(without)
+    free, room = ledger.free_mib(without), ledger.room_mib()
     for device in GPUS:
         usable = 8_000 if device in THERE else 0
-        taken = sum(
-            max(has(slot, device), promised.get(slot, {}).get(device, 0)) for slot in SLOTS if slot not in without
-        )
-        assert free.get(device, 0) == usable - taken
+        taken = {slot: max(has(slot, device), promised.get(slot, {}).get(device, 0)) for slot in SLOTS}
+        stays = {slot: keeps[slot].get(device, 0) if slot in keeps else taken[slot] for slot in SLOTS}
+        assert free.get(device, 0) == usable - sum(mib for slot, mib in taken.items() if slot not in without)
+        assert room.get(device, 0) == usable - sum(stays.values())
         assert {*ledger.slots_on(device)} == {slot for slot in held if has(slot, device)}
+    assert ledger.going_from() == {device for slot in keeps for device in GPUS if has(slot, device)}
     fits = all(
         mib <= has(SLOTS[0], device)
         or sum(has(slot, device) for slot in SLOTS[1:]) + mib <= (8_000 if device in THERE else 0)

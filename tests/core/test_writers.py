@@ -23,7 +23,7 @@ WRITERS = {
 }
 # Methods that change the queue, and the only module that calls them on behalf of others.
 QUEUE_CHANGES = {"add", "remove", "mark_failed", "strike"}
-MEMORY_CHANGES = {"hold", "promise", "unpromise", "release"}
+MEMORY_CHANGES = {"hold", "promise", "unpromise", "leave", "stay", "release"}
 
 
 def changed(path: Path) -> Iterator[tuple[str, str]]:

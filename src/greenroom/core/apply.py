@@ -264,7 +264,7 @@ class Actions:
 
     def start_planned(self, now: float) -> None:
         """Start every planned move that has its memory free; call off plans that are hopeless or no longer wanted."""
-        state, going_from = self._state, self._slots.going_from()
+        state, going_from = self._state, self._state.ledger.going_from()
         # Nothing below frees memory, so that a plan that does not fit now does not fit later either.
         startable = set(state.ledger.startable())
         for slot, promised in [(state.slots[slot], promised) for slot, promised in state.ledger.promises.items()]:
@@ -273,10 +273,10 @@ class Actions:
             if slot.model not in state.waitlist.queues:
                 self._slots.call_off_if_in_time(slot)
                 # Victims that were still busy stay.
-                going_from = self._slots.going_from()
+                going_from = state.ledger.going_from()
             if going_from.isdisjoint(promised) and self._slots.waits_for_no_move(slot):
                 self._slots.call_off(slot)
-                going_from = self._slots.going_from()
+                going_from = state.ledger.going_from()
 
     def _start(self, slot: Slot, now: float) -> None:
         if not self._slots.start_if_free(slot, now):

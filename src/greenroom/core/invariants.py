@@ -31,6 +31,7 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     for slot in state.slots.values():
         _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
+    _leaving_slots_make_room(state)
     if (limit_mib := state.limits.green_room_mib) is not None:
         excess = green_room.excess(state, limit_mib, 0.0)
         assert not excess, f"{excess} should have left the green room"
@@ -76,6 +77,18 @@ def _free_memory_is_the_rest(state: State) -> None:
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
         there = {slot for slot, claim in held.items() if device in claim}
         assert {*ledger.slots_on(device)} == there, f"slots on {device} are {there}"
+
+
+def _leaving_slots_make_room(state: State) -> None:
+    """Plans may use what leaving slots hold, but for what these keep asleep."""
+    ledger = state.ledger
+    going = [slot for slot in state.slots.values() if slot.leaving_to is not None]
+    assert set(ledger.leaving) == {slot.id for slot in going}, f"{set(ledger.leaving)} leave and not {going}"
+    room = ledger.free_mib(without=[slot.id for slot in going])
+    for slot in [slot for slot in going if slot.leaving_to is Tier.ASLEEP]:
+        for device, mib in slot.claim_asleep.items():
+            room[device] -= mib
+    assert ledger.room_mib() == room, f"there is room for {room} and not {ledger.room_mib()}"
 
 
 def _waiters_are_not_served(state: State, waiters: list[Waiter]) -> None:

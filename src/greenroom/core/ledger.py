@@ -33,11 +33,16 @@ class Ledger:
         # What slots may use per device: all but what undeclared processes and other gateways use.
         self._usable_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
-        # What each slot takes, and with its promise, and the sums per device. Kept because every decision reads them.
+        # What slots that are leaving will still hold when they have left.
+        self.leaving: dict[SlotId, Claim] = {}
+        # What each slot takes, with its promise, and when those that are leaving have left; and the sums per device.
+        # Kept because every decision reads them.
         self._held: dict[SlotId, Claim] = {}
         self._taken: dict[SlotId, Claim] = {}
+        self._stays: dict[SlotId, Claim] = {}
         self._held_mib: dict[DeviceId, int] = {}
         self._taken_mib: dict[DeviceId, int] = {}
+        self._stays_mib: dict[DeviceId, int] = {}
         # Slots that hold memory on each device.
         self._slots_on: dict[DeviceId, dict[SlotId, None]] = {}
         # Reservations: counted in plans, not yet in use. A sleeping slot that is to wake has a holding and a promise.
@@ -87,10 +92,23 @@ class Ledger:
             holding.seen = seen
             self._count(slot)
 
+    def leave(self, slot: SlotId, keeps: Claim) -> None:
+        """This slot is leaving. Plans may use what it holds, but for what it keeps."""
+        self._uncount(slot)
+        self.leaving[slot] = keeps
+        self._count(slot)
+
+    def stay(self, slot: SlotId) -> None:
+        """This slot is not leaving, or has arrived where it keeps what it holds."""
+        self._uncount(slot)
+        self.leaving.pop(slot, None)
+        self._count(slot)
+
     def release(self, slot: SlotId) -> None:
         self._uncount(slot)
         self.promises.pop(slot, None)
         self.holdings.pop(slot, None)
+        self.leaving.pop(slot, None)
 
     def _uncount(self, slot: SlotId) -> None:
         for device, mib in self._held.pop(slot, NO_CLAIM).items():
@@ -98,6 +116,8 @@ class Ledger:
             del self._slots_on[device][slot]
         for device, mib in self._taken.pop(slot, NO_CLAIM).items():
             self._taken_mib[device] -= mib
+        for device, mib in self._stays.pop(slot, NO_CLAIM).items():
+            self._stays_mib[device] -= mib
 
     def _count(self, slot: SlotId) -> None:
         holding, promised, held = self.holdings.get(slot), self.promises.get(slot), NO_CLAIM
@@ -110,6 +130,9 @@ class Ledger:
         self._taken[slot] = taken
         for device, mib in taken.items():
             self._taken_mib[device] = self._taken_mib.get(device, 0) + mib
+        stays = self._stays[slot] = self.leaving.get(slot, taken)
+        for device, mib in stays.items():
+            self._stays_mib[device] = self._stays_mib.get(device, 0) + mib
 
     def seen_of(self, slot: SlotId) -> Claim:
         holding = self.holdings.get(slot)
@@ -139,6 +162,17 @@ class Ledger:
             for device, mib in self._taken.get(slot, NO_CLAIM).items():
                 free[device] += mib
         return free
+
+    def room_mib(self) -> dict[DeviceId, int]:
+        """Free memory per device for plans: promises are deducted, and slots that are leaving count as gone."""
+        room = dict(self._usable_mib)
+        for device, mib in self._stays_mib.items():
+            room[device] = room.get(device, 0) - mib
+        return room
+
+    def going_from(self) -> set[DeviceId]:
+        """Devices on which slots that are leaving still hold memory."""
+        return {device for slot in self.leaving for device in self.held_by(slot)}
 
     def startable(self) -> list[SlotId]:
         """Slots whose promise fits beside all current holdings, each on its own, in the order of their promises."""

@@ -152,7 +152,7 @@ class Moves:
         state, retry_after_s = self._state, record.retry_at - now
         if outcome is not Outcome.NO_MEMORY:
             return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
-        return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.room_mib())
+        return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.ledger.room_mib())
 
     def _pause(self, record: Claimant, outcome: Outcome, now: float) -> None:
         """Retry after `replan_s`. No waiter is rejected: the engine is not at fault."""

@@ -15,7 +15,6 @@ from greenroom.core.model import (
     LEGAL_MOVES,
     NO_CLAIM,
     Claim,
-    DeviceId,
     DeviceKind,
     LeaseId,
     ModelId,
@@ -170,12 +169,6 @@ class SlotWriter:
             return False
         return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not state.must_wait_its_turn(slot)
 
-    def going_from(self) -> set[DeviceId]:
-        """Devices on which slots that are leaving still hold memory."""
-        state = self._state
-        going = [slot.id for slot in state.slots.values() if slot.leaving_to is not None]
-        return {device for slot in going for device in state.ledger.held_by(slot)}
-
     def waits_for_no_move(self, slot: Slot) -> bool:
         """True if it is planned, and no move has to end before it may start."""
         return slot.planned is not None and not self._state.must_wait_its_turn(slot)
@@ -191,7 +184,7 @@ class SlotWriter:
         self.unplan(slot)
         for other in self._state.slots.values():
             if other.leaving_for == slot.id and other.move is None and not other.is_idle:
-                other.leaving_to = other.leaving_for = None
+                self._stays(other)
 
     def unplan(self, slot: Slot) -> None:
         """Take the promise back. A slot that is cold is removed."""
@@ -264,12 +257,13 @@ class SlotWriter:
         else:
             return
         if has_failed:
-            slot.leaving_to = Tier.COLD
+            self._goes_to(slot, Tier.COLD)
         self.go_on_leaving(slot, why, now)
 
     def unload_instead(self, slot: Slot, now: float) -> None:
         """The sleep failed: unload the slot, so that it does not keep its memory."""
-        slot.leaving_to, slot.leaving_for = Tier.COLD, None
+        slot.leaving_for = None
+        self._goes_to(slot, Tier.COLD)
         self.go_on_leaving(slot, because("sleep_failed", model=slot.model), now)
 
     def fall(self, slot: Slot) -> None:
@@ -295,7 +289,7 @@ class SlotWriter:
             slot.leaving_for = newcomer
             self.leave(slot, to, None, reason, now)
         else:
-            slot.leaving_to = Tier.COLD
+            self._goes_to(slot, Tier.COLD)
             self._effects.recall(slot.lease, now + slot.spec.grace_s, reason)
 
     def leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
@@ -316,7 +310,7 @@ class SlotWriter:
         was_going = slot.is_going
         slot.leaving_because = reason
         if slot.leaving_to is not Tier.COLD:
-            slot.leaving_to = to
+            self._goes_to(slot, to)
         if grace_s is not None:
             # A leave with a time limit is for good: it no longer depends on the newcomer.
             slot.leaving_for = None
@@ -335,11 +329,11 @@ class SlotWriter:
             return
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         if slot.tier is slot.leaving_to:
-            slot.leaving_to = slot.leaving_for = None
+            self._stays(slot)
             self._tell_leaving_ops(slot)
             return
         if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot, now):
-            slot.leaving_to = Tier.COLD
+            self._goes_to(slot, Tier.COLD)
         kind = MoveKind.SLEEP if slot.leaving_to is Tier.ASLEEP else MoveKind.UNLOAD
         self._start(slot, kind, reason, now)
 
@@ -351,8 +345,16 @@ class SlotWriter:
         """It was told to leave but has not been touched: it stays and holds what it held before."""
         ledger, claim = self._state.ledger, slot.claim if slot.tier is Tier.READY else slot.claim_asleep
         ledger.hold(slot.id, claim, ledger.seen_of(slot.id))
-        slot.leaving_to = slot.leaving_for = None
+        self._stays(slot)
         self.watch_idle(slot)
+
+    def _goes_to(self, slot: Slot, to: Tier) -> None:
+        slot.leaving_to = to
+        self._state.ledger.leave(slot.id, slot.claim_asleep if to is Tier.ASLEEP else NO_CLAIM)
+
+    def _stays(self, slot: Slot) -> None:
+        slot.leaving_to = slot.leaving_for = None
+        self._state.ledger.stay(slot.id)
 
     def trim(self, now: float) -> None:
         """Evict sleepers that exceed the green room."""

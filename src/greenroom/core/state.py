@@ -331,15 +331,6 @@ class State:
         held = [lease.holder for lease in self.ledger.others if not on or not lease.claim.keys().isdisjoint(on)]
         return tuple(dict.fromkeys(held))
 
-    def room_mib(self) -> dict[DeviceId, int]:
-        """Free memory per device: promises are deducted, and slots that are leaving count as gone."""
-        going = [slot for slot in self.slots.values() if slot.leaving_to is not None]
-        room = self.ledger.free_mib(without=[slot.id for slot in going])
-        for slot in going:
-            if slot.leaving_to is Tier.ASLEEP:
-                _take(room, slot.claim_asleep)
-        return room
-
     def most_mib(
         self, but: Slot | None, leaving: Collection[ModelId] = (), stays: ModelId | None = None
     ) -> dict[DeviceId, int]:

@@ -73,6 +73,7 @@ class AtRest(Check):
             "timers": state.timers,
             "holdings": state.ledger.holdings,
             "promises": state.ledger.promises,
+            "leaving": state.ledger.leaving,
             "active tenants": state.accounts._active,
             "places": truth.places,
             "memory": {device: mib for device, mib in truth.held_mib.items() if mib},

@@ -50,7 +50,7 @@ class Residents:
     @property
     def room_mib(self) -> dict[DeviceId, int]:
         if self._room_mib is None:
-            self._room_mib = self._state.room_mib()
+            self._room_mib = self._state.ledger.room_mib()
         return self._room_mib
 
     @property
