@@ -396,17 +396,17 @@ class Rounds:
         if queue.model in state.slots_by_model or record.spec.version_of is not None:
             # A coming version may also have to be refused because its own model stays where it is.
             return False
-        ways, kept = residents.ways(record), state.kept_from(queue.model)
-        return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways.each)
+        ways = residents.ways(record)
+        return bool(ways) and not state.open_ways(ways, queue.model)
 
     def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
         plan = decide(self._state, waiter, now, self._places, residents)
         self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Wait):
             return plan, residents
-        return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(
-            self._state, now, self._places, residents.may_keep
-        )
+        if isinstance(plan, Swap):
+            return plan, residents.after_swap(self._state.claimants[plan.model].spec)
+        return plan, Residents(self._state, now, self._places, residents.may_keep)
 
     @property
     def looks_at(self) -> float:

@@ -400,9 +400,8 @@ class Scheduler:
 
     def _fill(self, now: float) -> None:
         """Fill ready models that have room, or that operators wait for."""
-        queues, slots = self.state.waitlist.queues, self.state.slots.values()
-        # Hot path: most slots of a busy machine are on their way.
-        there = [slot for slot in slots if slot.move is None and slot.spec.id in queues and slot.is_serving]
+        queues = self.state.waitlist.queues
+        there = [slot for slot in self.state.at_rest() if slot.is_serving and slot.model in queues]
         for model in [slot.model for slot in there if slot.has_room or queues[slot.model].askers]:
             self._act.fill(model, now)
 

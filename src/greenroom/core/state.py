@@ -236,10 +236,10 @@ class State:
 
     def open_ways(self, ways: Ways, model: ModelId) -> Ways:
         """Those of a model's ways where no device is kept for another model."""
-        kept = self.kept_from(model)
-        return ways if kept.isdisjoint(ways.on) else Ways([way for way in ways.each if kept.isdisjoint(way.on)])
+        kept = self._kept_from(model)
+        return ways if kept.isdisjoint(ways.on) else ways.apart_from(kept)
 
-    def kept_from(self, model: ModelId) -> set[DeviceId]:
+    def _kept_from(self, model: ModelId) -> set[DeviceId]:
         """Devices that are kept for other models."""
         return {device for other, on in self._still_kept() if other != model for device in on}
 
@@ -285,6 +285,11 @@ class State:
         """The model's record, if the slot is of its current revision."""
         record = self.models.get(slot.model)
         return record if record is not None and record.spec.revision == slot.spec.revision else None
+
+    def at_rest(self) -> list[Slot]:
+        """Slots that neither move nor leave and have no plan. On a busy machine these are few."""
+        slots = self.slots.values()
+        return [slot for slot in slots if slot.move is None and slot.planned is None and slot.leaving_to is None]
 
     def slots_of(self, model: ModelId) -> list[Slot]:
         return self.slots_by_model.get(model, [])

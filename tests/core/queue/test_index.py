@@ -69,6 +69,17 @@ def test_a_group_without_keys_is_forgotten() -> None:
     assert least.of_groups(lambda number, key: True) == [(1, 2.0)]
 
 
+def test_an_item_that_comes_or_changes_later_has_its_turn_at_once() -> None:
+    index: TurnIndex[str, float] = TurnIndex(few=2)
+    for number, key in enumerate("cdef"):
+        index.put(key, float(number))
+    assert index.first(lambda item: (item,), 0.0) == 0.0
+    index.put("b", -1.0)
+    assert index.first(lambda item: (item,), 0.0) == -1.0
+    index.put("f", -2.0)
+    assert index.first(lambda item: (item,), 0.0) == -2.0
+
+
 def test_every_key_is_refreshed_in_turn() -> None:
     order: KeptOrder[int] = KeptOrder()
     for key in range(100):

@@ -349,8 +349,7 @@ def _keeps(
     now: float,
 ) -> frozenset[DeviceId]:
     """Devices where this model, if it has waited too long, could come soon if no other model came there meanwhile."""
-    soon = now + state.pacing.keeps_for_s(queue, now)
-    if soon <= now or not residents.may_keep:
+    if not residents.may_keep or (soon := now + state.pacing.keeps_for_s(queue, now)) <= now:
         return frozenset()
     residents.may_keep = False
     for way in ways.each:

@@ -6,7 +6,7 @@ or in whole parts (`packing.py`), the same need on each of several GPUs, and whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations, islice
 
@@ -42,9 +42,18 @@ class Ways:
         self.each = each
         self.wants = tuple([way.wants for way in each])
         self.on = frozenset[DeviceId]().union(*[way.on for way in each])
+        # The last answer of `apart_from`: most models of a round ask the same.
+        self._kept: Set[DeviceId] = frozenset()
+        self._apart: Ways | None = None
 
     def __bool__(self) -> bool:
         return bool(self.each)
+
+    def apart_from(self, kept: Set[DeviceId]) -> Ways:
+        """Those that use none of these devices."""
+        if self._apart is None or self._kept != kept:
+            self._kept, self._apart = kept, Ways([way for way in self.each if kept.isdisjoint(way.on)])
+        return self._apart
 
 
 class Places:

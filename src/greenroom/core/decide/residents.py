@@ -36,8 +36,8 @@ class Residents:
         self._cold: dict[SlotId, Resident] = {}
         self._fixed: dict[Resident, Resident] = {}
 
-    def after_swap(self) -> Residents:
-        """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
+    def after_swap(self, newcomer: ModelSpec) -> Residents:
+        """The residents after a swap was ordered at this moment. What the swap does not affect is reused."""
         after, slots = Residents(self._state, self._now, self._places, self.may_keep), self._state.slots
         after._cold = {
             slot: one
@@ -45,6 +45,9 @@ class Residents:
             # A pinned sleeper that wakes could not leave before either, but counts as ready from now on.
             if one.cannot_leave is _is_tied(slots[slot]) and (one.counts_as_ready or slots[slot].planned is None)
         }
+        if not newcomer.pinned:
+            # Only pinned slots limit it, and these do not leave for others.
+            after._most_mib = self._most_mib
         return after
 
     @property
@@ -133,10 +136,7 @@ class Residents:
     def _untied(self) -> tuple[list[Slot], list[Slot]]:
         """Slots that could leave now: those that are awake, and those that sleep."""
         if self._untied_slots is None:
-            slots = self._state.slots.values()
-            # Hot path: what excludes most comes first.
-            here = [slot for slot in slots if slot.move is None and slot.planned is None and slot.leaving_to is None]
-            untied = [slot for slot in here if not _is_tied(slot) and _stays(slot)]
+            untied = [slot for slot in self._state.at_rest() if not slot.spec.pinned and _stays(slot)]
             awake = [slot for slot in untied if slot.tier is not Tier.ASLEEP]
             self._untied_slots = (awake, [slot for slot in untied if slot.tier is Tier.ASLEEP])
         return self._untied_slots

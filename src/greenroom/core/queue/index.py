@@ -85,8 +85,11 @@ class TurnIndex(Generic[Key, Item]):
         """Compute the turns of changed items. After a while compute all, a few at a time, because they age."""
         order = self._order
         if not order.entries:
+            # All items are new.
             self._refreshed_at, self._refresh_left = now, 0
-        if self._changed:
+            order.renew([(key, turn(self.items[key])) for key in self._changed])
+            self._changed.clear()
+        elif self._changed:
             self._compute(self._changed, turn)
             self._changed.clear()
         if not self._refresh_left and not 0.0 <= now - self._refreshed_at < TURNS_FRESH_S:
@@ -243,7 +246,7 @@ class KeptOrder(Generic[Key]):
 
     def longest_unseen(self, count: int) -> list[Key]:
         """Up to `count` keys that were not seen for longest."""
-        return [key for key, _ in zip(self.seen, range(count), strict=False)]
+        return list(islice(self.seen, count))
 
     def clear(self) -> None:
         self.seen.clear()
