@@ -172,7 +172,8 @@ class Ledger:
 
     def going_from(self) -> set[DeviceId]:
         """Devices on which slots that are leaving still hold memory."""
-        return {device for slot in self.leaving for device in self.held_by(slot)}
+        leaving = self.leaving.keys()
+        return {device for device, slots in self._slots_on.items() if not leaving.isdisjoint(slots)}
 
     def startable(self) -> list[SlotId]:
         """Slots whose promise fits beside all current holdings, each on its own, in the order of their promises."""

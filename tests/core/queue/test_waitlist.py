@@ -16,7 +16,15 @@ from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import ByMemory
 from greenroom.core.queue.index import FLOWS_FEW, REFRESHED_AT_ONCE_MAX, REFRESHED_BY_FIRST, TURNS_FRESH_S
 from greenroom.core.queue.waiter import Accounts
-from greenroom.core.queue.waitlist import FLOODS_FROM, PriorityClass, Queue, Waiter, WaiterKind, Waitlist
+from greenroom.core.queue.waitlist import (
+    FLOODS_FROM,
+    NUMBERS_PER_LIST,
+    PriorityClass,
+    Queue,
+    Waiter,
+    WaiterKind,
+    Waitlist,
+)
 
 M, N = ModelId("m"), ModelId("n")
 POLICY = BoundedFirstCome(Limits(lift_s=60.0, deadlines_s=(5.0, 120.0, 480.0)), ByMemory())
@@ -303,6 +311,19 @@ def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
     assert (waitlist.position(urgent), waitlist.position(normal), waitlist.position(waiter(9))) == (1, 2, 3)
     waitlist.remove("w3", IDLE)
     assert waitlist.depth == 1 and waitlist.position(normal) == 1
+
+
+def test_positions_go_on_from_one_list_of_callers_to_the_next() -> None:
+    waitlist = Waitlist(POLICY.priority_class)
+    numbers = (3, NUMBERS_PER_LIST - 1, NUMBERS_PER_LIST, 5 * NUMBERS_PER_LIST)
+    callers = [
+        waiter(number, priority=priority) for priority in (0, 1) for number in (n + 2 * priority for n in numbers)
+    ]
+    for one in reversed(callers):
+        waitlist.add(one)
+    assert [waitlist.position(one) for one in callers] == [1, 2, 3, 4, 5, 6, 7, 8]
+    waitlist.remove(callers[2].id, IDLE)
+    assert [waitlist.position(one) for one in callers[3:]] == [3, 4, 5, 6, 7]
 
 
 def test_a_waiter_for_several_models_is_listed_with_choice() -> None:

@@ -1,7 +1,7 @@
 """What waits: requests, operators' loads, preloads and leases, by model.
 
 Owns the queues and their sums. Never decides what goes next: it finds the head of each flow, the total wait of a queue
-and the number ahead of a waiter. Adding, removing and finding a position take O(log n) comparisons.
+and the number ahead of a waiter. Adding and removing take O(log n) comparisons; a position also adds up some lengths.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ FLOODS_FROM, FLOODS_PART = 8, 0.2
 
 # With more waiting models than this, each round ranks only some of them anew: ranking takes microseconds per model.
 MODELS_FEW = 64
+
+# Requests are listed for their positions by so many numbers: in one list of all, each removal would move thousands.
+NUMBERS_PER_LIST = 1_024
 
 
 class Queue:
@@ -263,8 +266,8 @@ class Waitlist:
         self.with_choice: dict[str, Waiter] = {}
         # Requests only: operators, preloads and leases do not count as queue depth and have no position.
         self.depth = 0
-        # Their numbers in order of arrival, by priority: in one list of all, each removal would move thousands.
-        self._callers: dict[int, list[int]] = {}
+        # Their numbers in order of arrival, by `_listed`.
+        self._callers: dict[tuple[int, int], list[int]] = {}
         self._depth_of: dict[TenantId, int] = {}
 
     @property
@@ -310,7 +313,7 @@ class Waitlist:
             self.with_choice[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
             self.depth += 1
-            insort(self._callers.setdefault(waiter.priority, []), waiter.sequence)
+            insort(self._callers.setdefault(_listed(waiter), []), waiter.sequence)
             self._depth_of[waiter.tenant] = self.depth_of(waiter.tenant) + 1
 
     def remove(self, waiter_id: str, accounts: Accounts, served_at: float | None = None) -> Waiter | None:
@@ -325,10 +328,10 @@ class Waitlist:
         self.with_choice.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
             self.depth -= 1
-            callers = self._callers[waiter.priority]
+            callers = self._callers[listed := _listed(waiter)]
             del callers[bisect_left(callers, waiter.sequence)]
             if not callers:
-                del self._callers[waiter.priority]
+                del self._callers[listed]
             self._depth_of[waiter.tenant] -= 1
             if not self._depth_of[waiter.tenant]:
                 del self._depth_of[waiter.tenant]
@@ -373,13 +376,19 @@ class Waitlist:
 
     def position(self, waiter: Waiter) -> int:
         """1 for the next; requests only, by priority and arrival."""
-        more_urgent = sum([len(callers) for priority, callers in self._callers.items() if priority < waiter.priority])
-        return more_urgent + bisect_left(self._callers.get(waiter.priority, []), waiter.sequence) + 1
+        own = _listed(waiter)
+        before = sum([len(callers) for listed, callers in self._callers.items() if listed < own])
+        return before + bisect_left(self._callers.get(own, []), waiter.sequence) + 1
 
 
 def _flow(waiter: Waiter) -> Flow:
     # `value` without the cost of its property: every add and remove calls this.
     return (waiter.kind._value_, waiter.priority, waiter.tenant)
+
+
+def _listed(waiter: Waiter) -> tuple[int, int]:
+    """In which list of callers it is; the lists are in order of position."""
+    return (waiter.priority, waiter.sequence // NUMBERS_PER_LIST)
 
 
 def _sequence(waiter: Waiter) -> int:
