@@ -7,8 +7,8 @@ goals: a starved model, priority classes, a flooding tenant, kept cases, and tha
 
     python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals grid,starved,classes,flood,cases,more]
     python -m benchmarks.scheduling.quality --goals grid --family bursty,users --cells 100
-    python -m benchmarks.scheduling.quality --goals grid --save     # 900 cells: about five hours of one core
-    python -m benchmarks.scheduling.quality --goals more --save     # 2,000 pairs: about 50 minutes of one core
+    python -m benchmarks.scheduling.quality --goals grid --save     # 1,000 cells: about five hours of one core
+    python -m benchmarks.scheduling.quality --goals more --save     # 3,000 pairs: about 75 minutes of one core
     python -m benchmarks.scheduling.quality --cell 'steady#3' --cell dominant --cell 'more#12' --policy default,strict
 
 `--policy` names the policies that are judged: built-in, `strict`, `clairvoyant` or `chance` (references), or
@@ -29,7 +29,15 @@ from benchmarks.scheduling.grid.cases import CASES, case_goals, kept_cases
 from benchmarks.scheduling.grid.cells import Cell, stretched
 from benchmarks.scheduling.grid.families import FAMILIES, draw_cell, family_cells
 from benchmarks.scheduling.grid.machines import slots
-from benchmarks.scheduling.grid.more import MORE, PAIRS, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.grid.more import (
+    MORE,
+    MORE_SHARED,
+    PAIRS,
+    PAIRS_SHARED,
+    draw_pair,
+    draw_pairs,
+    more_goals,
+)
 from benchmarks.scheduling.grid.references import KNOWN
 from benchmarks.scheduling.grid.runs import Results, all_stretched, over, run_all
 from benchmarks.scheduling.grid.traffic import Named, trace_name, trace_rows
@@ -67,6 +75,7 @@ class Extent:
 
     cells: int  # of each family
     pairs: int
+    pairs_shared: int  # those that share compute
     draws: int  # of requests and load times for each cell and pair
     seeds: int  # of the single goals
     swaps_s: tuple[float, ...]
@@ -74,8 +83,10 @@ class Extent:
     class_slots: tuple[int, ...]
 
 
-FULL = Extent(100, PAIRS, draws=5, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
-QUICK = Extent(12, 200, draws=1, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
+FULL = Extent(
+    100, PAIRS, PAIRS_SHARED, draws=5, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4)
+)
+QUICK = Extent(12, 200, 100, draws=1, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
 
 
 class Bench:
@@ -84,7 +95,10 @@ class Bench:
         self.seeds = options.seeds or self.extent.seeds
         self.draws = options.seeds or self.extent.draws
         self.cells = options.cells or self.extent.cells
-        self.pairs = options.pairs or self.extent.pairs
+        self.pairs = {
+            MORE: options.pairs or self.extent.pairs,
+            MORE_SHARED: options.pairs or self.extent.pairs_shared,
+        }
         self.jobs: int | None = options.jobs or None
         self.policies: list[str] = options.policy.split(",")
         self.traces = {trace_name(path): path for path in options.traces}
@@ -167,9 +181,13 @@ class Bench:
         return self._each_policy(lambda policy: [flood_goal(self.results, cells, policy)])
 
     def _more(self) -> list[Goal]:
-        pairs = draw_pairs(self.pairs)
-        self.run([cell for pair in pairs for cell in pair], MORE, self.draws, beside=())
-        return self._each_policy(lambda policy: more_goals(self.results, pairs, policy))
+        drawn = {family: draw_pairs(family, count) for family, count in self.pairs.items()}
+        self.run([cell for pairs in drawn.values() for pair in pairs for cell in pair], MORE, self.draws, beside=())
+        return self._each_policy(
+            lambda policy: [
+                goal for family, pairs in drawn.items() for goal in more_goals(self.results, family, pairs, policy)
+            ]
+        )
 
     def _each_policy(self, goals_of: Callable[[str], list[Goal]]) -> list[Goal]:
         return [goal for policy in self.policies for goal in self._named(goals_of(policy), policy)]
@@ -190,10 +208,10 @@ def cells_named(name: str, traces: dict[str, str]) -> list[Cell]:
     family, _, number = name.partition("#")
     if name in kept_cases():
         return [kept_cases()[name]]
-    if not number.isdigit() or family not in (*FAMILIES, *traces, MORE):
+    if not number.isdigit() or family not in (*FAMILIES, *traces, MORE, MORE_SHARED):
         raise SystemExit(f"there is no cell {name}: {', '.join(kept_cases())}, or FAMILY#NUMBER")
-    if family == MORE:
-        return [*draw_pair(int(number))]
+    if family in (MORE, MORE_SHARED):
+        return [*draw_pair(family, int(number))]
     return [draw_cell(family, int(number), traces)]
 
 

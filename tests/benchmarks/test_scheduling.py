@@ -10,13 +10,14 @@ from benchmarks.scheduling import ahead
 from benchmarks.scheduling.grid.cases import DOMINANT_P50_S, kept_cases
 from benchmarks.scheduling.grid.cells import Cell, run_cell
 from benchmarks.scheduling.grid.families import FAMILIES, SLOTS, family_cells
-from benchmarks.scheduling.grid.machines import slots
-from benchmarks.scheduling.grid.more import Pair, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.grid.machines import GIB, Machine, gib, slots
+from benchmarks.scheduling.grid.more import MORE, MORE_SHARED, Pair, draw_pair, draw_pairs, more_goals
 from benchmarks.scheduling.grid.runs import Results
-from benchmarks.scheduling.grid.traffic import Named
+from benchmarks.scheduling.grid.traffic import Named, Requests
 from benchmarks.scheduling.judging.figures import Figures, Waited
 from benchmarks.scheduling.judging.goals import grid_goals
 from benchmarks.scheduling.judging.judge import FAR_SHARE, FamilyVerdict, Verdict, allowed_s, by_family, is_starving
+from greenroom.sim.config import OWN_PROCESSES
 
 SWAP_S = 10.0
 CELL = Cell("steady", "steady#0", slots(1, SWAP_S, 2), Named("poisson"))
@@ -103,11 +104,11 @@ def test_cell_is_judged_by_its_middle_draw_and_not_by_medians_of_draws_that_diff
 
 def test_pair_is_judged_draw_by_draw() -> None:
     """One of five draws rises by half; the medians of both sides would differ by a quarter."""
-    pair, results = draw_pair(622), Results()
+    pair, results = draw_pair(MORE, 622), Results()
     for seed, (less_s, more_s) in enumerate([(240, 365), (256, 235), (238, 227), (514, 501), (335, 327)]):
         for cell, p95_s in zip(pair, (less_s, more_s), strict=True):
             results.add(replace(cell, seed=seed), figures(p95_s, p95_s, p95_s))
-    rare, far = more_goals(results, [pair], "default")
+    rare, far = more_goals(results, MORE, [pair], "default")
     assert rare.is_met and far.is_met
     assert (
         "0 of 1 rise; of 5 single draws 1 rise, 1 of them far: more#622+green 240.0 -> 365.0 s" in rare.cases[0].found
@@ -122,7 +123,17 @@ def test_cells_are_the_same_however_many_are_drawn_and_differ_from_each_other(fa
     for cell in cells:
         machine = cell.machine
         assert all(mib <= machine.gpu_mib for mib in machine.models_mib)
-        assert family == SLOTS or sum(machine.models_mib) > machine.gpus * machine.gpu_mib
+        assert family in (SLOTS, "shared") or sum(machine.models_mib) > machine.gpus * machine.gpu_mib
+        assert (machine.compute is not None) == (family == "shared")
+
+
+def test_slow_answers_count_where_models_share_compute() -> None:
+    """One GPU holds both models. Where they share its compute, their answers take longer, and nothing else differs."""
+    two = Machine(1, 80 * GIB, gib(5, 5), concurrency=4)
+    traffic = Requests("two", (0.5, 0.5), rate=0.5, count=200, output_len=200.0, variation=1.0, tenants=1)
+    alone, shared = (run_cell(Cell("two", "two", replace(two, compute=one), traffic)) for one in (None, OWN_PROCESSES))
+    assert shared.waits.p95_s > alone.waits.p95_s + alone.service_mean_s
+    assert shared.swaps == alone.swaps == 2
 
 
 def test_same_seed_brings_the_same_requests() -> None:
@@ -132,11 +143,13 @@ def test_same_seed_brings_the_same_requests() -> None:
     assert [one.at for one in first] == sorted(one.at for one in first)
 
 
-def test_pairs_differ_only_in_having_more() -> None:
-    for pair in draw_pairs(60):
+@pytest.mark.parametrize("family", [MORE, MORE_SHARED])
+def test_pairs_differ_only_in_having_more(family: str) -> None:
+    for pair in draw_pairs(family, 60):
         less, more = pair.less.machine, pair.more.machine
         assert pair.less.traffic == pair.more.traffic
         assert less.models_mib == more.models_mib
+        assert less.compute == more.compute and (less.compute is not None) == (family == MORE_SHARED)
         grown = (more.gpus > less.gpus, more.gpu_mib > less.gpu_mib, more.green_room_mib > less.green_room_mib)
         assert sum(grown) == 1
 
@@ -164,19 +177,20 @@ def test_dominant_model_pays_little_for_the_other_one() -> None:
 
 
 @pytest.mark.slow
-def test_more_of_something_never_hurts_the_default_policy() -> None:
-    assert_more_never_hurts(draw_pairs(FEW_PAIRS))
+@pytest.mark.parametrize("family", [MORE, MORE_SHARED])
+def test_more_of_something_never_hurts_the_default_policy(family: str) -> None:
+    assert_more_never_hurts(family, draw_pairs(family, FEW_PAIRS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", KEPT_PAIRS)
 def test_pairs_that_once_got_far_worse_do_not(number: int) -> None:
-    assert_more_never_hurts([draw_pair(number)])
+    assert_more_never_hurts(MORE, [draw_pair(MORE, number)])
 
 
-def assert_more_never_hurts(pairs: list[Pair]) -> None:
+def assert_more_never_hurts(family: str, pairs: list[Pair]) -> None:
     results = Results()
     for cell in (cell for pair in pairs for cell in pair):
         results.add(cell, run_cell(cell))
-    for goal in more_goals(results, pairs, "default"):
+    for goal in more_goals(results, family, pairs, "default"):
         assert goal.is_met, goal.worst(3)

@@ -10,7 +10,7 @@ from tests.core.queue.test_order import ready
 
 from .world import Fate, World, gpu, host, model
 
-GPU1 = DeviceId("gpu1")
+GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 
 
 def test_a_lease_is_granted_at_once_when_memory_is_free_and_models_keep_off_it() -> None:
@@ -54,7 +54,7 @@ def test_a_lease_is_held_on_one_gpu_where_it_fits_or_where_it_was_asked_for() ->
     world = World([], devices=(gpu(0, 8_000), gpu(1, 8_000)))
     world.ask_lease("named", 3_000, devices=(GPU1,))
     world.ask_lease("any", 5_000)
-    assert claims_of(world) == [{GPU1: 3_000}, {GPU1: 5_000}]
+    assert claims_of(world) == [{GPU1: 3_000}, {GPU0: 5_000}]
     assert world.ask_lease("wide", 12_000).fate is Fate.REJECTED, "a program is not split over GPUs behind its back"
 
 

@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
-from greenroom.sim.config import SimConfig
+from greenroom.sim.config import OWN_PROCESSES, SimConfig, Timings
 from greenroom.sim.records import SimArrival
 from greenroom.sim.results.bottleneck import BOTTLENECKS, Cause, bottleneck
 from greenroom.sim.results.effect import Effect, effect, seconds
@@ -272,26 +272,46 @@ def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_com
         assert line.endswith(f"What may help: {'faster GPUs or ' if is_compute else ''}a higher concurrency.")
 
 
-def test_models_that_slow_each_other_down_may_have_gpus_of_their_own() -> None:
+def test_models_that_slow_each_other_down_may_be_spread_over_more_gpus() -> None:
     one = made(Case("fifo"), 0.0)
     delays = dict.fromkeys("ab", Delays(500, full_s=60_000.0, slow_s=2_000.0, work_s=1_000.0))
     one = replace(one, stats=replace(one.stats, delays=delays))
-    own = "a GPU of its own for each busy model (devices)"
-    assert advice([one]).bottom_line[1].endswith(f"What may help: faster GPUs, {own} or a higher concurrency.")
-    assert own not in advice([replace(one, has_own_gpus=True)]).bottom_line[1]
+    assert advice([one]).bottom_line[1].endswith("What may help: faster GPUs, more GPUs or a higher concurrency.")
+    assert "more GPUs" not in advice([replace(one, could_spread=False)]).bottom_line[1]
 
 
 @pytest.mark.parametrize(
-    ("of_a", "of_b", "has_own"),
-    [(("gpu0",), ("gpu1",), True), (("gpu0",), ("gpu0", "gpu1"), False), (("gpu0",), (), False)],
+    ("of_a", "of_b", "gpus", "could"),
+    [
+        ((), (), 1, True),
+        ((), (), 2, False),
+        (("gpu0",), (), 1, True),
+        (("gpu0",), ("gpu0",), 1, False),
+    ],
 )
-def test_models_have_gpus_of_their_own_if_no_two_may_use_the_same(
-    of_a: tuple[str, ...], of_b: tuple[str, ...], has_own: bool
+def test_a_further_gpu_is_used_if_there_are_fewer_than_models_and_some_may_use_it(
+    of_a: tuple[str, ...], of_b: tuple[str, ...], gpus: int, could: bool
 ) -> None:
     models = (sim_model(name, devices=tuple(map(DeviceId, on))) for name, on in (("a", of_a), ("b", of_b)))
-    base = setting(*models, devices=(gpu(1_000), gpu(1_000, 1)))
-    (one,) = run_all((Case("fifo"),), base, Poisson(Mix(zipf("ab")), 0.2, 10.0), 0, lambda case, share: None)
-    assert one.has_own_gpus is has_own
+    base = setting(*models, devices=(gpu(2_000),))
+    case = Case("fifo", gpus=gpus)
+    (one,) = run_all((case,), base, Poisson(Mix(zipf("ab")), 0.2, 10.0), 0, lambda case, share: None)
+    assert one.could_spread is could
+
+
+def test_a_second_gpu_is_used_though_the_first_holds_all_models() -> None:
+    """They share its compute, so that two GPUs serve them twice as fast."""
+    timings = Timings(load_s=1.0, concurrency=4, speed=OWN_PROCESSES)
+    base = setting(*(sim_model(name, timings=timings) for name in "abcd"), devices=(gpu(8_000),))
+    one, two = run_all(
+        (Case("default", gpus=1), Case("default", gpus=2)),
+        base,
+        Poisson(Mix(zipf("abcd")), 1.0, 600.0),
+        0,
+        lambda case, share: None,
+    )
+    assert one.stats.all_delays.slow_s > 2 * two.stats.all_delays.slow_s
+    assert advice([one, two]).bottom_line[2].startswith("The best single change: a second GPU.")
 
 
 def test_first_loads_are_not_mended_by_memory() -> None:

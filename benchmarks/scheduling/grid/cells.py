@@ -50,7 +50,7 @@ def run_cell(cell: Cell) -> Figures:
     world.run()
     if world.calls or any(call.code is not None for call in world.ended):
         raise SystemExit(f"{cell.place}, {cell.policy}, seed {cell.seed}: not every request was served")
-    return figures_of(world, workload.seconds, time.perf_counter() - began)
+    return figures_of(world, workload.seconds, time.perf_counter() - began, whole=machine.compute is not None)
 
 
 def stretch_for(cell: Cell, occupied: float, steps: int) -> Cell:

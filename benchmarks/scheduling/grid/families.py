@@ -24,7 +24,7 @@ from benchmarks.scheduling.grid.traffic import (
     trace_rows,
 )
 from benchmarks.scheduling.grid.workloads import GRID, MODELS
-from greenroom.sim.config import DEFAULT_TIMINGS
+from greenroom.sim.config import DEFAULT_TIMINGS, ONE_PROCESS, OWN_PROCESSES, SpeedCurve
 
 # What models weigh on GPUs of each size, in GiB.
 SIZES_GIB = {24: (5, 7, 9, 12, 16, 20), 80: (5, 9, 16, 20, 28, 40, 60), 141: (9, 16, 28, 40, 60, 100)}
@@ -36,6 +36,10 @@ LOAD_MIN, LOAD_MAX = 0.05, 1.1
 SPAN_S, COUNT_MIN, COUNT_MAX = 1_500.0, 600, 5_000
 THINK_S, AGENTS_MAX = 5.0, 30
 STRETCH_MIN, STRETCH_MAX = 2.0, 32.0
+
+
+# Models that are busy on the same GPU, in processes of their own or in one. Sharing matters most where all models fit.
+CURVES, SOME_FIT = (OWN_PROCESSES, ONE_PROCESS), (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Shape:
     variation: tuple[float, ...] = (1.0, 1.0, 2.0)
     waves: int = 0
     loads: tuple[tuple[float, float], ...] = (SLOW_LOAD, SLOW_LOAD, FAST_LOAD)
+    over: tuple[float, ...] = (1.5, 2.0, 3.0, 5.0)  # how many times the memory there is all models need
+    compute: tuple[SpeedCurve, ...] = ()  # how models slow each other down; not at all if empty
 
 
 SHAPES = {
@@ -61,6 +67,7 @@ SHAPES = {
     "diurnal": Shape(waves=2),
     "users": Shape(tenants=(5_000,)),
     "single": Shape(gpus=(1,), concurrency=(1,)),
+    "shared": Shape(over=SOME_FIT, compute=CURVES),
 }
 SLOTS = "slots"
 FAMILIES = (*SHAPES, SLOTS)
@@ -122,9 +129,9 @@ def _agents(name: str, popularity: tuple[float, ...], rate: float, output_len: f
 
 
 def draw_machine(random: Random, shape: Shape, models: int | None = None) -> Machine:
-    """GPUs and models that need more memory than there is: 1.5 to 5 times, unless the number of models is given."""
+    """GPUs and the models that share them, as many as need the memory `over` times, unless their number is given."""
     gpus, gpu_gib = random.choice(shape.gpus), random.choice(tuple(SIZES_GIB))
-    sizes, over = SIZES_GIB[gpu_gib], random.choice((1.5, 2.0, 3.0, 5.0))
+    sizes, over = SIZES_GIB[gpu_gib], random.choice(shape.over)
     wanted = ceil(over * gpus * gpu_gib / (sum(sizes) / len(sizes)))
     count = models or min(MODELS_MAX, max(MODELS_MIN, wanted))
     return Machine(
@@ -134,13 +141,14 @@ def draw_machine(random: Random, shape: Shape, models: int | None = None) -> Mac
         random.choice((0, 0, 64, 256)) * GIB,
         random.choice(shape.concurrency),
         *random.choice(shape.loads),
+        compute=random.choice(shape.compute) if shape.compute else None,
     )
 
 
 def draw_rate(random: Random, machine: Machine, output_len: float) -> float:
-    """Requests a second for a load drawn as a share of what the models that fit together can serve."""
+    """Requests a second for a load drawn as a share of what the machine can serve."""
     load = exp(random.uniform(log(LOAD_MIN), log(LOAD_MAX)))
-    return load * machine.ready_at_once * machine.concurrency / service_s(output_len)
+    return load * machine.answers_at_once / service_s(output_len)
 
 
 def service_s(output_len: float) -> float:

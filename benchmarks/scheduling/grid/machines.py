@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
-from greenroom.sim.config import SimModel, Timings
+from greenroom.sim.config import SimModel, SpeedCurve, Timings
 
 GIB = 1_024
 # A load starts an engine and reads weights from disk; a wake copies them from host memory.
@@ -43,12 +43,16 @@ class Machine:
     start_s: float = START_S
     mib_per_s: float = DISK_MIB_PER_S
     unload_s: float = UNLOAD_S
+    # How models that are busy on the same GPU slow each other down; None: not at all.
+    compute: SpeedCurve | None = None
 
     def __str__(self) -> str:
         small, large = min(self.models_mib), max(self.models_mib)
         green = f"{self.green_room_mib / GIB:g}" if self.green_room_mib else "no"
         sizes = f"{len(self.models_mib)} models of {small / GIB:.3g}-{large / GIB:.3g}"
-        return f"{self.gpus} x {self.gpu_mib / GIB:.3g} GiB, {sizes}, {green} green room, {self.concurrency} at once"
+        shared = ", compute shared" if self.compute else ""
+        at_once = f"{self.concurrency} at once"
+        return f"{self.gpus} x {self.gpu_mib / GIB:.3g} GiB, {sizes}, {green} green room, {at_once}{shared}"
 
     @property
     def swap_s(self) -> float:
@@ -64,13 +68,22 @@ class Machine:
         mean_mib = sum(self.models_mib) / len(self.models_mib)
         return min(len(self.models_mib), self.gpus * max(1, int(self.gpu_mib // mean_mib)))
 
+    @property
+    def answers_at_once(self) -> float:
+        """About how many answers it gives at the speed of one alone. Models that share a GPU give as many as one."""
+        if self.compute is None:
+            return self.ready_at_once * self.concurrency
+        return self.gpus * self.concurrency * self.compute.speed(self.concurrency, 0)
+
     def sim_models(self) -> tuple[SimModel, ...]:
         names = model_names(len(self.models_mib))
         return tuple(self._sim_model(name, mib) for name, mib in zip(names, self.models_mib, strict=True))
 
     def _sim_model(self, name: str, mib: int) -> SimModel:
         move_s = WAKE_S + mib / HOST_MIB_PER_S
-        timings = Timings(self.load_s(mib), move_s, move_s, self.unload_s, concurrency=self.concurrency)
+        timings = Timings(
+            self.load_s(mib), move_s, move_s, self.unload_s, concurrency=self.concurrency, speed=self.compute
+        )
         asleep = Need(0, mib) if self.green_room_mib else None
         return SimModel(ModelSpec(ModelId(name), need=Need(mib), need_asleep=asleep), timings)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from statistics import fmean, median
 
 from benchmarks.scheduling.grid.workloads import FLOODER
@@ -24,7 +25,11 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run; of several runs, the median of each figure."""
+    """One run; of several runs, the median of each figure.
+
+    Where models share the compute of a GPU, slow answers count too: waits of all and by model are until the answer has
+    ended, not until it began.
+    """
 
     waits: Waited
     by_class: Mapping[str, Waited]
@@ -59,14 +64,16 @@ class Figures:
         return self.busy + self.moving
 
 
-def figures_of(world: World, arrivals_end: float, took_s: float) -> Figures:
+def figures_of(world: World, arrivals_end: float, took_s: float, *, whole: bool = False) -> Figures:
+    """`whole`: waits are until the answer has ended."""
     stats = stats_of(world)
+    waits, by_model = _whole(world) if whole else (stats.waits, stats.by_model)
     services = sorted(call.ended_at - call.granted_at for call in world.ended)
     return Figures(
-        waits=_waited(stats.waits),
+        waits=_waited(waits),
         by_class={name: _waited(waits) for name, waits in stats.by_class.items()},
         others=_waited(waits_of(call.wait_s for call in world.ended if call.tenant != FLOODER)),
-        by_model={name: _waited(waits) for name, waits in stats.by_model.items()},
+        by_model={name: _waited(waits) for name, waits in by_model.items()},
         in_time=Counter(str(call.model) for call in world.ended if call.ended_at <= arrivals_end),
         arrivals_s=arrivals_end,
         swaps=stats.swaps,
@@ -80,6 +87,15 @@ def figures_of(world: World, arrivals_end: float, took_s: float) -> Figures:
         events=stats.events,
         took_s=took_s,
     )
+
+
+def _whole(world: World) -> tuple[Waits, dict[str, Waits]]:
+    """From arrival to the end of the answer: over all requests, and by model."""
+    by_model: dict[str, list[float]] = {}
+    for call in world.ended:
+        by_model.setdefault(str(call.model), []).append(call.ended_at - call.arrived)
+    each = {name: waits_of(seconds) for name, seconds in sorted(by_model.items())}
+    return waits_of(chain.from_iterable(by_model.values())), each
 
 
 def _waited(waits: Waits) -> Waited:

@@ -162,6 +162,15 @@ class Counters:
     swaps: int = 0
 
 
+@dataclass(slots=True)
+class Crowd:
+    """The models on a device: those that are busy or on their way, their requests, and all of them, asleep or not."""
+
+    busy: int = 0
+    requests: int = 0
+    models: int = 0
+
+
 class State:
     def __init__(self, policy: Policy) -> None:
         self.limits = Limits()
@@ -335,6 +344,25 @@ class State:
         """Holders of memory through other gateways, on these devices or on any."""
         held = [lease.holder for lease in self.ledger.others if not on or not lease.claim.keys().isdisjoint(on)]
         return tuple(dict.fromkeys(held))
+
+    def crowds(self) -> dict[DeviceId, Crowd]:
+        """What is on each device. Leases count as busy, those of other gateways too; what is leaving does not count."""
+        crowds = {device: Crowd() for device in self.ledger.devices}
+        queues = self.waitlist.queues
+        for slot in self.slots.values():
+            if slot.leaving_to is not None or slot.lost:
+                continue
+            queue, answers = queues.get(slot.model), len(slot.in_flight)
+            for device in slot.claim:
+                if (crowd := crowds.get(device)) is not None:
+                    crowd.busy += bool(answers) or slot.lease is not None or slot.is_arriving
+                    crowd.requests += answers + (queue.waiting if queue is not None else 0)
+                    crowd.models += 1
+        for lease in self.ledger.others:
+            for device in lease.claim:
+                if (crowd := crowds.get(device)) is not None:
+                    crowd.busy += 1
+        return crowds
 
     def most_mib(
         self, but: Slot | None, leaving: Collection[ModelId] = (), stays: ModelId | None = None

@@ -69,8 +69,8 @@ class CaseResult:
     stats: Stats
     # False if the configuration has other GPUs, another green room, concurrency or policy.
     is_as_configured: bool = True
-    # True if no two models may use the same GPU.
-    has_own_gpus: bool = False
+    # False if a further GPU would not be used: each model has one to itself, or may not use it.
+    could_spread: bool = True
 
 
 # One option of a case: its values, the first of which is what the others are compared with. None: as configured.
@@ -124,9 +124,9 @@ def is_as_configured(case: Case, base: SimConfig) -> bool:
     )
 
 
-def _has_own_gpus(models: Iterable[SimModel]) -> bool:
-    used = [model.spec.devices for model in models if not model.spec.is_remote]
-    return all(used) and len({device for one in used for device in one}) == sum(map(len, used))
+def _could_spread(config: SimConfig) -> bool:
+    local = [model.spec for model in config.models if not model.spec.is_remote]
+    return len(local) > len(_gpu_sizes(config)) and not all(spec.devices for spec in local)
 
 
 def _gpu_sizes(config: SimConfig) -> list[tuple[int, int]]:
@@ -183,7 +183,7 @@ def run_all(
             case,
             _run(case, base, workload, seed, on_progress),
             is_as_configured(case, base),
-            _has_own_gpus(base.models),
+            _could_spread(config_for(case, base)),
         )
         for case in compared
     ]

@@ -217,9 +217,13 @@ def test_a_waking_model_and_its_sleeping_victim_change_places() -> None:
     assert tiers(world, "ab") == "ra" and world.kinds("b") == ["load b", "sleep b"]
 
 
+def on_each_gpu(*names: str) -> list[ModelSpec]:
+    return [model(name, devices=(DeviceId(f"gpu{number}"),)) for number, name in enumerate(names)]
+
+
 def beside_busy(others: str, **more: object) -> World:
     """a sleeps on the first GPU, where b is ready, and c on the second. The `others` answer for a minute."""
-    world = World([model("a", 4_000, asleep=Need(0, 4_000), **more), model("b"), model("c")], TWO_GPUS, LIMITS)
+    world = World([model("a", 4_000, asleep=Need(0, 4_000), **more), *on_each_gpu("b", "c")], TWO_GPUS, LIMITS)
     asleep(world, "a")
     ready(world, "b", "c")
     for name in others:
@@ -237,7 +241,7 @@ def test_a_sleeper_whose_gpu_is_busy_is_loaded_on_another_one_and_its_copy_leave
 
 
 def test_a_sleeper_waits_for_its_gpu_for_as_long_as_a_load_elsewhere_would_take_longer() -> None:
-    world = World([model("a", 4_000, asleep=Need(0, 4_000)), model("b"), model("c")], TWO_GPUS, LIMITS)
+    world = World([model("a", 4_000, asleep=Need(0, 4_000)), *on_each_gpu("b", "c")], TWO_GPUS, LIMITS)
     world.engines["a"] = Engine(load_s=10.0, wake_s=1.0)
     asleep(world, "a")
     ready(world, "b", "c")
@@ -252,7 +256,7 @@ def test_a_sleeper_waits_for_its_gpu_for_as_long_as_a_load_elsewhere_would_take_
 
 
 def test_a_sleeper_that_is_preloaded_beside_a_busy_model_is_loaded_elsewhere() -> None:
-    world = World([model("a", 4_000, asleep=Need(0, 4_000)), model("b")], TWO_GPUS, LIMITS)
+    world = World([model("a", 4_000, asleep=Need(0, 4_000)), *on_each_gpu("b")], TWO_GPUS, LIMITS)
     asleep(world, "a")
     ready(world, "b")
     world.arrive("b busy", "b", takes_s=600.0)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Claim, DeviceId, ModelId, Need, SlotId, Tier
+from greenroom.core.policy.coordinator import Coordinator
 from greenroom.core.policy.coresidency import Group, coresidency_under
 from greenroom.core.policy.matrix import Matrix
-from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
+from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, PlaceRank, Resident, Swapper, Target
 from tests.core.queue.test_order import ready
 from tests.core.world import HOST, Fate, World, gpu, host, model
 
-G0, G1 = DeviceId("gpu0"), DeviceId("gpu1")
+G0, G1, G2 = (DeviceId(f"gpu{number}") for number in range(3))
 
 
 def there(
@@ -124,8 +125,13 @@ def test_the_device_where_less_is_lost_is_chosen() -> None:
     assert found is not None and found.claim == {G1: 4_000} and [one.model for one in found.victims] == ["cheap"]
 
 
-def test_the_tightest_device_with_room_is_taken_before_any_eviction() -> None:
-    found = ByMemory().eviction_for(wanting({G0: 3_000}, {G1: 3_000}), [there("a", 4_000)], {G0: 8_000, G1: 3_500})
+@pytest.mark.parametrize("swapper", [ByMemory(), Coordinator()])
+def test_of_devices_with_room_the_best_place_is_taken_before_any_eviction(swapper: Swapper) -> None:
+    def rank(claim: Claim) -> PlaceRank:
+        return (0 if G1 in claim else 1, 0, 0, 0, tuple(claim))
+
+    target = replace(wanting({G0: 3_000}, {G1: 3_000}, {G2: 3_000}), rank=rank)
+    found = swapper.eviction_for(target, [there("a", 4_000)], {G0: 0, G1: 8_000, G2: 3_500})
     assert found is not None and found.claim == {G1: 3_000} and not found.victims
 
 

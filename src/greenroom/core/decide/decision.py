@@ -195,7 +195,8 @@ def _decide_swap(
     will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE and not spec.is_remote
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
-    target = Target(spec.id, open_ways.wants, urgency.priority, will_be_ready, residents.apart(spec), spec.version_of)
+    apart, rank = residents.apart(spec), residents.rank
+    target = Target(spec.id, open_ways.wants, urgency.priority, will_be_ready, apart, spec.version_of, rank)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if asleep is not None and (eviction is None or eviction.is_blocked):
         # Wait for the wake until that has cost as much as a load costs more than it. A queue does not count preloads.
@@ -288,7 +289,9 @@ def _ways(
     ways = residents.ways(record)
     if kind is MoveKind.LOAD:
         return ways
-    to_sleep = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways.each]
+    # It may take the same asleep on any GPU, and wakes where it sleeps: the best place comes first.
+    best_first = sorted(ways.each, key=lambda way: residents.rank(way.claim))
+    to_sleep = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in best_first]
     within = green_room.within(state, most)
     return Ways([way for way in to_sleep if placement.fits(way.wants, within)])
 

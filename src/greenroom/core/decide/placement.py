@@ -1,4 +1,4 @@
-"""Which devices could hold a need, as claims. The swapper chooses best fit and evictions among these options.
+"""Which devices could hold a need, as claims. The swapper chooses among these options.
 
 Owns the rule that a machine without GPUs uses host memory, the split over several GPUs in proportion, in equal shares
 or in whole parts (`packing.py`), the same need on each of several GPUs, and where a slot sleeps.

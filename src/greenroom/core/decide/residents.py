@@ -12,8 +12,8 @@ from math import log
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Ways, way_to
 from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Slot, SlotId, Tier
-from greenroom.core.policy.swapper import Resident
-from greenroom.core.state import Claimant, State
+from greenroom.core.policy.swapper import PlaceRank, Resident
+from greenroom.core.state import Claimant, Crowd, State
 
 
 class Residents:
@@ -32,6 +32,7 @@ class Residents:
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
         self._ways: dict[placement.Shape, Ways] = {}
+        self._crowds: dict[DeviceId, Crowd] | None = None
         # Residents that would go cold. They are the same for every newcomer.
         self._cold: dict[SlotId, Resident] = {}
         self._fixed: dict[Resident, Resident] = {}
@@ -88,6 +89,20 @@ class Residents:
         likely = state.likely_mib(most) if record.spec.can_split else most
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
         return Ways([way_to(claim, claim) for claim in claims])
+
+    def rank(self, claim: Claim) -> PlaceRank:
+        """How good a place is. Models that are busy on the same GPU slow each other down, so fewest come first."""
+        if self._crowds is None:
+            self._crowds = self._state.crowds()
+        # Where a claim has a part on the host, each of its options has: there it makes no difference.
+        crowds, room_mib = [self._crowds[device] for device in claim], self.room_mib
+        return (
+            sum([crowd.busy for crowd in crowds]),
+            sum([crowd.requests for crowd in crowds]),
+            sum([crowd.models for crowd in crowds]),
+            sum([max(0, room_mib[device] - mib) for device, mib in claim.items()]),
+            tuple(claim),
+        )
 
     def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
         """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from greenroom.core.model import Claim, DeviceId
-from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
+from greenroom.core.policy.swapper import ByMemory, Eviction, PlaceRank, Resident, Target
 
 # Compared from the left: the smaller leaves first.
 Turn = tuple[bool, int, float, str]
@@ -32,7 +32,7 @@ class Coordinator(ByMemory):
             for claim in target.options
             if (victims := _in_turn(claim, must, may_go, room_mib)) is not None
         ]
-        return min(found, key=lambda one: _order(one, room_mib)) if found else None
+        return min(found, key=lambda one: _order(one, target)) if found else None
 
 
 def _may_go(resident: Resident, target: Target) -> bool:
@@ -44,11 +44,10 @@ def _turn(resident: Resident) -> Turn:
     return (not resident.is_asleep, -resident.priority, resident.last_used, resident.slot)
 
 
-def _order(eviction: Eviction, room_mib: Mapping[DeviceId, int]) -> tuple[int, list[Turn], int, tuple[DeviceId, ...]]:
-    """Fewest victims first, then the victims that come first in turn, then the smallest gap."""
-    gap_mib = sum(max(0, room_mib[device] - mib) for device, mib in eviction.claim.items())
+def _order(eviction: Eviction, target: Target) -> tuple[int, list[Turn], PlaceRank]:
+    """Fewest victims first, then the victims that come first in turn, then the best place."""
     turns = [_turn(victim) for victim in eviction.victims]
-    return (len(turns), turns, gap_mib, tuple(eviction.claim))
+    return (len(turns), turns, target.rank(eviction.claim))
 
 
 def _in_turn(

@@ -6,7 +6,7 @@ coresidency rules (groups, matrix) are a constraint on top of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -17,6 +17,15 @@ from greenroom.core.queue.waitlist import Queue
 
 # Up to this many residents the cheapest set of victims is found exactly; beyond that greedily.
 EXACT_MAX = 12
+
+
+# How good a place is: where fewer models are busy, then where these have fewer requests, then where fewer models are at
+# all, then where less room stays unused. The smallest is the best, and no two are equal.
+PlaceRank = tuple[int, int, int, int, tuple[DeviceId, ...]]
+
+
+def _first_named(claim: Claim) -> PlaceRank:
+    return (0, 0, 0, 0, tuple(claim))
 
 
 # One is created for every decision in a round, so it is not frozen: that takes several times as long. Never modified.
@@ -30,6 +39,7 @@ class Target:
     will_be_ready: bool = True  # False for leases, remote models and those that come to sleep: no rules apply
     apart: frozenset[ModelId] = frozenset()  # residents that are other configurations of the same thing
     version_of: ModelId | None = None  # the model whose next version it is; its name in the coresidency rules
+    rank: Callable[[Claim], PlaceRank] = _first_named  # decides between options for which the same has to leave
 
 
 @dataclass(slots=True, eq=False)
@@ -136,11 +146,13 @@ class ByMemory:
             if mib < 0
         }
         found = [
-            (_badness(victims, target, claim, room_mib), Eviction(claim, victims))
+            Eviction(claim, victims)
             for claim in options
             if (victims := _victims(target, claim, willing, sleeper_devices, must, room_mib)) is not None
         ]
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        if len(found) < 2:
+            return found[0] if found else None
+        return min(found, key=lambda one: _badness(one, target))
 
     def _must_leave(self, target: Target, residents: Sequence[Resident]) -> tuple[Resident, ...] | None:
         """Residents that `target.apart` and the coresidency rules evict; None if one of them cannot leave."""
@@ -170,13 +182,11 @@ def _level(resident: Resident, target: Target) -> tuple[bool, int]:
     return (resident.is_busy, rank)
 
 
-def _badness(
-    victims: tuple[Resident, ...], target: Target, claim: Claim, room_mib: Mapping[DeviceId, int]
-) -> tuple[tuple[bool, int], float, int, int, tuple[DeviceId, ...]]:
-    """The worst victim's level, then the total loss, then the number of victims, then the gaps left behind."""
-    gap = sum(max(0, room_mib[device] - mib) for device, mib in claim.items())
+def _badness(eviction: Eviction, target: Target) -> tuple[tuple[bool, int], float, int, PlaceRank]:
+    """The worst victim's level, then the total loss, then the number of victims, then the place itself."""
+    victims = eviction.victims
     worst = max((_level(victim, target) for victim in victims), default=(False, 0))
-    return (worst, sum(victim.loss for victim in victims), len(victims), gap, tuple(claim))
+    return (worst, sum(victim.loss for victim in victims), len(victims), target.rank(eviction.claim))
 
 
 def _victims(

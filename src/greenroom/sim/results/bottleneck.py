@@ -36,9 +36,8 @@ class Remedy:
 
 MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
 HIGHER_CONCURRENCY = Remedy("a higher concurrency", frozenset({"concurrency"}))
-# A further GPU is no remedy by itself: models stay together while one GPU holds them.
-OWN_GPUS = Remedy("a GPU of its own for each busy model (devices)")
-MORE_COMPUTE = (Remedy("faster GPUs"), OWN_GPUS)
+MORE_GPUS = Remedy("more GPUs", frozenset({"gpus"}))
+MORE_COMPUTE = (Remedy("faster GPUs"), MORE_GPUS)
 BOTTLENECKS = {
     Cause.NOT_THERE: (
         "models are not there, or there is no room for them",
@@ -117,8 +116,8 @@ def _what_helps(words: Sequence[str]) -> str:
 
 
 def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
-    """True if there are cases with more of it than this one, and none of them is better."""
-    if remedy is OWN_GPUS and (len(result.stats.delays) == 1 or result.has_own_gpus):
+    """True if nothing would use it, or there are cases with more of it than this one, and none of them is better."""
+    if remedy is MORE_GPUS and (len(result.stats.delays) == 1 or not result.could_spread):
         return True
     tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
     return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
