@@ -213,9 +213,11 @@ class Scheduler:
         """Put a request that was lost before its first byte back in its place, once; else refuse it.
 
         One with other candidates turns to the next that can serve it instead, and gets each once. A busy model is not
-        asked again, and leads to no candidate of last resort.
+        asked again, and leads to no candidate of last resort. One that may not wait any longer is not put back for a
+        slot that is still there: it would be granted that slot again.
         """
-        state, waiter, model = self.state, grant.waiter, self.state.slots[grant.slot].model
+        state, waiter, slot = self.state, grant.waiter, self.state.slots[grant.slot]
+        model = slot.model
         has_choice = len(waiter.candidates) > 1
         if was_busy:
             self._act.strike_last_resort(waiter)
@@ -226,6 +228,8 @@ class Scheduler:
             other is None and (has_choice or was_busy or waiter.had_failure or model not in state.models)
         ):
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
+        elif other is None and slot.is_serving and waiter.give_up_at is not None and waiter.give_up_at <= now:
+            self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta_s(state, waiter, model, now)))
         else:
             self._act.put_back(waiter, model, other)
 

@@ -193,6 +193,7 @@ class Ticket:
         "_on_cut",
         "arrived",
         "cut_error",
+        "give_up_at",
         "granted_at",
         "id",
         "is_open",
@@ -201,9 +202,10 @@ class Ticket:
         "slot",
     )
 
-    def __init__(self, request: RequestId, arrived: float) -> None:
+    def __init__(self, request: RequestId, arrived: float, give_up_at: float | None = None) -> None:
         self.id = request
         self.arrived = arrived
+        self.give_up_at = inf if give_up_at is None else give_up_at
         self.granted_at = 0.0
         # The part of its wait before its slot was ready. For the rest of it, the slot served as many as it can.
         self.not_there_s = 0.0
@@ -228,11 +230,16 @@ class Ticket:
             raise self.rejection
         return self.slot is not None
 
-    async def wait_for(self, work: asyncio.Task[None], timeout_s: float | None) -> None:
-        """Wait until this work has ended, the time is over, or the request is cut. The work goes on."""
-        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def wait_for(self, work: asyncio.Task[None], within_s: float) -> None:
+        """Wait until this work has ended, the time is over, or the request is cut or gives up. The work goes on."""
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + within_s, self.give_up_at)
+        cut: asyncio.Future[None] = loop.create_future()
         self.on_cut(lambda: None if cut.done() else cut.set_result(None))
-        await asyncio.wait((work, cut), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        # Timers round to milliseconds and may be early.
+        while (left_s := until - loop.time()) > 0 and not work.done() and not cut.done():
+            limit_s = None if left_s == inf else left_s
+            await asyncio.wait((work, cut), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         self.on_cut(None)
 
     def on_cut(self, callback: Callable[[], None] | None) -> None:
@@ -272,7 +279,7 @@ class Tickets:
 
     def arrive(self, event: RequestArrived) -> Ticket:
         """Ask for a slot. The ticket may be decided when this returns."""
-        ticket = Ticket(event.request, event.now)
+        ticket = Ticket(event.request, event.now, event.give_up_at)
         self.open[event.request] = ticket
         try:
             self._post(event)

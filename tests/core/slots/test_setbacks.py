@@ -295,6 +295,15 @@ def test_a_request_that_comes_back_keeps_its_patience() -> None:
     assert world.code("r") is RejectCode.EXPIRED
 
 
+def test_a_request_that_a_living_slot_lost_after_its_patience_does_not_come_back() -> None:
+    world = World([model("a")])
+    ready(world, "a")
+    world.arrive("r", "a", within_s=2.0)
+    world.run(2.0)
+    world.finish("r", lost=True)
+    assert world.code("r") is RejectCode.EXPIRED
+
+
 def test_a_first_crash_is_mended_at_once_and_a_second_before_any_answer_backs_off() -> None:
     world = World([model("a")])
     ready(world, "a")

@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.harness import fake, gateway, left_behind, tiny
+from tests.harness import fake, gateway, left_behind, tiny, write_config
 from tests.integration.facts import Journal, at_rest, pids
 from tests.integration.faults import (
     ENDLESS,
@@ -157,6 +157,23 @@ async def test_engine_that_has_closed_its_socket_and_does_not_end_is_ended(tmp_p
         assert journal.count("term", pid=pid) == 1
         assert not is_alive(pid)
         assert journal.count("start") == 2
+
+
+@pytest.mark.parametrize("wait_max_s", [0, 1.5])
+async def test_request_waits_for_the_end_of_a_closed_engine_no_longer_than_for_anything_else(
+    tmp_path: Path, wait_max_s: float
+) -> None:
+    journal = Journal(tmp_path)
+    models = {"alpha": fake("alpha", *journal.switches, "--deaf-s", "3600")}
+    async with gateway(tmp_path, models) as app:
+        await gone_deaf(journal, await loaded(app, "alpha"))
+        write_config(tmp_path, models, server={"wait_max_s": wait_max_s})
+        await app.reload()
+        answer = await chat(app, "alpha")
+        assert (answer.status, answer.error["code"]) == (503, "model_loading")
+        # It was answered before its engine was ended, which goes on without it.
+        assert journal.count("term") == 0
+        await until(lambda: journal.count("term") == 1, "it is ended")
 
 
 async def test_engine_that_refuses_connections_for_a_moment_stays(tmp_path: Path) -> None:

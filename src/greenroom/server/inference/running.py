@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from greenroom.config.schema import Heartbeat
@@ -344,7 +345,7 @@ class Running(Served):
             self.bill = None
         if not relay.status and (check := ticket.slot.check()) is not None:
             # A task turns to its next model, and need not wait until this one can be loaded again.
-            await ticket.wait_for(check, EXIT_FOLLOWS_S if self._has_choice else None)
+            await ticket.wait_for(check, EXIT_FOLLOWS_S if self._has_choice else inf)
         self._note_status(relay)
         is_local_task = self.ask.rungs is not None and ticket.slot.remote is None
         self._turn_away(relay.error, was_busy=is_local_task and relay.status in self._busy_at(ticket.slot))
