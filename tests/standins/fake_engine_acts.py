@@ -96,9 +96,9 @@ class Engine:
             os._exit(0)
 
     async def _go_deaf(self) -> None:
-        """Stop listening and cut every connection, then end; or listen again after a while."""
+        """Stop listening and cut every connection (or none), then end; or listen again after a while."""
         self._server.close()
-        for writer in self._writers:
+        for writer in () if self.switches.drains else self._writers:
             writer.transport.abort()
         self.journal.note("deaf")
         await asyncio.sleep(self.switches.deaf_s)

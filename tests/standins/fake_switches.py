@@ -69,8 +69,10 @@ SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "fail-at": (str, []),
     "stall-after": (int, None),
     "ignore-term": (flag, False),
-    # At SIGUSR1 it stops listening and cuts its connections; it ends so much later, or listens again.
+    # At SIGUSR1 it stops listening and cuts its connections, unless it drains them; it ends so much later, or listens
+    # again.
     "deaf-s": (float, 0.0),
+    "drains": (flag, False),
     "listens-again": (flag, False),
     "fork-setsid": (flag, False),
     "sse-weird": (one_of(*SSE_WEIRD), None),

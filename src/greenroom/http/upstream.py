@@ -83,6 +83,10 @@ class Pool:
     def idle_count(self) -> int:
         return len(self._idle)
 
+    @property
+    def busy_count(self) -> int:
+        return len(self._open) - len(self._idle)
+
     async def send(self, head: bytes, body: Payload, sink: Sink) -> None:
         """Send a request. `sink` receives the answer, or the failure to connect. Waits only if it must connect."""
         if not self.send_now(head, body, sink):

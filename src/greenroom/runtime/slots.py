@@ -21,7 +21,8 @@ from greenroom.telemetry.logs import get_logger
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
 # An engine that has closed its socket is most often about to end, which takes seconds where it frees much memory. It
-# may also listen again. One that does neither is ended after so many refusals in a row: about 5 s.
+# may also listen again, or give the answers that run before it ends. One that does nothing of this is ended after so
+# many refusals in a row: about 5 s. Refusals count only while no answer runs.
 REFUSALS_MAX = 20
 REFUSED_EVERY_S = 0.25
 # An erase waits for the answer that its prompt slot is busy with.
@@ -132,7 +133,7 @@ class LiveSlot:
         """Find out, after a broken connection, whether its process lives. None for a remote model.
 
         Ends when the process has ended and its slots are reported as lost, or when it accepts connections. One that
-        does neither is ended. Until then the scheduler counts its memory as held.
+        does neither is ended, but not while it answers. Until then the scheduler counts its memory as held.
         """
         if self.child is not None and (self._check is None or self._check.done()):
             work = self._check_process(self.child)
@@ -144,7 +145,7 @@ class LiveSlot:
         while not await _has_ended(child, wait_s):
             if not await self.pool.refuses():
                 return
-            refusals += 1
+            refusals = 0 if self.pool.busy_count else refusals + 1
             if refusals == REFUSALS_MAX:
                 _log.warning("an engine accepts no connections and is ended", model=self.entry.id, slot=self.id)
                 await child.stop(self.entry.config.stop_timeout_s)

@@ -176,6 +176,21 @@ async def test_request_waits_for_the_end_of_a_closed_engine_no_longer_than_for_a
         await until(lambda: journal.count("term") == 1, "it is ended")
 
 
+async def test_closed_engine_is_not_ended_while_it_answers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--deaf-s", "3600", "--drains", concurrency=2)
+    async with gateway(tmp_path, {"alpha": model}) as app:
+        pid = await loaded(app, "alpha")
+        answering = asyncio.create_task(chat(app, "alpha", tokens=80, token_s=0.1, max_tokens=80))
+        await until(lambda: journal.count("request") == 2, "it answers")
+        await gone_deaf(journal, pid)
+        assert (await chat(app, "alpha")).status == 200
+        # It was ended only when its answer was complete; that and the refused request came to one engine each.
+        assert [line["answering"] for line in journal.lines("term") if line["pid"] == pid] == [0]
+        assert (await answering).status == 200
+        assert (journal.count("start"), journal.count("request")) == (2, 3)
+
+
 async def test_engine_that_refuses_connections_for_a_moment_stays(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--deaf-s", "1.5", "--listens-again")
