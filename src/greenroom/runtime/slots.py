@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -41,6 +41,7 @@ class _Erased(msgspec.Struct):
 class LiveSlot:
     __slots__ = (
         "_check",
+        "_stop",
         "call",
         "child",
         "entry",
@@ -67,12 +68,15 @@ class LiveSlot:
         call: CallEngine | None = None,
         remote: RemoteEndpoint | None = None,
         meter: SpendingMeter | None = None,
+        stop: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self.id = slot
         self.entry = entry
         # None for a remote model, which `remote` says how to call.
         self.child = child
         self.remote = remote
+        # Ends its process, which is then reported as lost; None if it has none.
+        self._stop = stop
         # Counts what it costs; None if nothing is known of that.
         self.meter = meter
         self.pool = pool
@@ -135,12 +139,12 @@ class LiveSlot:
         Ends when the process has ended and its slots are reported as lost, or when it accepts connections. One that
         does neither is ended, but not while it answers. Until then the scheduler counts its memory as held.
         """
-        if self.child is not None and (self._check is None or self._check.done()):
-            work = self._check_process(self.child)
+        if self.child is not None and self._stop is not None and (self._check is None or self._check.done()):
+            work = self._check_process(self.child, self._stop)
             self._check = asyncio.get_running_loop().create_task(work, name=f"check {self.id}")
         return self._check
 
-    async def _check_process(self, child: Child) -> None:
+    async def _check_process(self, child: Child, stop: Callable[[], Awaitable[object]]) -> None:
         wait_s, refusals = EXIT_FOLLOWS_S, 0
         while not await _has_ended(child, wait_s):
             if not await self.pool.refuses():
@@ -148,7 +152,7 @@ class LiveSlot:
             refusals = 0 if self.pool.busy_count else refusals + 1
             if refusals == REFUSALS_MAX:
                 _log.warning("an engine accepts no connections and is ended", model=self.entry.id, slot=self.id)
-                await child.stop(self.entry.config.stop_timeout_s)
+                await stop()
             wait_s = REFUSED_EVERY_S
         # Callbacks of the exit run in this turn of the loop; after the next turn they are done.
         await asyncio.sleep(0)

@@ -176,6 +176,19 @@ async def test_request_waits_for_the_end_of_a_closed_engine_no_longer_than_for_a
         await until(lambda: journal.count("term") == 1, "it is ended")
 
 
+async def test_closed_engine_has_the_time_to_end_that_is_configured_now(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    switches = (*journal.switches, "--deaf-s", "3600", "--ignore-term")
+    server = {"wait_max_s": 30}
+    async with gateway(tmp_path, {"alpha": fake("alpha", *switches, stop_timeout_s=PATIENT_S)}, server=server) as app:
+        pid = await loaded(app, "alpha")
+        write_config(tmp_path, {"alpha": fake("alpha", *switches, stop_timeout_s=0.5)}, server=server)
+        await app.reload()
+        await gone_deaf(journal, pid)
+        assert (await chat(app, "alpha")).status == 200
+        assert journal.count("start") == 2
+
+
 async def test_closed_engine_is_not_ended_while_it_answers(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--deaf-s", "3600", "--drains", concurrency=2)

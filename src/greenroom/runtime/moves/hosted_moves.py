@@ -27,7 +27,7 @@ from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
-from greenroom.runtime.workers.worker import Worker
+from greenroom.runtime.workers.worker import STOP_S, Worker
 
 FLUSH_MAX_S: Final = 10.0
 # No slot has more devices than this.
@@ -222,7 +222,10 @@ class HostedMoves:
         assert worker is not None and slot.pool is not None and slot.socket is not None
         began = self._clock()
         answer = await self._wake_in(move, slot, worker)
-        self._slots.live[slot.id] = LiveSlot(slot.id, slot.entry, worker.child, slot.pool, slot.socket, self._clock())
+        child, ready_since = worker.child, self._clock()
+        self._slots.live[slot.id] = LiveSlot(
+            slot.id, slot.entry, child, slot.pool, slot.socket, ready_since, stop=lambda: child.stop(STOP_S)
+        )
         took_s = self._clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
         return answer

@@ -102,7 +102,8 @@ class ProcessMoves:
             raise
         pool = Pool(_address(place), name=f"The engine of {entry.id}")
         now = asyncio.get_running_loop().time()
-        live = LiveSlot(move.slot, entry, child, pool, place.socket, now, EngineCall(pool.address))
+        call = EngineCall(pool.address)
+        live = LiveSlot(move.slot, entry, child, pool, place.socket, now, call, stop=lambda: self._stopped(live))
         self._slots.live[move.slot] = live
         child.on_exit(lambda exit: self._on_exit(live, exit))
         return seen
