@@ -12,9 +12,11 @@ import pytest
 
 from greenroom.config.sections.tasks import Task
 from greenroom.core.decide.placement import Places
-from greenroom.core.events import ConfigChanged
+from greenroom.core.events import ConfigChanged, RequestArrived
+from greenroom.core.explain import Explanation, Plan
 from greenroom.core.model import Group, ModelId, Move, MoveId, MoveKind, RequestId, SlotId, Tier
 from greenroom.core.policy import Policy, PriorityClass
+from greenroom.core.scheduler import Scheduler
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
 PATH = "/api/v1/explain"
@@ -157,6 +159,26 @@ async def test_a_policy_that_raises_is_named_and_logged(name: str, capsys: pytes
     assert "policy=mine" in logged and "ZeroDivisionError" in logged and "in priority_class" in logged
     others = await Client(gateway, is_admin=False).post(PATH, {"model": name})
     assert others.status == 500 and "divide" not in others.error["message"] and "mine" not in others.error["message"]
+
+
+class Unplanned:
+    """A scheduler whose answer has no plan."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.view = scheduler.view
+        self.weigh = scheduler.weigh
+
+    def explanation(self, event: RequestArrived) -> Explanation:
+        return Explanation(cast(Plan, None), 0, None)
+
+
+@pytest.mark.parametrize("name", ["a", "chat"])
+async def test_an_answer_that_cannot_be_told_is_not_said_to_be_the_policys_fault(name: str) -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.tasks.configure(gateway.config.model_copy(update={"tasks": {"chat": Task(candidates=("a",))}}))
+    gateway.loop.scheduler = cast(Scheduler, Unplanned(gateway.loop.scheduler))
+    with pytest.raises(AssertionError, match="unreachable"):
+        await explain(gateway, model=name)
 
 
 @pytest.mark.parametrize(

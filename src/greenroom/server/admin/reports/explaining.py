@@ -130,7 +130,8 @@ class Explaining:
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
-            return _told(event, scheduler.explanation(event), entry.id)
+            said = scheduler.explanation(event)
+        return _told(event, said, entry.id)
 
     def _explain_task(self, ask: ExplainAsk, ladder: Ladder) -> Explained:
         models, section = tuple(one.id for one in ladder.models), ladder.task.section
@@ -141,7 +142,8 @@ class Explaining:
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
             options, place = scheduler.weigh(event)
-            told = _told(event, scheduler.explanation(event), options[place].model)
+            said = scheduler.explanation(event)
+        told = _told(event, said, options[place].model)
         seen = [_candidate(one, position, place) for position, one in enumerate(options)]
         left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
         return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
