@@ -289,8 +289,8 @@ def _mibs_from_zero(text: str) -> list[int]:
     """As `_mibs`; a list may hold 0."""
     first, *others = _items(text, 0, MIB_MAX)
     if ".." in text and first == 0:
-        wanted = f"write a list such as 0,{others[0]}"
-        raise argparse.ArgumentTypeError(f"{text} cannot begin with 0, since it doubles: {wanted}")
+        wanted = f"a list such as 0,{others[0]}" if others[0] else "0"
+        raise argparse.ArgumentTypeError(f"{text} cannot begin with 0, since it doubles: write {wanted}")
     return _doubled(text, 0, MIB_MAX)
 
 

@@ -468,6 +468,7 @@ def test_what_is_wrong_with_a_trace_is_told(config: str, trace: Path, capsys: py
         ("--green-room-mib", "-1", "'-1' is not a whole number"),
         ("--green-room-mib", "0,9999999999", "9999999999 is more than 1,000,000,000"),
         ("--green-room-mib", "0..8000", "0..8000 cannot begin with 0, since it doubles: write a list such as 0,8000"),
+        ("--green-room-mib", "0..0", "0..0 cannot begin with 0, since it doubles: write 0"),
         ("--green-room-mib", "8000..0", "8000..0 goes down: write it as a list"),
         ("--gpus", "0..2", "0 is too few: 1 at least"),
         ("--concurrency", "0", "0 is too few: 1 at least"),
