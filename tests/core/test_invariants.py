@@ -56,9 +56,16 @@ def leave_without_going(state: State) -> None:
     del state.timers[Timer(TimerKind.BUDGET, "served")]
 
 
+def keep_on_no_device(state: State) -> None:
+    slot = state.slots[serving(state)]
+    slot.leaving_to, slot.claim_asleep = Tier.ASLEEP, {DeviceId("gone"): 5}
+    state.ledger.leave(slot.id, {})
+
+
 BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "the sums of memory are wrong": (lambda s: s.ledger._taken_mib.clear(), "MiB left and not"),
     "the sums of what stays are wrong": (lambda s: s.ledger._stays_mib.clear(), "there is room for"),
+    "memory is kept on a device that is gone": (keep_on_no_device, "there is room for .*'gone': -5"),
     "a slot that stays counts as gone": (lambda s: s.ledger.leave(serving(s), {}), "leave and not"),
     "what a slot was seen to take is not counted": (
         lambda s: setattr(s.ledger.holdings[serving(s)], "seen", {DeviceId("gpu0"): 5_000}),

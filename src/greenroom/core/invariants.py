@@ -87,7 +87,7 @@ def _leaving_slots_make_room(state: State) -> None:
     room = ledger.free_mib(without=[slot.id for slot in going])
     for slot in [slot for slot in going if slot.leaving_to is Tier.ASLEEP]:
         for device, mib in slot.claim_asleep.items():
-            room[device] -= mib
+            room[device] = room.get(device, 0) - mib
     assert ledger.room_mib() == room, f"there is room for {room} and not {ledger.room_mib()}"
 
 
