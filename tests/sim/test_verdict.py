@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelId
-from greenroom.sim.cases import Case, CaseResult, cases, run_all, simulate
-from greenroom.sim.config import OWN_PROCESSES, SimConfig, Timings
+from greenroom.core.model import Device, DeviceId, ModelId
+from greenroom.sim.cases import Case, CaseResult, Prospects, cases, config_for, prospects, run_all, simulate
+from greenroom.sim.config import OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.records import SimArrival
 from greenroom.sim.results.bottleneck import BOTTLENECKS, Cause, bottleneck
 from greenroom.sim.results.effect import Effect, effect, seconds
@@ -151,7 +151,7 @@ def test_changes_as_good_as_the_best_and_better_combinations_are_named() -> None
     assert said.bottom_line[3:] == [
         "About as good: a green room of 8,000 MiB instead of none.",
         "Better still, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB. It serves all 1,000 requests with "
-        "a p95 wait of 5.0 s.",
+        "a p95 wait of 5.0 s and a mean delay of 0.0 s.",
         "What hardware costs is not known here.",
     ]
 
@@ -261,15 +261,22 @@ def test_a_bottleneck_found_by_lost_requests_names_those_and_not_the_waits_of_th
     assert "(requests lost: not there 30, full 20)" in line and "on average" not in line
 
 
-@pytest.mark.parametrize(("slow_s", "is_compute"), [(1_000.0, False), (2_500.0, True)])
-def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_compute: bool) -> None:
+@pytest.mark.parametrize(
+    ("slow_s", "is_compute", "helps"),
+    [
+        (100.0, False, "a higher concurrency"),
+        (1_000.0, False, "a higher concurrency or faster GPUs"),
+        (2_500.0, True, "faster GPUs or a higher concurrency"),
+    ],
+)
+def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_compute: bool, helps: str) -> None:
     """Answers take 2 s alone."""
     for lost in (0, 100):
         delays = Delays(1_000 - lost, full_s=60_000.0, slow_s=slow_s, lost_full=lost, work_s=2_000.0)
         assert bottleneck(delays) is Cause.FULL
         line = advice([made(Case("fifo"), 60.0, lost=lost, delays=delays)]).bottom_line[1]
         assert ("as answers share the compute of a GPU and are slow" in line) is is_compute
-        assert line.endswith(f"What may help: {'faster GPUs or ' if is_compute else ''}a higher concurrency.")
+        assert line.endswith(f"What may help: {helps}.")
 
 
 def test_models_that_slow_each_other_down_may_be_spread_over_more_gpus() -> None:
@@ -277,26 +284,52 @@ def test_models_that_slow_each_other_down_may_be_spread_over_more_gpus() -> None
     delays = dict.fromkeys("ab", Delays(500, full_s=60_000.0, slow_s=2_000.0, work_s=1_000.0))
     one = replace(one, stats=replace(one.stats, delays=delays))
     assert advice([one]).bottom_line[1].endswith("What may help: faster GPUs, more GPUs or a higher concurrency.")
-    assert "more GPUs" not in advice([replace(one, could_spread=False)]).bottom_line[1]
+    assert "more GPUs" not in advice([replace(one, prospects=Prospects(spreading=False))]).bottom_line[1]
+    fixed = replace(one, prospects=Prospects(more_gpus=False, spreading=False, other_gpus=True))
+    assert "faster GPUs, letting models use other GPUs (devices) or " in advice([fixed]).bottom_line[1]
+
+
+GPU1 = DeviceId("gpu1")
+SMALL_GPU, LARGE_GPU, OTHER_LARGE = gpu(1_000), gpu(4_000, 1), gpu(4_000, 2)
 
 
 @pytest.mark.parametrize(
-    ("of_a", "of_b", "gpus", "could"),
+    ("models", "gpus", "expected"),
     [
-        ((), (), 1, True),
-        ((), (), 2, False),
-        (("gpu0",), (), 1, True),
-        (("gpu0",), ("gpu0",), 1, False),
+        ([sim_model("a"), sim_model("b")], [LARGE_GPU], Prospects()),
+        # Each has one to itself.
+        ([sim_model("a"), sim_model("b")], [LARGE_GPU, OTHER_LARGE], Prospects(spreading=False)),
+        # Both fit on the larger one only, or one of them takes both.
+        ([sim_model("a", 2_000), sim_model("b", 2_000)], [SMALL_GPU, LARGE_GPU], Prospects()),
+        ([sim_model("a", 5_000, can_split=True), sim_model("b")], [SMALL_GPU, LARGE_GPU], Prospects()),
+        # Only those without `devices` may use a further one; what runs on the host does not.
+        ([sim_model("a", devices=(GPU1,)), sim_model("b")], [LARGE_GPU], Prospects()),
+        (
+            [sim_model("a", devices=(GPU1,)), sim_model("b", 0)],
+            [LARGE_GPU, OTHER_LARGE],
+            Prospects(more_gpus=False, spreading=False, other_gpus=True),
+        ),
+        # The GPU that it names is not there.
+        ([sim_model("a", devices=(GPU1,)), sim_model("b")], [SMALL_GPU], Prospects(other_gpus=True)),
     ],
 )
-def test_a_further_gpu_is_used_if_there_are_fewer_than_models_and_some_may_use_it(
-    of_a: tuple[str, ...], of_b: tuple[str, ...], gpus: int, could: bool
-) -> None:
-    models = (sim_model(name, devices=tuple(map(DeviceId, on))) for name, on in (("a", of_a), ("b", of_b)))
-    base = setting(*models, devices=(gpu(2_000),))
-    case = Case("fifo", gpus=gpus)
-    (one,) = run_all((case,), base, Poisson(Mix(zipf("ab")), 0.2, 10.0), 0, lambda case, share: None)
-    assert one.could_spread is could
+def test_prospects_are_what_models_could_use(models: list[SimModel], gpus: list[Device], expected: Prospects) -> None:
+    assert prospects(setting(*models, devices=tuple(gpus))) == expected
+
+
+@pytest.mark.parametrize(("green_room_mib", "lacks"), [(0, True), (1_000, True), (2_000, False)])
+def test_a_green_room_that_holds_all_models_need_not_be_larger(green_room_mib: int, lacks: bool) -> None:
+    config = config_for(Case("fifo", green_room_mib=green_room_mib), setting(sim_model("a"), sim_model("b")))
+    assert prospects(config).green_room is lacks
+    one = replace(made(Case("fifo"), 9.0, delays=Delays(100, not_there_s=900.0)), prospects=prospects(config))
+    assert ("a larger green room" in advice([one]).bottom_line[1]) is lacks
+
+
+def test_models_with_gpus_of_their_own_may_need_larger_ones_though_further_ones_do_not_help() -> None:
+    one, two = (made(Case("fifo", gpus=count), 9.0, delays=Delays(100, not_there_s=900.0)) for count in (1, 2))
+    assert "more GPU memory" not in advice([one, two]).bottom_line[1]
+    fixed = [replace(result, prospects=Prospects(more_gpus=False)) for result in (one, two)]
+    assert "more GPU memory" in advice(fixed).bottom_line[1]
 
 
 def test_a_second_gpu_is_used_though_the_first_holds_all_models() -> None:

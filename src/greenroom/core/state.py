@@ -164,7 +164,8 @@ class Counters:
 
 @dataclass(slots=True)
 class Crowd:
-    """The models on a device: those that are busy or on their way, their requests, and all of them, asleep or not."""
+    """The models on a device: how many are busy or on their way, how many requests run or wait for all of them, and how
+    many there are, asleep or not."""
 
     busy: int = 0
     requests: int = 0

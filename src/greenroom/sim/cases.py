@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from greenroom.core.model import Device, DeviceId, DeviceKind, Need
+from greenroom.core.model import Device, DeviceId, DeviceKind, ModelSpec, Need
 from greenroom.sim.config import SimConfig, SimModel
 from greenroom.sim.hooks import Watcher
 from greenroom.sim.results.stats import Stats, stats_of
@@ -64,13 +64,22 @@ def short_labels(compared: Iterable[Case]) -> dict[Case, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Prospects:
+    """What more of something would be used for, as far as the models and GPUs of a case tell."""
+
+    more_gpus: bool = True  # some model may use a further GPU
+    spreading: bool = True  # and it does not have one to itself yet
+    other_gpus: bool = False  # `devices` keeps some model from GPUs that are there
+    green_room: bool = True  # not all models have room in it
+
+
+@dataclass(frozen=True, slots=True)
 class CaseResult:
     case: Case
     stats: Stats
     # False if the configuration has other GPUs, another green room, concurrency or policy.
     is_as_configured: bool = True
-    # False if a further GPU would not be used: each model has one to itself, or may not use it.
-    could_spread: bool = True
+    prospects: Prospects = Prospects()
 
 
 # One option of a case: its values, the first of which is what the others are compared with. None: as configured.
@@ -124,9 +133,24 @@ def is_as_configured(case: Case, base: SimConfig) -> bool:
     )
 
 
-def _could_spread(config: SimConfig) -> bool:
+def prospects(config: SimConfig) -> Prospects:
+    gpus = [device for device in config.devices if device.kind is DeviceKind.GPU]
     local = [model.spec for model in config.models if not model.spec.is_remote]
-    return len(local) > len(_gpu_sizes(config)) and not all(spec.devices for spec in local)
+    on_gpu = [spec for spec in local if spec.need.gpu_mib]
+    largest_mib = max((spec.need.gpu_mib for spec in on_gpu), default=0)
+    more_gpus = any(not spec.devices for spec in on_gpu)
+    # Any model fits on any of these.
+    roomy = [gpu for gpu in gpus if gpu.usable_mib >= largest_mib]
+    other_gpus = any(spec.devices and not {gpu.id for gpu in gpus} <= {*spec.devices} for spec in on_gpu)
+    return Prospects(more_gpus, more_gpus and len(on_gpu) > len(roomy), other_gpus, _lacks_places(local, config))
+
+
+def _lacks_places(specs: Sequence[ModelSpec], config: SimConfig) -> bool:
+    """True if not all models could sleep at the same time."""
+    host_mib = sum(device.capacity_mib for device in config.devices if device.kind is DeviceKind.HOST)
+    limit_mib = host_mib if config.limits.green_room_mib is None else config.limits.green_room_mib
+    asleep = [spec.need_asleep for spec in specs]
+    return None in asleep or sum(need.host_mib for need in asleep if need is not None) > limit_mib
 
 
 def _gpu_sizes(config: SimConfig) -> list[tuple[int, int]]:
@@ -183,7 +207,7 @@ def run_all(
             case,
             _run(case, base, workload, seed, on_progress),
             is_as_configured(case, base),
-            _could_spread(config_for(case, base)),
+            prospects(config_for(case, base)),
         )
         for case in compared
     ]

@@ -606,3 +606,14 @@ def test_a_swapper_may_evict_all_other_models() -> None:
 
 def test_cuda_knows_a_gpu_by_its_uuid_and_a_simulated_one_by_its_number() -> None:
     assert [cuda_name(name) for name in ("GPU-3fa2", "gpu1", "gpux")] == ["GPU-3fa2", "1", "gpux"]
+
+
+def test_a_pinned_model_that_comes_leaves_less_for_those_asked_for_after_it_in_the_same_round() -> None:
+    world = World([model("x", 8_000), model("p", 5_000, pinned=True), model("q", 6_000)], (gpu(0, 8_000),))
+    ready(world, "x")
+    world.arrive("x busy", "x")
+    world.arrive("p", "p")
+    world.arrive("q", "q")
+    assert world.fate("q") is Fate.WAITING
+    world.finish("x busy")
+    assert world.fate("q") is Fate.REJECTED and world.code("q") is RejectCode.TOO_LARGE

@@ -19,8 +19,8 @@ from greenroom.core.queue.waitlist import Queue
 EXACT_MAX = 12
 
 
-# How good a place is: where fewer models are busy, then where these have fewer requests, then where fewer models are at
-# all, then where less room stays unused. The smallest is the best, and no two are equal.
+# How good a place is: where fewer models are busy, then where models have fewer requests, then where fewer models are,
+# then where less room stays unused. The smallest is the best.
 PlaceRank = tuple[int, int, int, int, tuple[DeviceId, ...]]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from greenroom.sim.cases import Case, CaseResult
-from greenroom.sim.results.effect import FELT_S, LOST_SHARE, counted, effect, seconds
+from greenroom.sim.results.effect import FELT_S, LOST_SHARE, SHARE, counted, effect, seconds
 from greenroom.sim.results.stats import Stats
 from greenroom.sim.truth import Delays
 
@@ -37,11 +37,13 @@ class Remedy:
 MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
 HIGHER_CONCURRENCY = Remedy("a higher concurrency", frozenset({"concurrency"}))
 MORE_GPUS = Remedy("more GPUs", frozenset({"gpus"}))
-MORE_COMPUTE = (Remedy("faster GPUs"), MORE_GPUS)
+OTHER_GPUS = Remedy("letting models use other GPUs (devices)")
+MORE_COMPUTE = (Remedy("faster GPUs"), MORE_GPUS, OTHER_GPUS)
+GREEN_ROOM = frozenset({"green_room_mib"})
 BOTTLENECKS = {
     Cause.NOT_THERE: (
         "models are not there, or there is no room for them",
-        (MORE_MEMORY, Remedy("a larger green room", frozenset({"green_room_mib"}))),
+        (MORE_MEMORY, Remedy("a larger green room", GREEN_ROOM), OTHER_GPUS),
     ),
     Cause.FULL: ("models are there but full", (HIGHER_CONCURRENCY,)),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", MORE_COMPUTE),
@@ -49,7 +51,10 @@ BOTTLENECKS = {
         "models find no room beside pinned ones",
         (Remedy("more or larger GPUs", MORE_MEMORY.options), Remedy("unpinning models (pinned)")),
     ),
-    Cause.TOO_LARGE: ("models fit on no GPU that they may use", (Remedy("larger GPUs", frozenset({"gpu_mib"})),)),
+    Cause.TOO_LARGE: (
+        "models fit on no GPU that they may use",
+        (Remedy("larger GPUs", frozenset({"gpu_mib"})), OTHER_GPUS),
+    ),
 }
 FULL_AS_SLOW = (
     "models are there but full, as answers share the compute of a GPU and are slow",
@@ -63,7 +68,7 @@ IDLE_LOADS = (
     "models leave when they are idle and have to come back",
     (
         Remedy("keeping them ready for longer (ttl_s, stay_warm)"),
-        Remedy("letting them sleep in a larger green room", frozenset({"green_room_mib"})),
+        Remedy("letting them sleep in a larger green room", GREEN_ROOM),
     ),
 )
 
@@ -101,8 +106,11 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
     what, remedies = BOTTLENECKS[cause]
     if cause is Cause.NOT_THERE:
         what, remedies = _why_not_there(delays)
-    elif cause is Cause.FULL and _are_answers_slow(delays):
+    elif cause is Cause.FULL and delays.slow_s >= delays.work_s > 0:
+        # Answers take twice as long as alone, or longer: a model that is full would be less so.
         what, remedies = FULL_AS_SLOW
+    elif cause is Cause.FULL and delays.slow_s >= SHARE * delays.work_s > 0:
+        remedies = (*remedies, *MORE_COMPUTE)
     left = [remedy.words for remedy in remedies if not _is_in_vain(remedy, result, results)]
     return f"{begins}: {what} ({_shares(delays)}).{_what_helps(left)}"
 
@@ -117,9 +125,17 @@ def _what_helps(words: Sequence[str]) -> str:
 
 def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
     """True if nothing would use it, or there are cases with more of it than this one, and none of them is better."""
-    if remedy is MORE_GPUS and (len(result.stats.delays) == 1 or not result.could_spread):
+    could, options = result.prospects, remedy.options
+    if remedy is OTHER_GPUS:
+        return not could.other_gpus
+    if remedy is MORE_GPUS and (len(result.stats.delays) == 1 or not could.spreading):
         return True
-    tried = [other for other in results if _has_more(other.case, result.case, remedy.options)]
+    if options == GREEN_ROOM and not could.green_room:
+        return True
+    if not could.more_gpus:
+        # Further GPUs were not tried: no model may use them.
+        options -= {"gpus"}
+    tried = [other for other in results if _has_more(other.case, result.case, options)]
     return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
 
 
@@ -139,11 +155,6 @@ def _why_not_there(delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
     if first + idle <= whole / 2:
         return BOTTLENECKS[Cause.NOT_THERE]
     return FIRST_LOADS if first >= idle else IDLE_LOADS
-
-
-def _are_answers_slow(delays: Delays) -> bool:
-    """True if answers take twice as long as alone, or longer: a model that is full would be less so."""
-    return delays.slow_s >= delays.work_s > 0
 
 
 def _shares(delays: Delays) -> str:

@@ -151,10 +151,10 @@ def _best_buy(
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
         lines += [f"About as good: {', or '.join(others)}."] if others else []
     if whole is not (first if best is None else best.new):
-        p95 = waited(whole.stats.waits, whole.stats.waits.p95_s)
+        p95, delays = waited(whole.stats.waits, whole.stats.waits.p95_s), whole.stats.all_delays
         lines.append(
             f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
-            f"wait of {p95}."
+            f"wait of {p95} and a mean delay of {seconds(delays.mean_s(delays.total_s))}."
         )
     if whole is not first and not is_enough(whole.stats) and bottleneck(whole.stats.all_delays):
         lines.append(why(whole, results, "The bottleneck then"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -809,3 +810,18 @@ def test_the_guide_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     titles = capsys.readouterr().out.splitlines()[0].split()
     shown = (ROOT / "docs/simulate.md").read_text(encoding="utf-8").splitlines()
     assert titles in [line.split() for line in shown]
+
+
+@pytest.mark.slow
+def test_the_guide_shows_what_its_commands_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("docs/simulate.md", "yaml")
+    (tmp_path / "greenroom.yaml").write_text(block, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```bash\n(.*?)^```\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    for command, output in examples:
+        assert main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out.split() == output.split()
