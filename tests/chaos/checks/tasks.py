@@ -124,7 +124,10 @@ class LastResort(Check):
         """By a swap at least: the request has left its queue by now, which makes estimates of others shorter."""
         assert self.world is not None
         answer_by, state = asked.event.answer_by, self.world.scheduler.state
-        if answer_by is None or option.begins_s == inf:
+        if answer_by is None:
             return True
+        if option.is_late or option.begins_s == inf:
+            # Where it is not known when it begins, what is known may be too long even so: a load, for example.
+            return not option.is_late
         takes_s = option.begins_s + (state.models[option.model].service_s or 0.0) + (state.avg_swap_s or 0.0)
-        return not option.is_late and self._now + takes_s <= answer_by
+        return self._now + takes_s <= answer_by
