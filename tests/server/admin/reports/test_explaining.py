@@ -172,6 +172,8 @@ class Unplanned:
         return Explanation(cast(Plan, None), 0, None)
 
 
+# It is given a plan of a wrong type, which compiled code tells differently.
+@pytest.mark.pure
 @pytest.mark.parametrize("name", ["a", "chat"])
 async def test_an_answer_that_cannot_be_told_is_not_said_to_be_the_policys_fault(name: str) -> None:
     gateway = FakeGateway({"a": model()})
