@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 import av
@@ -69,14 +70,22 @@ def _frames(sound: memoryview) -> Iterator[Any]:
         ) as file:
             if not file.streams.audio:
                 raise _no_sound("it holds no sound")
-            for packet in file.demux(file.streams.audio[0]):
+            for packet in _packets(file):
                 for frame in _decoded(packet):
                     if not 0 < frame.sample_rate <= RATE_MAX:
                         raise _no_sound(f"it has {frame.sample_rate:,} samples a second")
                     yield frame
-    # PyAV has its own errors, and plain ones for values that FFmpeg did not check and streams that it finds late.
-    except (av.FFmpegError, ValueError, OverflowError, IndexError) as error:
+    # PyAV has its own errors, and plain ones for values that FFmpeg did not check.
+    except (av.FFmpegError, ValueError, OverflowError) as error:
         raise _no_sound(_words(error)) from None
+
+
+def _packets(file: Any) -> Iterator[Any]:
+    """Those of the first sound, to its end."""
+    # At the end PyAV flushes each stream, in order, and may try that with one that FFmpeg found late, which PyAV does
+    # not know. It asks memory that it has not written whether to; ours comes before it.
+    with suppress(IndexError):
+        yield from file.demux(file.streams.audio[0])
 
 
 def _decoded(packet: Any) -> list[Any]:
