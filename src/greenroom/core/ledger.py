@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, OtherLease, SlotId, larger
+from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, OtherLease, SlotId, larger
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Holding:
 class Ledger:
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
+        self.host: DeviceId | None = None
         self.foreign: dict[DeviceId, int] = {}
         # Leases held through other gateways, and their sum per device.
         self.others: tuple[OtherLease, ...] = ()
@@ -50,6 +51,7 @@ class Ledger:
 
     def set_devices(self, devices: Iterable[Device]) -> None:
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        self.host = next((on for on, device in self.devices.items() if device.kind is DeviceKind.HOST), None)
         self._sum_usable()
 
     def set_foreign(self, foreign_mib: Mapping[DeviceId, int]) -> None:

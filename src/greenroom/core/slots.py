@@ -15,7 +15,6 @@ from greenroom.core.model import (
     LEGAL_MOVES,
     NO_CLAIM,
     Claim,
-    DeviceKind,
     LeaseId,
     ModelId,
     ModelSpec,
@@ -216,22 +215,18 @@ class SlotWriter:
         slot.tier = LEGAL_MOVES[move.kind][1]
         claim = move.claim
         if slot.tier is Tier.ASLEEP:
-            on_hosts = self._on_hosts(slot.claim)
-            if len(on_hosts) < len(slot.claim):
+            host = self._state.ledger.host
+            if any(on != host for on in slot.claim):
                 # Host memory only: what stays on a GPU while asleep says nothing about the claim there when ready. And
                 # only if the model computes on a GPU: on the host, the claim when ready may come from another
                 # measurement.
-                slot.sleeps_in(self._on_hosts(seen))
+                slot.sleeps_in({on: mib for on, mib in seen.items() if on == host})
             claim = slot.claim_asleep
         self._state.ledger.hold(slot.id, claim, seen)
         slot.last_used = now
         if slot.tier is Tier.READY:
             # `keep_alive_s` of the previous stay does not apply to this one.
             slot.keep_alive_s = None
-
-    def _on_hosts(self, claim: Claim) -> Claim:
-        devices = self._state.ledger.devices
-        return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
 
     def owe(self, slot: Slot, waiting: int, now: float) -> None:
         """It is ready: so many waited for it and have a turn before it is closed for others."""
@@ -339,7 +334,7 @@ class SlotWriter:
 
     def _may_sleep(self, slot: Slot, now: float) -> bool:
         fits = slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
-        return fits and green_room.has_place(self._state, slot, now)
+        return fits and green_room.Sleepers(self._state).have_place_for(slot, now)
 
     def stay(self, slot: Slot) -> None:
         """It was told to leave but has not been touched: it stays and holds what it held before."""

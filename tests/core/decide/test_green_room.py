@@ -232,6 +232,19 @@ def beside_busy(others: str, **more: object) -> World:
     return world
 
 
+def test_a_model_wakes_although_its_victim_must_be_unloaded() -> None:
+    """The victim has a place in the green room only once the other has woken, and would keep too much of the GPU."""
+    models = [model("a", 7_000, asleep=Need(0, 4_000)), model("b", 6_000, asleep=Need(1_500, 4_000))]
+    world = World(models, DEVICES, LIMITS)
+    for _ in range(3):
+        ready(world, "a")
+    asleep(world, "a")
+    ready(world, "b")
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(60.0)
+    assert (world.fate("r"), world.kinds()[-2:]) == (Fate.SERVED, ["unload b", "wake a"])
+
+
 def test_a_sleeper_whose_gpu_is_busy_is_loaded_on_another_one_and_its_copy_leaves() -> None:
     world = beside_busy("b")
     call = world.arrive("a now", "a", takes_s=1.0)

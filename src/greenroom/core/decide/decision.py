@@ -16,7 +16,19 @@ from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Ways, way_to
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
-from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
+from greenroom.core.model import (
+    Claim,
+    DeviceId,
+    LeaseId,
+    ModelId,
+    ModelSpec,
+    MoveKind,
+    Need,
+    Outcome,
+    Slot,
+    SlotId,
+    Tier,
+)
 from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
@@ -214,7 +226,8 @@ def _decide_swap(
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
             return Refuse(RejectCode.EXCLUDED, beside=pinned)
-        beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now, {})[0], most)
+        willing, _ = _willing(state, urgency, queue, there, now)
+        beside = _excluded_by(state, target, _marked(there, willing, residents), most)
         return Wait(
             WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM,
             spec.id,
@@ -245,7 +258,7 @@ def _load_elsewhere(
 
 def _most_mib(state: State, spec: ModelSpec, asleep: Slot | None, residents: Residents) -> dict[DeviceId, int]:
     """What could ever be free for it: beside a coming version, its model stays like one that is pinned."""
-    if asleep is None and spec.version_of is None:
+    if spec.version_of is None and not (asleep is not None and spec.pinned):
         return residents.most_mib
     return state.most_mib(asleep, stays=spec.version_of)
 
@@ -322,18 +335,47 @@ def _eviction(
 ) -> tuple[Eviction | None, float]:
     """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
     swapper, room = state.policy.swapper, residents.room_mib
-    asked: dict[Resident, float] = {}
-    all_matter = _all_matter(state, target)
-    there = residents.those(True, but) if all_matter else residents.that_help(True, but, target.options)
-    asleep, until = _askable(state, urgency, queue, residents, there, now, asked)
-    found = swapper.eviction_for(target, asleep, room)
-    if (found is not None and not found.is_blocked) or not residents.may_fall_asleep:
+    there, until = _judged(state, queue, urgency, target, True, but, residents, now)
+    found = swapper.eviction_for(target, there, room)
+    if found is not None and not found.is_blocked:
         return found, until
-    there = residents.those(False, but) if all_matter else residents.that_help(False, but, target.options)
-    cold, until_cold = _askable(state, urgency, queue, residents, there, now, asked)
-    colder = swapper.eviction_for(target, cold, room)
+    if Tier.ASLEEP not in [one.leaves_to for one in there if not one.is_fixed]:
+        # A model that may not even be put to sleep yet may not be unloaded either.
+        return found, until
+    there, until_cold = _judged(state, queue, urgency, target, False, but, residents, now)
+    colder = swapper.eviction_for(target, there, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
+
+
+def _judged(
+    state: State,
+    queue: Queue,
+    urgency: Urgency,
+    target: Target,
+    may_sleep: bool,
+    but: Slot | None,
+    residents: Residents,
+    now: float,
+) -> tuple[list[Resident], float]:
+    """The residents that matter, fixed where they may not leave for this queue yet; and when the next of them may."""
+    if _all_matter(state, target):
+        there = residents.those(may_sleep, but)
+        willing, until = _willing(state, urgency, queue, there, now)
+        return _marked(there, willing, residents), until
+    awake, until = _willing(state, urgency, queue, residents.awake(may_sleep, but), now)
+    if not residents.could_free(target.options, awake):
+        # Most questions end here: too little may leave.
+        return [], until
+    sleepers = residents.sleepers_for(target.options, awake, but)
+    sleepers, until_them = _willing(state, urgency, queue, sleepers, now)
+    return awake + sleepers, min(until, until_them)
+
+
+def _marked(there: list[Resident], willing: list[Resident], residents: Residents) -> list[Resident]:
+    """All of them, fixed but for the willing."""
+    leave = frozenset(willing)
+    return [one if one in leave or one.is_fixed else residents.fixed(one) for one in there]
 
 
 def _all_matter(state: State, target: Target) -> bool:
@@ -418,38 +460,24 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
     return (queue or Queue(model, state.policy.priority_class)).joined_by(waiter, state.prices(model))
 
 
-def _askable(
-    state: State,
-    urgency: Urgency,
-    queue: Queue,
-    residents: Residents,
-    there: list[Resident],
-    now: float,
-    asked: dict[Resident, float],
+def _willing(
+    state: State, urgency: Urgency, queue: Queue, there: list[Resident], now: float
 ) -> tuple[list[Resident], float]:
-    """These residents, fixed where they may not leave for this queue yet; and when the next of them may.
-
-    `asked` has when each may leave that was asked before for this queue: sleepers are the same in both questions.
-    """
-    until, takes_at, found = inf, state.policy.takes_at, there
+    """Those of these residents that may leave for this queue now; and when the next of them may."""
+    until, takes_at, found = inf, state.policy.takes_at, []
     by_policy = urgency.kind is WaiterKind.REQUEST
     stays = state.claimants[queue.model].spec.version_of
-    for place, resident in enumerate(there):
+    for resident in there:
         if resident.cannot_leave:
             continue
-        at = asked.get(resident)
-        if at is None:
-            if by_policy and resident.counts_as_ready and resident.model != stays:
-                at = takes_at(queue, resident, now)
-            else:
-                at = _askable_at(state, urgency, queue, resident, now)
-            asked[resident] = at
-        if at > now:
-            if found is there:
-                found = list(there)
-            found[place] = residents.fixed(resident)
-            if at < until:
-                until = at
+        if by_policy and resident.counts_as_ready and resident.model != stays:
+            at = takes_at(queue, resident, now)
+        else:
+            at = _askable_at(state, urgency, queue, resident, now)
+        if at <= now:
+            found.append(resident)
+        elif at < until:
+            until = at
     return found, until
 
 

@@ -19,20 +19,30 @@ _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 Worth = tuple[float, float, SlotId]
 
 
-def has_place(state: State, slot: Slot, now: float, wakes: Slot | None = None) -> bool:
-    """True if this slot may sleep: there is room, or sleepers that are worth less can make room.
+class Sleepers:
+    """Slots that are asleep or falling asleep. Valid only until the state changes."""
 
-    `wakes` is the sleeping slot for which it would leave. That slot frees its own place here.
-    """
-    limit_mib = state.limits.green_room_mib
-    if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
-        return True
-    others = [one for one in _sleepers(state) if one is not slot and one is not wakes]
-    if _total_mib(state, others) + wanted_mib <= limit_mib:
-        return True
-    own = _worth(state, slot, now)
-    stay = [one for one in others if not _may_leave(one) or _worth(state, one, now) > own]
-    return _total_mib(state, stay) + wanted_mib <= limit_mib
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._slots = _sleepers(state)
+        self._mib = _total_mib(state, self._slots)
+
+    def have_place_for(self, slot: Slot, now: float, wakes: Slot | None = None) -> bool:
+        """True if this slot may sleep too: there is room, or sleepers that are worth less can make room.
+
+        `wakes` is the sleeping slot for which it would leave. That slot frees its own place here.
+        """
+        state, limit_mib = self._state, self._state.limits.green_room_mib
+        if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
+            return True
+        if self._mib + wanted_mib <= limit_mib:
+            return True
+        others = [one for one in self._slots if one is not slot and one is not wakes]
+        if _total_mib(state, others) + wanted_mib <= limit_mib:
+            return True
+        own = _worth(state, slot, now)
+        stay = [one for one in others if not _may_leave(one) or _worth(state, one, now) > own]
+        return _total_mib(state, stay) + wanted_mib <= limit_mib
 
 
 def can_take(state: State, claim_asleep: Claim) -> bool:
@@ -111,9 +121,9 @@ def _worth(state: State, slot: Slot, now: float) -> Worth:
 
 
 def _total_mib(state: State, slots: list[Slot]) -> int:
-    return sum(_host_mib(state, slot.claim_asleep) for slot in slots)
+    return sum([_host_mib(state, slot.claim_asleep) for slot in slots])
 
 
 def _host_mib(state: State, claim: Claim) -> int:
-    devices = state.ledger.devices
-    return sum(mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST)
+    host = state.ledger.host
+    return 0 if host is None else claim.get(host, 0)

@@ -22,7 +22,8 @@ SETS_MAX = 100
 SHAPES_MAX = 1_024
 
 
-@dataclass(frozen=True, slots=True)
+# One is created for every question about a sleeper, so it is not frozen: that takes longer. Never modified.
+@dataclass(slots=True)
 class Way:
     """A placement: the claim there when ready, and what the move needs beyond what the slot already holds."""
 
@@ -32,7 +33,7 @@ class Way:
 
 
 def way_to(claim: Claim, wants: Claim) -> Way:
-    return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
+    return Way(claim, wants, frozenset([device for device, mib in wants.items() if mib > 0]))
 
 
 class Ways:
@@ -41,7 +42,7 @@ class Ways:
     def __init__(self, each: list[Way]) -> None:
         self.each = each
         self.wants = tuple([way.wants for way in each])
-        self.on = frozenset[DeviceId]().union(*[way.on for way in each])
+        self.on = each[0].on if len(each) == 1 else frozenset[DeviceId]().union(*[way.on for way in each])
         # The last answer of `apart_from`: most models of a round ask the same.
         self._kept: Set[DeviceId] = frozenset()
         self._apart: Ways | None = None

@@ -30,7 +30,8 @@ class Residents:
         self._untied_slots: tuple[list[Slot], list[Slot]] | None = None
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
-        self._may_fall_asleep: bool | None = None
+        self._asleep_held_mib: Claim | None = None
+        self._sleepers: green_room.Sleepers | None = None
         self._ways: dict[placement.Shape, Ways] = {}
         self._crowds: dict[DeviceId, Crowd] | None = None
         # Residents that would go cold. They are the same for every newcomer.
@@ -110,42 +111,72 @@ class Residents:
         if made is None:
             slots = [slot for slot in self._state.slots.values() if _stays(slot)]
             made = self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in slots]
-        return self._without(made, may_sleep, but)
+        others = made if but is None else [resident for resident in made if resident.slot != but.id]
+        return self._beside(others, but) if may_sleep else others
 
-    def that_help(self, may_sleep: bool, but: Slot | None, options: Sequence[Claim]) -> list[Resident]:
-        """The residents except `but` that can leave now and may free memory for one of these claims.
-
-        That is few of all: of many waiting models most are on their way, and in a large green room most sleep, where
-        no memory is missing.
-        """
-        awake = self._without(self._awake(may_sleep), may_sleep, but)
-        if not self._sleepers_help(awake, options):
-            return awake
-        return [*awake, *(self._resident(slot, may_sleep, None) for slot in self._untied[1] if slot is not but)]
-
-    def _awake(self, may_sleep: bool) -> list[Resident]:
+    def awake(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
+        """The residents that are awake and could leave now; `but` sleeps and is to wake."""
         made = self._made_awake.get(may_sleep)
         if made is None:
             made = self._made_awake[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._untied[0]]
-        return made
+        return self._beside(made, but) if may_sleep else made
 
-    def _without(self, made: list[Resident], may_sleep: bool, but: Slot | None) -> list[Resident]:
-        if but is None:
+    def sleepers_for(self, options: Sequence[Claim], willing: Sequence[Resident], but: Slot | None) -> list[Resident]:
+        """The sleepers except `but` that could leave now; none if that does not help beside the willing that are awake.
+
+        In a large green room most models sleep, where no memory is missing.
+        """
+        if not self._sleepers_hold_missing(options, willing):
+            return []
+        return [self._resident(slot, False, None) for slot in self._untied[1] if slot is not but]
+
+    def could_free(self, options: Sequence[Claim], willing: Sequence[Resident]) -> bool:
+        """True if one of these claims may fit once the willing, who are awake, and all untied sleepers are gone."""
+        room_mib, asleep_mib = self.room_mib, self._asleep_mib
+        held = [self._state.ledger.held_by(one.slot) for one in willing]
+        for claim in options:
+            for device, mib in claim.items():
+                lacking_mib = mib - room_mib[device] - asleep_mib.get(device, 0)
+                if lacking_mib > 0 and lacking_mib > sum([held_mib.get(device, 0) for held_mib in held]):
+                    break
+            else:
+                return True
+        return False
+
+    def _beside(self, made: list[Resident], wakes: Slot | None) -> list[Resident]:
+        """These when `wakes` frees its place in the green room: one that had no place may have one then."""
+        if wakes is None or self._state.limits.green_room_mib is None:
             return made
-        others = [resident for resident in made if resident.slot != but.id]
-        if may_sleep and self._state.limits.green_room_mib is not None:
-            return [self._beside(resident, but) for resident in others]
-        return others
+        if Tier.COLD not in [one.leaves_to for one in made]:
+            return made
+        return [self._beside_one(resident, wakes) for resident in made]
 
-    def _sleepers_help(self, awake: list[Resident], options: Sequence[Claim]) -> bool:
-        """True if memory may be missing on a device where a sleeper holds some, should others fall asleep there."""
-        held_by, room_mib = self._state.ledger.held_by, self.room_mib
-        for device in {device: None for slot in self._untied[1] for device in held_by(slot.id)}:
-            taken_mib = sum([max(0, -one.gives_mib.get(device, 0)) for one in awake])
+    def _beside_one(self, resident: Resident, wakes: Slot) -> Resident:
+        slot = self._state.slots[resident.slot]
+        if resident.leaves_to is Tier.ASLEEP or resident.cannot_leave or not _could_sleep(slot):
+            return resident
+        return self._resident(slot, True, wakes)
+
+    def _sleepers_hold_missing(self, options: Sequence[Claim], willing: Sequence[Resident]) -> bool:
+        """True if memory may be missing on a device where a sleeper holds some, should the willing fall asleep."""
+        room_mib = self.room_mib
+        for device in self._asleep_mib:
+            taken_mib = sum([max(0, -one.gives_mib.get(device, 0)) for one in willing])
             for claim in options:
                 if device in claim and claim[device] + taken_mib > room_mib[device]:
                     return True
         return False
+
+    @property
+    def _asleep_mib(self) -> Claim:
+        """What sleepers that could leave now hold."""
+        if self._asleep_held_mib is None:
+            held_mib: dict[DeviceId, int] = {}
+            for slot in self._untied[1]:
+                for device, mib in self._state.ledger.held_by(slot.id).items():
+                    held_mib[device] = held_mib.get(device, 0) + mib
+            self._asleep_held_mib = held_mib
+        return self._asleep_held_mib
 
     @property
     def _untied(self) -> tuple[list[Slot], list[Slot]]:
@@ -169,13 +200,6 @@ class Residents:
         others = (slot.spec for slot in self._state.slots.values())
         return frozenset(other.id for other in others if other.exclusive == spec.exclusive and other.id != spec.id)
 
-    def _beside(self, resident: Resident, wakes: Slot) -> Resident:
-        """This resident when `wakes` frees its place in the green room: one that had no place may have one then."""
-        slot = self._state.slots[resident.slot]
-        if resident.leaves_to is Tier.ASLEEP or resident.cannot_leave or not _could_sleep(slot):
-            return resident
-        return self._resident(slot, True, wakes)
-
     def fixed(self, resident: Resident) -> Resident:
         """The same resident, marked as one that may not be asked to leave."""
         held = self._fixed.get(resident)
@@ -183,21 +207,25 @@ class Residents:
             held = self._fixed[resident] = resident.fixed()
         return held
 
-    @property
-    def may_fall_asleep(self) -> bool:
-        """True if any resident would leave to the green room."""
-        if self._may_fall_asleep is None:
-            self._may_fall_asleep = Tier.ASLEEP in [one.leaves_to for one in self._awake(True)]
-        return self._may_fall_asleep
-
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
         known = self._cold.get(slot.id)
         if known is not None and (known.cannot_leave or not (may_sleep and _could_sleep(slot))):
             return known
-        made = _resident(self._state, slot, self._now, may_sleep, wakes)
+        made = _resident(self._state, slot, self._now, may_sleep and self._would_sleep(slot, wakes))
         if made.leaves_to is Tier.COLD:
             self._cold[slot.id] = made
         return made
+
+    def _would_sleep(self, slot: Slot, wakes: Slot | None) -> bool:
+        """True if it can leave to the green room: the memory for the move is free, and there is a place for it."""
+        state = self._state
+        if not _could_sleep(slot) or _is_tied(slot):
+            return False
+        if not state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP)):
+            return False
+        if self._sleepers is None:
+            self._sleepers = green_room.Sleepers(state)
+        return self._sleepers.have_place_for(slot, self._now, wakes)
 
 
 def _stays(slot: Slot) -> bool:
@@ -218,7 +246,7 @@ def drain_s(record: Claimant, answers: int) -> float:
     return record.typical_s if answers <= 1 else record.typical_s * (1.0 + log(answers))
 
 
-def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None) -> Resident:
+def _resident(state: State, slot: Slot, now: float, sleeps: bool) -> Resident:
     # Hot path: positional arguments and few calls.
     tier, spec, lease, in_flight = slot.tier, slot.spec, slot.lease, slot.in_flight
     model, held = spec.id, state.ledger.held_by(slot.id)
@@ -240,9 +268,6 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
             is_ready,
             version_of=spec.version_of,
         )
-    # It sleeps only if the memory for the move is free and the green room has a place for it.
-    fits = may_sleep and _could_sleep(slot) and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
-    sleeps = fits and green_room.has_place(state, slot, now, wakes)
     # Slots of a removed model are already leaving and are no residents.
     record = state.claimants[model]
     resident = Resident(
@@ -272,4 +297,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
 
 def _given(held: Claim, kept: Claim) -> Claim:
     """What comes back per device; negative on the host if a sleeping copy is put there."""
-    return {device: held.get(device, 0) - kept.get(device, 0) for device in sorted({*held, *kept})}
+    given = dict(held)
+    for device, mib in kept.items():
+        given[device] = given.get(device, 0) - mib
+    return given
