@@ -62,9 +62,16 @@ def keep_on_no_device(state: State) -> None:
     state.ledger.leave(slot.id, {})
 
 
+def sleep_in_more_than_it_holds(state: State) -> None:
+    slot = state.slots[serving(state)]
+    slot.tier, slot.claim_asleep = Tier.ASLEEP, {DeviceId("host"): 5}
+
+
 BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "the sums of memory are wrong": (lambda s: s.ledger._taken_mib.clear(), "MiB left and not"),
     "the sums of what stays are wrong": (lambda s: s.ledger._stays_mib.clear(), "there is room for"),
+    "the sums of what is held are wrong": (lambda s: s.ledger._held_mib.clear(), "MiB of gpu0, not 0"),
+    "a sleeper holds less than it sleeps in": (sleep_in_more_than_it_holds, "sleeps in .* and holds only"),
     "memory is kept on a device that is gone": (keep_on_no_device, "there is room for .*'gone': -5"),
     "a slot that stays counts as gone": (lambda s: s.ledger.leave(serving(s), {}), "leave and not"),
     "what a slot was seen to take is not counted": (

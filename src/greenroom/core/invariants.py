@@ -6,7 +6,7 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 from __future__ import annotations
 
 from greenroom.core.apply import ASKED_MAX
-from greenroom.core.decide import green_room
+from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
@@ -60,6 +60,9 @@ def _memory_is_held_for_every_slot(state: State) -> None:
     assert set(state.ledger.holdings) == there, f"ledger holds {set(state.ledger.holdings)} but slots are {there}"
     planned = {slot.id for slot in state.slots.values() if slot.planned is not None}
     assert set(state.ledger.promises) == planned, f"promised {set(state.ledger.promises)} but planned {planned}"
+    for slot in green_room.sleepers(state):
+        held = state.ledger.held_by(slot.id)
+        assert placement.fits(slot.claim_asleep, held), f"{slot.id} sleeps in {slot.claim_asleep} and holds only {held}"
 
 
 def _free_memory_is_the_rest(state: State) -> None:
@@ -75,6 +78,8 @@ def _free_memory_is_the_rest(state: State) -> None:
         )
         counted_mib = ledger.usable_mib(device) - taken_mib
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
+        held_mib = sum(claim.get(device, 0) for claim in held.values())
+        assert ledger.held_on(device) == held_mib, f"{held_mib} MiB of {device}, not {ledger.held_on(device)}"
         there = {slot for slot, claim in held.items() if device in claim}
         assert {*ledger.slots_on(device)} == there, f"slots on {device} are {there}"
 

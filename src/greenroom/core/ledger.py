@@ -144,6 +144,10 @@ class Ledger:
         """What this slot takes now, per device, without its promise."""
         return self._held.get(slot, NO_CLAIM)
 
+    def held_on(self, device: DeviceId) -> int:
+        """What all slots take there now, without promises."""
+        return self._held_mib.get(device, 0)
+
     def slots_on(self, device: DeviceId) -> Iterable[SlotId]:
         """Slots that hold memory there."""
         return self._slots_on.get(device, {}).keys()

@@ -334,7 +334,7 @@ class SlotWriter:
 
     def _may_sleep(self, slot: Slot, now: float) -> bool:
         fits = slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
-        return fits and green_room.Sleepers(self._state).have_place_for(slot, now)
+        return fits and green_room.has_place(self._state, slot, now)
 
     def stay(self, slot: Slot) -> None:
         """It was told to leave but has not been touched: it stays and holds what it held before."""

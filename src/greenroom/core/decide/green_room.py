@@ -19,30 +19,22 @@ _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 Worth = tuple[float, float, SlotId]
 
 
-class Sleepers:
-    """Slots that are asleep or falling asleep. Valid only until the state changes."""
+def has_place(state: State, slot: Slot, now: float, wakes: Slot | None = None) -> bool:
+    """True if this slot may sleep: there is room, or sleepers that are worth less can make room.
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._slots = _sleepers(state)
-        self._mib = _total_mib(state, self._slots)
-
-    def have_place_for(self, slot: Slot, now: float, wakes: Slot | None = None) -> bool:
-        """True if this slot may sleep too: there is room, or sleepers that are worth less can make room.
-
-        `wakes` is the sleeping slot for which it would leave. That slot frees its own place here.
-        """
-        state, limit_mib = self._state, self._state.limits.green_room_mib
-        if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
-            return True
-        if self._mib + wanted_mib <= limit_mib:
-            return True
-        others = [one for one in self._slots if one is not slot and one is not wakes]
-        if _total_mib(state, others) + wanted_mib <= limit_mib:
-            return True
-        own = _worth(state, slot, now)
-        stay = [one for one in others if not _may_leave(one) or _worth(state, one, now) > own]
-        return _total_mib(state, stay) + wanted_mib <= limit_mib
+    `wakes` is the sleeping slot for which it would leave. That slot frees its own place here.
+    """
+    limit_mib = state.limits.green_room_mib
+    if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
+        return True
+    if _is_enough(state, limit_mib - wanted_mib):
+        return True
+    others = [one for one in sleepers(state) if one is not slot and one is not wakes]
+    if _total_mib(state, others) + wanted_mib <= limit_mib:
+        return True
+    own = _worth(state, slot, now)
+    stay = [one for one in others if not _may_leave(one) or _worth(state, one, now) > own]
+    return _total_mib(state, stay) + wanted_mib <= limit_mib
 
 
 def can_take(state: State, claim_asleep: Claim) -> bool:
@@ -50,7 +42,7 @@ def can_take(state: State, claim_asleep: Claim) -> bool:
     limit_mib, wanted_mib = state.limits.green_room_mib, _host_mib(state, claim_asleep)
     if limit_mib is None or not wanted_mib:
         return True
-    stay = [one for one in _sleepers(state) if not _may_leave(one)]
+    stay = [one for one in sleepers(state) if not _may_leave(one)]
     return _total_mib(state, stay) + wanted_mib <= limit_mib
 
 
@@ -59,7 +51,7 @@ def within(state: State, most_mib: Mapping[DeviceId, int]) -> Mapping[DeviceId, 
     limit_mib = state.limits.green_room_mib
     if limit_mib is None:
         return most_mib
-    left_mib = limit_mib - _total_mib(state, [one for one in _sleepers(state) if one.spec.pinned])
+    left_mib = limit_mib - _total_mib(state, [one for one in sleepers(state) if one.spec.pinned])
     hosts = [device.id for device in state.devices if device.kind is DeviceKind.HOST]
     return {**most_mib, **{host: min(most_mib[host], left_mib) for host in hosts}}
 
@@ -86,7 +78,9 @@ def shortfall(state: State, spec: ModelSpec) -> Shortfall | None:
 
 def excess(state: State, limit_mib: int, now: float) -> list[Slot]:
     """Sleepers that must leave so that the rest fits into the green room, the least valuable first."""
-    there = _sleepers(state)
+    if _is_enough(state, limit_mib):
+        return []
+    there = sleepers(state)
     over_mib = _total_mib(state, there) - limit_mib
     if over_mib <= 0:
         return []
@@ -99,7 +93,7 @@ def excess(state: State, limit_mib: int, now: float) -> list[Slot]:
     return leave
 
 
-def _sleepers(state: State) -> list[Slot]:
+def sleepers(state: State) -> list[Slot]:
     """Slots that are asleep or falling asleep, without those that are leaving or about to wake."""
     return [slot for slot in state.slots.values() if slot.leaving_to is not Tier.COLD and _sleeps(slot)]
 
@@ -118,6 +112,12 @@ def _worth(state: State, slot: Slot, now: float) -> Worth:
     record, mib = state.models.get(slot.model), max(1, _host_mib(state, slot.claim_asleep))
     lost_s = 0.0 if record is None else record.rate(state.limits.recency_s, now) * record.move_s(MoveKind.LOAD)
     return (lost_s / mib, slot.last_used, slot.id)
+
+
+def _is_enough(state: State, mib: int) -> bool:
+    """True if sleepers surely take no more: all slots together hold no more on the host. Most questions end here."""
+    host = state.ledger.host
+    return host is None or state.ledger.held_on(host) <= mib
 
 
 def _total_mib(state: State, slots: list[Slot]) -> int:

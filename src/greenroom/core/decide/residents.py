@@ -31,7 +31,6 @@ class Residents:
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
         self._asleep_held_mib: Claim | None = None
-        self._sleepers: green_room.Sleepers | None = None
         self._ways: dict[placement.Shape, Ways] = {}
         self._crowds: dict[DeviceId, Crowd] | None = None
         # Residents that would go cold. They are the same for every newcomer.
@@ -221,11 +220,8 @@ class Residents:
         state = self._state
         if not _could_sleep(slot) or _is_tied(slot):
             return False
-        if not state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP)):
-            return False
-        if self._sleepers is None:
-            self._sleepers = green_room.Sleepers(state)
-        return self._sleepers.have_place_for(slot, self._now, wakes)
+        fits = state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+        return fits and green_room.has_place(state, slot, self._now, wakes)
 
 
 def _stays(slot: Slot) -> bool:
