@@ -39,11 +39,16 @@ NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 def model_path(model: str, order: str) -> str:
     """The path of an order to one model. Raises WrongUsage if no model can have this name."""
-    in_path = segment(model)
-    if not model or not model.isprintable():
-        why = "it has control or invisible characters" if model else "it is empty"
-        raise WrongUsage(f"{model!r} is no name of a model: {why}")
-    return f"/api/v1/models/{in_path}/{order}"
+    return f"/api/v1/models/{segment(model_name(model))}/{order}"
+
+
+def model_name(name: str) -> str:
+    """The name itself. Raises WrongUsage if no model can have it."""
+    in_utf8(name)
+    if not name or not name.isprintable():
+        why = "it has control or invisible characters" if name else "it is empty"
+        raise WrongUsage(f"{name!r} is no name of a model: {why}")
+    return name
 
 
 def segment(name: str) -> str:

@@ -63,3 +63,14 @@ def test_how_many_is_a_number_that_the_gateway_takes(wrong: str, capsys: pytest.
     with pytest.raises(SystemExit):
         main(["decisions", f"--last={wrong}"])
     assert "1,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["decisions", "explain"])
+def test_a_name_that_no_model_can_have_is_wrong_usage(
+    gateway: FakeGateway, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, ""]) == 2
+    assert capsys.readouterr() == ("", "greenroom: '' is no name of a model: it is empty\n")
+    assert main([command, "a\tb"]) == 2
+    assert "control or invisible characters" in capsys.readouterr().err
+    assert gateway.asked == []

@@ -60,8 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.cli.client import Client
+    from greenroom.cli.client import Client, model_name
 
+    model_name(args.model)
     explained = Client(address.address_of(args)).post("/api/v1/explain", _ask(args))
     if args.json:
         screen.say_json(explained)
