@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.config.schema import Gpu
 from greenroom.core.model import Claim, DeviceId
@@ -156,6 +156,9 @@ class HostProbe:
 
 THIS_MACHINE = HostProbe()
 
+# The kind of a probe that measures nothing: no process uses its GPUs.
+SIMULATED: Final = "simulated"
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedProbe:
@@ -163,7 +166,7 @@ class SimulatedProbe:
 
     gpus: tuple[Gpu, ...]
     host: HostProbe = THIS_MACHINE
-    kind: str = "simulated"
+    kind: str = SIMULATED
 
     def look(self) -> Reading:
         seen = (

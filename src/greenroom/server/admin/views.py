@@ -256,7 +256,7 @@ class GpuView(View):
     total_mib: int
     """What can be allocated, without what the driver keeps for itself."""
     used_mib: int
-    """By all processes, as the driver reports it."""
+    """By all processes, as the driver reports it; on a simulated GPU, what models and leases hold."""
     foreign_mib: int
     """Of that, by processes that belong to no model and no lease."""
     free_mib: int

@@ -13,7 +13,7 @@ from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin.reports.capabilities import KEPT_S
 from tests.runtime.memory.readings import gpu, reading
-from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, model
+from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, FakeWatch, model
 
 PATH = "/v1/capabilities"
 
@@ -33,7 +33,8 @@ async def test_the_whole_shape_is_there_and_no_figure_is_made_up() -> None:
     slot = gate.add_slot("a", Tier.READY, last_used=NOW)
     live = SimpleNamespace(child=None, figures=CacheFigures(0.25), ready_since=NOW - 60)
     gate.slots.live[slot.id] = cast(LiveSlot, live)
-    gate.memory_watch.last = MemoryLook(NOW, reading(gpu("gpu0", total_mib=8192, used_mib=2048, utilisation=50)))
+    seen = reading(gpu("gpu0", total_mib=8192, used_mib=2048, utilisation=50))
+    gate.memory_watch = FakeWatch(MemoryLook(NOW, seen), kind="nvml")
     gate.add_waiter("a", 1)
     told = await asked(gate)
     loaded_at = told["models"]["loaded"][0].pop("loadedAt")

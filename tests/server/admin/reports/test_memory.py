@@ -93,3 +93,19 @@ async def test_metrics_have_the_figures_and_leave_out_what_is_unknown(gateway: F
     text = (await Client(gateway).get("/metrics")).body.decode()
     assert 'greenroom_gpu_used_mib{device="gpu0"} 0.0' in text
     assert "greenroom_gpu_temperature_celsius{device" not in text
+
+
+async def test_a_simulated_gpu_is_used_as_far_as_models_and_leases_hold_it() -> None:
+    gateway = FakeGateway({"llm": model()})
+    gateway.memory_watch = FakeWatch(kind="simulated")
+    gateway.add_slot("llm", Tier.READY)
+    gateway.add_slot("llm", Tier.READY, slot_id="s-lease", lease=LeaseId("lease:trainer"))
+    client = Client(gateway)
+    (shown,) = (await client.get("/api/v1/gpus")).json["gpus"]
+    assert (shown["used_mib"], shown["other_mib"], shown["foreign_mib"]) == (200, 200, 0)
+    assert (await client.get("/api/v1/status")).json["gpus"][0]["used_mib"] == 200
+    assert b'greenroom_gpu_used_mib{device="gpu0"} 200.0' in (await client.get("/metrics")).body
+    for _ in range(2):
+        gateway.history.look()
+        gateway.now += 10
+    assert (await client.get("/api/v1/history")).json["used_mib"] == {"gpu0": [200.0]}

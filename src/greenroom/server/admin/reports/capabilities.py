@@ -25,7 +25,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import gpu_mib
-from greenroom.server.admin.reports.memory import cache_view, kv_mib
+from greenroom.server.admin.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import StatusWord, View
 from greenroom.server.asgi import caller_of
@@ -191,7 +191,7 @@ class CapabilityRoutes:
 
     def _resources(self, loaded: list[Entry]) -> Resources:
         gpus = self._gateway.memory_watch.last.reading.gpus
-        total, used = sum(gpu.total_mib for gpu in gpus), sum(gpu.used_mib for gpu in gpus)
+        total, used = sum(gpu.total_mib for gpu in gpus), sum(gpu_used_mib(self._gateway, gpu) for gpu in gpus)
         told = [gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
         size, share = self._kv_cache(loaded)
         return Resources(

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Query
 
 from greenroom.core.model import Tier
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.reports.memory import green_room_used_mib
+from greenroom.server.admin.reports.memory import gpu_used_mib, green_room_used_mib
 from greenroom.server.admin.views import View
 from greenroom.telemetry.history import Sample
 
@@ -160,7 +160,7 @@ def sample(gateway: Gateway, wall: Callable[[], float] = time.time) -> Sample:
         green_room_mib=green_room_used_mib(state),
         ready=sum(slot.tier is Tier.READY for slot in slots),
         asleep=sum(slot.tier is Tier.ASLEEP for slot in slots),
-        used_mib=held | {gpu.uuid: float(gpu.used_mib) for gpu in gpus if gpu.uuid in held},
+        used_mib=held | {gpu.uuid: float(gpu_used_mib(gateway, gpu)) for gpu in gpus if gpu.uuid in held},
         utilisation={gpu.uuid: float(gpu.utilisation) for gpu in gpus if gpu.utilisation is not None},
     )
 

@@ -15,7 +15,7 @@ from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.engines.estimates.estimate import mib as mib_of
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.entry import core_id
-from greenroom.runtime.memory.readings import GpuReading
+from greenroom.runtime.memory.readings import SIMULATED, GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
 from greenroom.server.admin.gateway import Gateway, WatchedMemory
@@ -87,6 +87,7 @@ class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
     def __init__(self, gateway: Gateway, now: float) -> None:
+        self._gateway = gateway
         self._watched: WatchedMemory = gateway.memory_watch
         self._look: MemoryLook = self._watched.last
         self._state = state = gateway.loop.scheduler.view
@@ -132,7 +133,7 @@ class GpuPicture:
             "index": gpu.index,
             "name": gpu.name,
             "total_mib": gpu.total_mib,
-            "used_mib": gpu.used_mib,
+            "used_mib": gpu_used_mib(self._gateway, gpu),
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
             "weights_mib": split.weights_mib,
@@ -163,6 +164,14 @@ class GpuPicture:
             StrangerView(pid=pid, name=self._look.names.get(pid), used_mib=mib)
             for pid, mib in sorted(by_pid.items(), key=lambda use: (-use[1], use[0]))
         ]
+
+
+def gpu_used_mib(gateway: Gateway, gpu: GpuReading) -> int:
+    """MiB that all processes use of it. No process uses a simulated GPU: there it is what models and leases hold."""
+    if gateway.memory_watch.kind != SIMULATED:
+        return gpu.used_mib
+    holdings = gateway.loop.scheduler.view.ledger.holdings.values()
+    return sum(holding.on(DeviceId(gpu.uuid)) for holding in holdings)
 
 
 def green_room_view(state: SchedulerView) -> GreenRoomView:
@@ -213,7 +222,7 @@ class GpuSplit:
 
 
 def memory_split(gateway: Gateway) -> dict[DeviceId, GpuSplit]:
-    """By GPU. Figures of models are planned ones; `other` is what remains of what the driver reports."""
+    """By GPU. Figures of models are planned ones; `other` is what remains of what is used."""
     gpus = gateway.memory_watch.last.reading.gpus
     found = {DeviceId(gpu.uuid): GpuSplit() for gpu in gpus}
     for slot in gateway.loop.scheduler.view.slots.values():
@@ -223,7 +232,7 @@ def memory_split(gateway: Gateway) -> dict[DeviceId, GpuSplit]:
                 found[device].kv_mib += kv
     for gpu in gpus:
         split = found[DeviceId(gpu.uuid)]
-        split.other_mib = max(0, gpu.used_mib - split.weights_mib - split.kv_mib)
+        split.other_mib = max(0, gpu_used_mib(gateway, gpu) - split.weights_mib - split.kv_mib)
     return found
 
 

@@ -22,7 +22,7 @@ from greenroom.library.versions import told_as
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.live import LiveState, StateFeed
-from greenroom.server.admin.reports.memory import cache_view, green_room_used_mib, memory_split
+from greenroom.server.admin.reports.memory import cache_view, gpu_used_mib, green_room_used_mib, memory_split
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin, caller_of
@@ -232,7 +232,7 @@ def _gpus(gateway: Gateway) -> dict[str, GpuFigures]:
     for gpu in gateway.memory_watch.last.reading.gpus:
         of = parts[DeviceId(gpu.uuid)]
         split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
-        figures = (gpu.total_mib, gpu.used_mib, gpu.utilisation, gpu.temperature_c)
+        figures = (gpu.total_mib, gpu_used_mib(gateway, gpu), gpu.utilisation, gpu.temperature_c)
         found[gpu.uuid] = GpuFigures(*figures, gpu.index, split)
     return found
 
