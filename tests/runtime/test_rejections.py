@@ -85,6 +85,15 @@ def test_too_large_tells_need_and_room() -> None:
     assert "41,000" in said.message and "23,920" in said.message
 
 
+def test_too_large_advises_to_unpin_only_models_whose_memory_would_help() -> None:
+    alone = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3)
+    assert "Lower ctx_size or memory_mib, or give it more devices." in rejections().error_for(alone).message
+    beside = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, pinned=(ModelId("a"), ModelId("b")))
+    said = rejections().error_for(beside)
+    assert "Lower ctx_size or memory_mib, unpin models (a, b), or give it more devices." in said.message
+    assert "unpin" not in said.public
+
+
 def test_engine_that_cannot_be_spread_over_gpus_says_so() -> None:
     rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3)
     assert "made free. One GPU only. Lower" in rejections(why_whole=" One GPU only.").error_for(rejection).message

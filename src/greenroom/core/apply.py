@@ -155,6 +155,7 @@ class Actions:
             plan.held_by,
             plan.beside,
             plan.room_s,
+            plan.pinned,
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse, now: float) -> None:

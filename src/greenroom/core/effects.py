@@ -53,6 +53,8 @@ class Rejection:
     beside: tuple[ModelId, ...] = ()
     # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known.
     room_s: float = 0.0
+    # For `TOO_LARGE`: pinned models without which it would fit.
+    pinned: tuple[ModelId, ...] = ()
 
 
 class OpOutcome(Enum):

@@ -150,9 +150,10 @@ def _queue_full(rejection: Rejection, retry_s: float | None) -> QueueFull:
 
 def _too_large(rejection: Rejection, whole: str) -> TooLarge:
     of = f" of {rejection.capacity_mib:,}" if rejection.capacity_mib else ""
+    unpin = f"unpin models ({', '.join(rejection.pinned)}), " if rejection.pinned else ""
     return TooLarge(
         f"{rejection.model} needs {rejection.needs_mib:,} MiB; at most {rejection.free_mib:,}{of} MiB can be made free"
-        f"{_held(rejection)}.{whole} Lower ctx_size or memory_mib, unpin a model, or give it more devices.",
+        f"{_held(rejection)}.{whole} Lower ctx_size or memory_mib, {unpin}or give it more devices.",
         beside=_numbers(rejection),
     )
 

@@ -88,6 +88,34 @@ def test_room_that_pinned_models_hold_is_refused_at_once_with_numbers() -> None:
     rejection = world.arrive("r", "new").rejection
     assert rejection is not None and rejection.code is RejectCode.TOO_LARGE
     assert (rejection.needs_mib, rejection.free_mib) == (5_000, 3_500)
+    assert rejection.pinned == ("a",)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [model("new", 9_000), model("new", 6_000, devices=(DeviceId("gpu2"),))],
+    ids=["too large for any GPU", "on a GPU that is not there"],
+)
+def test_a_refusal_names_no_pinned_model_that_would_not_help(new: ModelSpec) -> None:
+    world = World([model("a", 4_000, pinned=True), model("b", 4_000), new], (gpu(0, 8_000), gpu(1, 8_000)))
+    ready(world, "a", "b")
+    rejection = world.arrive("r", "new").rejection
+    assert rejection is not None and (rejection.code, rejection.pinned) == (RejectCode.TOO_LARGE, ())
+
+
+def test_a_refusal_names_pinned_models_only_where_their_memory_would_help() -> None:
+    first, second = (DeviceId("gpu0"),), (DeviceId("gpu1"),)
+    world = World(
+        [
+            model("here", 4_000, pinned=True, devices=first),
+            model("there", 4_000, pinned=True, devices=second),
+            model("new", 6_000, devices=second),
+        ],
+        (gpu(0, 8_000), gpu(1, 8_000)),
+    )
+    ready(world, "here", "there")
+    rejection = world.arrive("r", "new").rejection
+    assert rejection is not None and (rejection.code, rejection.pinned) == (RejectCode.TOO_LARGE, ("there",))
 
 
 def test_a_pinned_model_that_is_leaving_blocks_no_request_for_good() -> None:

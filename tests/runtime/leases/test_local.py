@@ -76,7 +76,7 @@ async def test_a_wait_that_was_too_short_is_denied_with_the_numbers(tmp_path: Pa
 @pytest.mark.parametrize("wait_s", [0.0, 10.0])
 async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path, wait_s: float) -> None:
     async with rig(tmp_path) as one:
-        with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB"):
+        with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB .* less\.$"):
             await one.leasing.acquire(ask(mib=20_000, wait_s=wait_s))
         with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
             await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
@@ -94,6 +94,16 @@ async def test_a_non_blocking_acquire_of_memory_held_now_is_not_refused_for_good
             await one.leasing.acquire(ask(mib=9_000, devices=("gpu0",)))
         with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
             await one.leasing.acquire(ask(mib=9_000, gpus=2))
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 10.0])
+async def test_a_lease_is_told_to_unpin_a_model_only_where_that_would_help(tmp_path: Path, wait_s: float) -> None:
+    async with rig(tmp_path, model("kept", 6_000, pinned=True)) as one:
+        await one.serve("kept")
+        with pytest.raises(LeaseTooLarge, match=r"Ask for less, or unpin a model\.$"):
+            await one.leasing.acquire(ask(mib=9_000, wait_s=wait_s))
+        with pytest.raises(LeaseTooLarge, match=r"Ask for less\.$"):
+            await one.leasing.acquire(ask(mib=11_000, wait_s=wait_s))
 
 
 async def test_several_gpus_are_had_together_or_not_at_all(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Swap:
 class Refuse:
     """The only possible answer is an error. `beside` as in `Wait`; for `EXCLUDED` these models are pinned.
 
-    `room_s` as in `Rejection`.
+    `room_s` and `pinned` as in `Rejection`.
     """
 
     code: RejectCode
@@ -112,6 +112,7 @@ class Refuse:
     held_by: tuple[str, ...] = ()
     beside: tuple[ModelId, ...] = ()
     room_s: float = 0.0
+    pinned: tuple[ModelId, ...] = ()
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
@@ -194,7 +195,8 @@ def _decide_swap(
         if kind is MoveKind.PREPARE and spec.need_asleep is not None:
             within = green_room.within(state, most)
             return refusal(state, RejectCode.TOO_LARGE, None, spec, spec.need_asleep, within)
-        return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most)
+        pinned = _pinned_in_way(state, record, residents)
+        return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most, pinned=pinned)
     if state.store_is_down and all(way.on for way in ways.each):
         # A waiter that is queued stays queued; a new one is refused, so that its caller can go elsewhere.
         waits = waiter.id in state.waitlist
@@ -271,10 +273,20 @@ def refusal(
     need: Need,
     mib: Mapping[DeviceId, int],
     room_s: float = 0.0,
+    pinned: tuple[ModelId, ...] = (),
 ) -> Refuse:
     """A refusal for lack of memory, in numbers: what is needed, what there is, and which other gateways hold some."""
     figures = placement.shortfall(spec, need, state.devices, mib)
-    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices), room_s=room_s)
+    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices), room_s=room_s, pinned=pinned)
+
+
+def _pinned_in_way(state: State, record: Claimant, residents: Residents) -> tuple[ModelId, ...]:
+    """Pinned models without which it would fit; none if it would not fit even then."""
+    own = (record.spec.id, record.spec.version_of)
+    pinned = [slot for slot in state.slots.values() if slot.spec.pinned and not slot.lease and slot.model not in own]
+    names = dict.fromkeys(slot.model for slot in pinned)
+    ways = residents.ways_within(record, state.most_mib(None, names, record.spec.version_of))
+    return tuple(dict.fromkeys(slot.model for slot in pinned if not ways.on.isdisjoint(slot.claim)))
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:

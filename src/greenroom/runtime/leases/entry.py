@@ -234,6 +234,11 @@ class LeasableMemory:
         most = self._state.most_mib()
         return {str(device): max(0, most[device]) for device in _leasable(self._state.ledger)}
 
+    def usable_mib(self) -> dict[str, int]:
+        """The same if pinned models had left, too."""
+        ledger = self._state.ledger
+        return {str(device): ledger.devices[device].usable_mib for device in _leasable(ledger)}
+
 
 def _leasable(ledger: LedgerFacts) -> list[DeviceId]:
     return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
@@ -262,7 +267,7 @@ def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) ->
         case RejectCode.TOO_LARGE if ask.gpus > len(free_mib):
             return _too_many(ask, len(free_mib), free_mib)
         case RejectCode.TOO_LARGE:
-            return _too_much(ask, rejection.needs_mib, rejection.free_mib, free_mib)
+            return _too_much(ask, rejection.needs_mib, rejection.free_mib, free_mib, bool(rejection.pinned))
         case RejectCode.SHUTTING_DOWN:
             return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
         case RejectCode.STORE_DOWN:
@@ -271,13 +276,18 @@ def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) ->
             return not_free(ask, free_mib)
 
 
-def never_free(ask: LeaseAsk, most_mib: Mapping[str, int], free_mib: Mapping[str, int]) -> LeaseTooLarge | None:
+def never_free(ask: LeaseAsk, memory: LeasableMemory) -> LeaseTooLarge | None:
     """The error of a request that no wait could satisfy; None if waiting may help."""
-    most = sorted((mib for device, mib in most_mib.items() if not ask.devices or device in ask.devices), reverse=True)
+    most, usable, free_mib = _for(ask, memory.most_mib()), _for(ask, memory.usable_mib()), memory.free_mib()
     if ask.gpus > len(most):
         return _too_many(ask, len(most), free_mib)
-    last = max(0, most[ask.gpus - 1])
-    return _too_much(ask, ask.mib, last, free_mib) if ask.mib > last else None
+    last, unpinned = max(0, most[ask.gpus - 1]), usable[ask.gpus - 1]
+    return _too_much(ask, ask.mib, last, free_mib, ask.mib <= unpinned) if ask.mib > last else None
+
+
+def _for(ask: LeaseAsk, mib: Mapping[str, int]) -> list[int]:
+    """These figures on the devices that it may use, the largest first."""
+    return sorted((mib[device] for device in mib if not ask.devices or device in ask.devices), reverse=True)
 
 
 def _too_many(ask: LeaseAsk, gpus: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
@@ -286,10 +296,12 @@ def _too_many(ask: LeaseAsk, gpus: int, free_mib: Mapping[str, int]) -> LeaseToo
     )
 
 
-def _too_much(ask: LeaseAsk, needs_mib: int, most_mib: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
+def _too_much(
+    ask: LeaseAsk, needs_mib: int, most_mib: int, free_mib: Mapping[str, int], may_unpin: bool
+) -> LeaseTooLarge:
     return LeaseTooLarge(
         f"{_wanted(ask)} can never be had: {needs_mib:,} MiB are needed, at most {most_mib:,} MiB can be made free. "
-        "Ask for less, or unpin a model.",
+        f"Ask for less{', or unpin a model' if may_unpin else ''}.",
         beside=_numbers(ask, free_mib),
     )
 

@@ -178,8 +178,7 @@ class LocalLeasing:
         # A non-blocking acquire never evicts and never jumps the queue.
         waits = is_behind(entry, self._entries.values())
         if not ask.wait_s and (waits or not self._is_free_now(ask)):
-            free = self._memory.free_mib()
-            raise never_free(ask, self._memory.most_mib(), free) or not_free(ask, free)
+            raise never_free(ask, self._memory) or not_free(ask, self._memory.free_mib())
         self._lost.pop(ask.id, None)
         self._put(entry)
         if not waits:
