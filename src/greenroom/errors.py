@@ -561,6 +561,8 @@ class TooLarge(EngineFault):
     code = "model_too_large"
     final = True
     public_words = "The model does not fit into the memory that can be made free for it."
+    # `public` where it may use only devices that are not there.
+    no_device_words = "The model may use only devices that are not there."
 
 
 class Excluded(EngineFault):

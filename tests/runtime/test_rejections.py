@@ -30,8 +30,10 @@ def rejections(
     is_draining: bool = False,
     slots: tuple[Slot, ...] = (),
     why_whole: str = "",
+    no_device: str = "",
 ) -> Rejections:
-    return Rejections({M: failed} if failed else {}, lambda: is_draining, lambda _: slots, lambda _: why_whole)
+    failures = {M: failed} if failed else {}
+    return Rejections(failures, lambda: is_draining, lambda _: slots, lambda _: why_whole, lambda _: no_device)
 
 
 def error(code: RejectCode, *slots: Slot, **numbers: float) -> GreenroomError:
@@ -77,6 +79,14 @@ def test_a_wait_for_a_rule_is_not_told_as_one_for_memory() -> None:
 def test_a_model_that_leaves_does_not_wait_for_a_rule() -> None:
     said = error(RejectCode.EXPIRED, LEAVING, retry_after_s=5.0, beside=(ModelId("a"),))
     assert said.beside["loading"]["state"] == "leaving" and "is leaving" in said.message
+
+
+def test_a_model_whose_devices_are_not_there_is_told_which_are() -> None:
+    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=0, capacity_mib=8_000)
+    said = rejections(no_device="qwen may use only gpu7.").error_for(rejection)
+    assert isinstance(said, TooLarge) and said.message == "qwen may use only gpu7."
+    assert said.public == "The model may use only devices that are not there.", "others learn no names"
+    assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 0, "capacity_mib": 8_000}}
 
 
 def test_too_large_tells_need_and_room() -> None:
@@ -196,6 +206,6 @@ def test_a_model_that_would_fit_does_not_wait_for_memory() -> None:
 
 
 def test_a_request_that_gives_up_on_a_load_is_told_its_progress() -> None:
-    halfway = Rejections({}, lambda: False, lambda _: (LOADING,), lambda _: "", lambda _: 0.5)
+    halfway = Rejections({}, lambda: False, lambda _: (LOADING,), lambda _: "", lambda _: "", lambda _: 0.5)
     said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
     assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

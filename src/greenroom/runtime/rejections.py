@@ -68,8 +68,8 @@ def phase_of(slots: Iterable[SlotFacts]) -> Phase:
 class Rejections:
     """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
 
-    `why_whole` says why only one of several GPUs is used for a model, if so; `progress` which share of a model is
-    loaded, where that is known.
+    `why_whole` says why only one of several GPUs is used for a model, and `no_device` that none of its devices is
+    there, if so; `progress` which share of a model is loaded, where that is known.
     """
 
     def __init__(
@@ -78,12 +78,14 @@ class Rejections:
         is_draining: Callable[[], bool],
         slots_of: Callable[[ModelId], Iterable[SlotFacts]],
         why_whole: Callable[[ModelId], str],
+        no_device: Callable[[ModelId], str],
         progress: Callable[[ModelId], float | None] = lambda _: None,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
         self._slots_of = slots_of
         self._why_whole = why_whole
+        self._no_device = no_device
         self._progress = progress
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
@@ -96,7 +98,7 @@ class Rejections:
             case RejectCode.LOAD_FAILED:
                 return self._load_failed(model, retry_s)
             case RejectCode.TOO_LARGE:
-                return _too_large(rejection, self._why_whole(model))
+                return self._too_large(rejection)
             case RejectCode.EXCLUDED:
                 return _excluded(rejection)
             case RejectCode.UNLOADED:
@@ -118,6 +120,11 @@ class Rejections:
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")
         model = dict(reason.facts).get("model", "")
         return Unloaded(f"{model} was unloaded while it answered ({reason.why}).", retry_after_s=1.0)
+
+    def _too_large(self, rejection: Rejection) -> TooLarge:
+        if said := self._no_device(rejection.model):
+            return TooLarge(said, public=TooLarge.no_device_words, beside=_numbers(rejection))
+        return _too_large(rejection, self._why_whole(rejection.model))
 
     def _load_failed(self, model: ModelId, retry_s: float | None) -> GreenroomError:
         cause = self._failures.get(model)

@@ -13,14 +13,14 @@ from pathlib import Path
 from greenroom.config import limits
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import Event
-from greenroom.core.model import Device, DeviceId, DeviceKind
+from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
 from greenroom.runtime.memory.book import NeedBook
-from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, none_there, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
@@ -106,6 +106,11 @@ class MemoryParts:
         kept = {} if config.gpus else set_aside(self.common.catalog, known)
         self.watch.set_aside_mib = kept
         return without(known, kept)
+
+    def no_device(self, model: ModelId) -> str:
+        """That this model may use only devices that are not there, and what to do; empty if that is not so."""
+        entry, there = self.common.catalog.find(model), self.common.state.ledger.devices
+        return "" if entry is None else none_there(entry, there, self.watch.last.reading.gpus)
 
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:

@@ -230,12 +230,15 @@ def _hosted(
     return workers, hosted
 
 
-def wire_rejections(common: CommonParts, moves: MoveParts, is_draining: Callable[[], bool]) -> Rejections:
+def wire_rejections(
+    common: CommonParts, memory: MemoryParts, moves: MoveParts, is_draining: Callable[[], bool]
+) -> Rejections:
     return Rejections(
         moves.mover.failures,
         is_draining,
         common.state.slots_of,
         lambda model: _why_whole(common, model),
+        memory.no_device,
         common.hosted_slots.progress_of,
     )
 

@@ -55,3 +55,19 @@ async def test_explanations_come_true(tmp_path: Path) -> None:
         assert (done[0]["why"], done[0]["for_model"], done[0]["slot"]) == ("evicted", "b", evicted["slot"])
         assert [one["seq"] for one in done] == [last + 1, last + 2]
         assert abs(done[0]["at"] - app.activity.recent(1)[0].arrived_at) < 60
+
+
+async def test_a_model_whose_devices_are_not_there_is_refused_by_their_names(tmp_path: Path) -> None:
+    models = {"astray": fake("astray", devices=["gpu7"]), "there": fake("there", devices=["gpu1", "gpu7"])}
+    async with gateway(tmp_path, models, gpus=[{"memory_mib": 1_000}] * 2) as app:
+        only = "astray may use only gpu7 (`devices`), and this machine has gpu0, gpu1 and host."
+        answer = await chat(app, "astray")
+        assert (answer.status, answer.error["code"]) == (503, "model_too_large")
+        assert answer.error["message"].startswith(only), answer.error
+        ordered = await http(app, "POST", "/api/v1/models/astray/load")
+        assert (ordered.status, ordered.error["code"]) == (503, "model_too_large")
+        assert ordered.error["message"].startswith(only), ordered.error
+        assert (await explain(app, "astray"))["detail"].startswith(only)
+        (device,) = (await explain(app, "there"))["devices"]
+        assert device["name"] == "gpu1"
+        assert (await chat(app, "there")).status == 200

@@ -24,7 +24,11 @@ class Rig:
     """A scheduler that answers every order with the same outcome, at once."""
 
     def __init__(
-        self, outcome: OpOutcome, failure: GreenroomError | None = None, shortfall: Shortfall | None = None
+        self,
+        outcome: OpOutcome,
+        failure: GreenroomError | None = None,
+        shortfall: Shortfall | None = None,
+        no_device: str = "",
     ) -> None:
         self.asked: list[MoveAsked] = []
         self._outcome = outcome
@@ -37,6 +41,7 @@ class Rig:
             lambda: 5.0,
             lambda model: "llamacpp",
             lambda model: shortfall,
+            lambda model: no_device,
         )
 
     def _post(self, event: Event) -> None:
@@ -70,6 +75,12 @@ async def test_a_model_that_cannot_sleep_is_named_with_its_engine_and_what_works
 async def test_a_load_that_rules_exclude_says_where_the_models_are_named() -> None:
     said = await refusal(MoveKind.LOAD, OpOutcome.EXCLUDED)
     assert said.code == "model_excluded" and "`greenroom explain qwen`" in said.message
+
+
+@pytest.mark.parametrize("kind", [MoveKind.LOAD, MoveKind.PREPARE])
+async def test_an_order_for_a_model_whose_devices_are_not_there_says_which_are(kind: MoveKind) -> None:
+    with pytest.raises(TooLarge, match=r"^qwen may use only gpu7\.$"):
+        await Rig(OpOutcome.TOO_LARGE, no_device="qwen may use only gpu7.").operations.move(kind, QWEN)
 
 
 async def test_too_large_for_the_green_room_is_told_apart_from_too_large_to_be_ready() -> None:

@@ -7,7 +7,7 @@ looks at GPUs: a reading says which there are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -64,6 +64,26 @@ class DeviceNames:
         if device is None:
             _log.warning("there is no such device name=%s devices=%s", name, ",".join(gpu.uuid for gpu in self.gpus))
         return device or DeviceId(name)
+
+
+def name_of(device: DeviceId, gpus: Iterable[GpuReading]) -> str:
+    """What people call it: gpu0, gpu1 … for a GPU of this reading; its id otherwise."""
+    return next((f"{_NUMBERED}{gpu.index}" for gpu in gpus if gpu.uuid == device), device)
+
+
+def none_there(entry: Entry, there: Collection[DeviceId], gpus: Sequence[GpuReading]) -> str:
+    """That this model may use only devices that are not there, and what to do; empty if that is not so."""
+    if not entry.spec.devices or not set(entry.spec.devices).isdisjoint(there):
+        return ""
+    only, has = _list(entry.config.devices), _list([name_of(device, gpus) for device in there])
+    return (
+        f"{entry.id} may use only {only} (`devices`), and this machine has {has}. "
+        "Name what is there, or leave `devices` out."
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 # What a worker needs on a GPU for itself: a CUDA context, the kernels of torch and the workspace of cuBLAS.

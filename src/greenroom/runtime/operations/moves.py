@@ -40,8 +40,11 @@ class OperatorMoves:
         clock: Callable[[], float],
         engine_of: Callable[[ModelId], str],
         shortfall: Callable[[ModelId], Shortfall | None],
+        no_device: Callable[[ModelId], str],
     ) -> None:
-        """`engine_of` names the engine of a model that is known; `shortfall` why the green room cannot take it."""
+        """`engine_of` names the engine of a model that is known; `shortfall` says why the green room cannot take it,
+        and `no_device` that none of its devices is there, if so."""
+        self._no_device = no_device
         self._shortfall = shortfall
         self._engine_of = engine_of
         self._effects = effects
@@ -76,6 +79,8 @@ class OperatorMoves:
                     f"{model} runs on {engine}, which cannot {what} here. `load` and `unload` work for it.",
                     param="model",
                 )
+            case OpOutcome.TOO_LARGE if said := self._no_device(model):
+                return TooLarge(said, public=TooLarge.no_device_words)
             case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:
                 return _too_large_asleep(model, self._shortfall(model))
             case OpOutcome.TOO_LARGE:

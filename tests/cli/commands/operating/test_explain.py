@@ -23,6 +23,10 @@ def evicted(model: str, to: str, why: str) -> dict[str, str]:
     return {"model": model, "slot": "s1", "to": to, "why": why}
 
 
+def on(*names: str) -> list[dict[str, Any]]:
+    return [{"id": f"id-{name}", "name": name, "mib": 100} for name in names]
+
+
 def test_the_question_carries_what_was_said(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.on("POST", PATH, answer(explained("serve", slot="s1")))
     assert main(["explain", "qwen"]) == 0
@@ -140,6 +144,19 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
             [
                 "qwen would be refused: scheduler.company does not let it be ready beside a pinned model",
                 "  not beside: a and b",
+            ],
+        ),
+        (
+            explained("swap", move="load", evict=[evicted("a", "cold", "idle for 3m")], devices=on("gpu1")),
+            ["qwen would be loaded on gpu1 after a made room"],
+        ),
+        (explained("swap", move="wake", devices=on("gpu0", "gpu1", "host")), ["qwen would be woken on gpu0 and gpu1"]),
+        (explained("swap", move="load", devices=on("host")), ["qwen would be loaded on host"]),
+        (
+            explained("refuse", why="too_large", detail="qwen may use only gpu7. Name what is there."),
+            [
+                "qwen would be refused: it does not fit on the devices there are",
+                "  qwen may use only gpu7. Name what is there.",
             ],
         ),
         (explained("refuse", why="too_large"), ["qwen would be refused: it does not fit on the devices there are"]),

@@ -14,9 +14,23 @@ from greenroom.config.sections.tasks import Task
 from greenroom.core.decide.placement import Places
 from greenroom.core.events import ConfigChanged, RequestArrived
 from greenroom.core.explain import Explanation, Plan
-from greenroom.core.model import Group, ModelId, Move, MoveId, MoveKind, RequestId, SlotId, Tier
+from greenroom.core.model import (
+    Device,
+    DeviceId,
+    DeviceKind,
+    Group,
+    ModelId,
+    Move,
+    MoveId,
+    MoveKind,
+    RequestId,
+    SlotId,
+    Tier,
+)
 from greenroom.core.policy import Policy, PriorityClass
 from greenroom.core.scheduler import Scheduler
+from greenroom.runtime.memory.watch import MemoryLook
+from tests.runtime.memory.readings import gpu, reading
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
 PATH = "/api/v1/explain"
@@ -99,6 +113,47 @@ async def test_model_that_can_never_fit_would_be_refused() -> None:
     gateway = FakeGateway({"a": model(memory_mib=FULL_MIB + 1)})
     told = (await explain(gateway, model="a")).json
     assert (told["action"], told["why"]) == ("refuse", "too_large")
+
+
+@pytest.mark.parametrize("name", ["a", "chat"])
+async def test_model_whose_devices_are_not_there_is_told_which_are(name: str) -> None:
+    gateway = FakeGateway({"a": model(devices=("gpu7", "GPU-x"))})
+    gateway.tasks.configure(gateway.config.model_copy(update={"tasks": {"chat": Task(candidates=("a",))}}))
+    told = (await explain(gateway, model=name)).json
+    assert (told["action"], told["why"]) == ("refuse", "too_large")
+    assert told["detail"] == (
+        "a may use only gpu7 and GPU-x (`devices`), and this machine has gpu0. "
+        "Name what is there, or leave `devices` out."
+    )
+
+
+@pytest.mark.parametrize("devices", [(), ("gpu0",), ("gpu0", "gpu7")])
+async def test_model_that_can_never_fit_on_devices_that_are_there_is_told_nothing_of_others(
+    devices: tuple[str, ...],
+) -> None:
+    gateway = FakeGateway({"a": model(memory_mib=FULL_MIB + 1, devices=devices)})
+    told = (await explain(gateway, model="a")).json
+    assert (told["why"], told["detail"]) == ("too_large", None)
+
+
+async def test_a_swap_names_the_devices_where_its_model_would_come() -> None:
+    gateway = FakeGateway({"a": model()})
+    told = (await explain(gateway, model="a")).json
+    assert (told["move"], told["devices"]) == ("load", [{"id": "gpu0", "name": "gpu0", "mib": 100}])
+    gateway.add_slot("a", Tier.READY)
+    assert (await explain(gateway, model="a")).json["devices"] == []
+
+
+async def test_a_gpu_is_named_by_its_number_and_a_model_without_one_by_the_host() -> None:
+    host, gpus = DeviceId("host"), (DeviceId("GPU-b"), DeviceId("GPU-a"))
+    gateway = FakeGateway({"a": model(memory_mib=900), "b": model(devices=("host",))})
+    there = [Device(gpu, DeviceKind.GPU, size, 0) for gpu, size in zip(gpus, (500, 1_000), strict=True)]
+    there.append(Device(host, DeviceKind.HOST, 8_000, 0))
+    gateway.memory_watch.last = MemoryLook(NOW, reading(gpu("GPU-b", 0), gpu("GPU-a", 1)))
+    gateway.loop.scheduler.handle(ConfigChanged(NOW, devices=tuple(there)))
+    gateway.effects.asked.clear()
+    assert (await explain(gateway, model="a")).json["devices"] == [{"id": "GPU-a", "name": "gpu1", "mib": 900}]
+    assert (await explain(gateway, model="b")).json["devices"] == [{"id": "host", "name": "host", "mib": 100}]
 
 
 async def test_model_that_rules_exclude_beside_a_pinned_one_would_be_refused() -> None:

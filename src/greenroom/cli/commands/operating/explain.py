@@ -125,7 +125,14 @@ def _join(explained: Explained) -> str:
 def _swap(explained: Explained) -> str:
     how = "woken" if explained["move"] == "wake" else "loaded"
     room = f" after {_list([one['model'] for one in explained['evict']])} made room" if explained["evict"] else ""
-    return f"{explained['model']} would be {how}{room}"
+    return f"{explained['model']} would be {how}{_on(explained)}{room}"
+
+
+def _on(explained: Explained) -> str:
+    """Its GPUs; the host only for a model that uses none."""
+    names = [one["name"] for one in explained.get("devices", ())]
+    shown = [name for name in names if name != "host"] or names
+    return f" on {_list(shown)}" if shown else ""
 
 
 def _wait(explained: Explained) -> str:
@@ -142,7 +149,7 @@ _SENTENCES: Final = {"serve": _serve, "join": _join, "swap": _swap, "wait": _wai
 
 
 def _place(explained: Explained) -> list[str]:
-    lines = []
+    lines = [f"  {detail}"] if (detail := explained.get("detail")) else []
     if explained["behind"]:
         lines.append(f"  requests for {_list(explained['behind'])} would go first")
     if beside := explained.get("beside"):

@@ -15,11 +15,13 @@ from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.config.schema import Heartbeat
+from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.errors import PolicyFailed
 from greenroom.routing.tasks import Ladder
+from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway, Scheduling
 from greenroom.server.admin.views import Order, Priority, Tier, View
@@ -50,6 +52,15 @@ class Evicted(View):
     to: Tier
     """Where it would go: asleep, or cold."""
     why: str
+
+
+class DeviceClaim(View):
+    """What its model would hold of a device."""
+
+    id: str
+    name: str
+    """gpu0, gpu1 … or host, as a model's `devices` may call it."""
+    mib: int
 
 
 Verdict = Literal["chosen", "refused", "left_out", "last_resort", "late", "not_sooner", "slower"]
@@ -85,8 +96,12 @@ class Explained(View):
     """The slot that would serve it, if there is one already."""
     move: str | None = None
     """How its model would become ready: load, or wake."""
+    devices: list[DeviceClaim] = []
+    """Where it would be then; empty if there is no move, or if it takes no memory."""
     why: str | None = None
     """What it would wait for, or why it would be refused."""
+    detail: str | None = None
+    """More about `why` in words, where there is more to say: of `too_large`, that none of its `devices` is there."""
     behind: list[str] = []
     """Models whose requests go first."""
     beside: list[str] = []
@@ -131,7 +146,7 @@ class Explaining:
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
             said = scheduler.explanation(event)
-        return _told(event, said, entry.id)
+        return self._told(event, said, entry.id)
 
     def _explain_task(self, ask: ExplainAsk, ladder: Ladder) -> Explained:
         models, section = tuple(one.id for one in ladder.models), ladder.task.section
@@ -143,10 +158,27 @@ class Explaining:
         with naming_policy(scheduler, event):
             options, place = scheduler.weigh(event)
             said = scheduler.explanation(event)
-        told = _told(event, said, options[place].model)
+        told = self._told(event, said, options[place].model)
         seen = [_candidate(one, position, place) for position, one in enumerate(options)]
         left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
         return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
+
+    def _told(self, event: RequestArrived, said: Explanation, model: ModelId) -> Explained:
+        told = _told(event, said, model)
+        if isinstance(said.plan, Swap):
+            return told.model_copy(update={"devices": self._devices(said.plan)})
+        if isinstance(said.plan, Refuse) and said.plan.code is RejectCode.TOO_LARGE:
+            return told.model_copy(update={"detail": self._no_device(model) or None})
+        return told
+
+    def _devices(self, swap: Swap) -> list[DeviceClaim]:
+        gpus = self._gateway.memory_watch.last.reading.gpus
+        held = [(device, mib) for device, mib in swap.claim.items() if mib > 0]
+        return [DeviceClaim(id=device, name=name_of(device, gpus), mib=mib) for device, mib in held]
+
+    def _no_device(self, model: ModelId) -> str:
+        entry, there = self._gateway.catalog.find(model), self._gateway.loop.scheduler.view.ledger.devices
+        return "" if entry is None else none_there(entry, there, self._gateway.memory_watch.last.reading.gpus)
 
     def _arrival(
         self,
