@@ -103,6 +103,20 @@ def test_decisions_have_reasons_and_explain_tells_what_would_happen(opened: Tab)
     expect(page.get_by_role("alert")).to_contain_text("unheard-of")
 
 
+def test_an_explanation_names_the_gpu_and_says_of_a_caller_that_may_not_wait_that_it_does_not(opened: Tab) -> None:
+    lists = {name: list[str]() for name in ("candidates", "behind", "beside", "evict", "calls_off")}
+    nulls = dict.fromkeys(("task", "slot", "why", "detail", "eta_s", "retry_after_s"))
+    devices = [{"id": "GPU-a", "name": "gpu3", "mib": 100}, {"id": "host", "name": "host", "mib": 1}]
+    told = {"action": "swap", "model": OTHER, "move": "load", "devices": devices, "position": 1, "too_late": True}
+    body = json.dumps({**lists, **nulls, **told, "wait_max_s": 0})
+    opened.page.route("**/api/v1/explain", lambda route: route.fulfill(content_type="application/json", body=body))
+    page = opened.open(f"decisions?model={OTHER}")
+    expect(page.get_by_text(f"{OTHER} would be loaded on gpu3.")).to_be_visible()
+    expect(page.get_by_text("This caller would be refused at once: it may not wait")).to_be_visible()
+    expect(page.get_by_text("The model would be brought all the same.")).to_be_visible()
+    expect(page.get_by_text("it would be refused")).to_have_count(0)
+
+
 def test_a_model_that_left_after_its_answers_says_for_which_one(opened: Tab) -> None:
     left = {
         "seq": 1,

@@ -9,7 +9,9 @@ export interface Explained {
   candidates: { model: string; verdict: string; why: string | null; eta_s: number | null }[];
   slot: string | null;
   move: string | null;
+  devices: { id: string; name: string; mib: number }[];
   why: string | null;
+  detail: string | null;
   behind: string[];
   beside: string[];
   evict: { model: string; slot: string; to: "asleep" | "cold"; why: string }[];
@@ -94,7 +96,7 @@ export function explains(said: Explained): string {
       return `${name} is on its way already: the request would wait for it.`;
     case "swap": {
       const room = said.evict.length ? ` after ${list(said.evict.map((one) => one.model))} made room` : "";
-      return `${name} would be ${said.move === "wake" ? "woken" : "loaded"}${room}.`;
+      return `${name} would be ${said.move === "wake" ? "woken" : "loaded"}${comesTo(said)}${room}.`;
     }
     case "wait":
       return `${name} would have to wait: ${waitReason(said.why ?? "")}.`;
@@ -103,12 +105,24 @@ export function explains(said: Explained): string {
   }
 }
 
+/** Its GPUs; the host only for a model that uses none. */
+function comesTo(said: Explained): string {
+  const names = said.devices.map((one) => one.name);
+  const gpus = names.filter((name) => name !== "host");
+  return names.length ? ` on ${list(gpus.length ? gpus : names)}` : "";
+}
+
 /** The further sentences of an explanation. */
 export function explainsMore(said: Explained): string[] {
   const lines = said.evict.map((one) => `${one.model} would ${one.to === "asleep" ? "fall asleep" : "be unloaded"}: ${one.why}.`);
+  if (said.detail) lines.push(said.detail);
   if (said.behind.length) lines.push(`Requests for ${list(said.behind)} would go first.`);
   if (said.beside.length) lines.push(`It may not be ready beside ${list(said.beside)}.`);
   if (said.calls_off.length) lines.push(`${list(said.calls_off)} would have to be planned again, being less urgent.`);
+  if (said.wait_max_s === 0) {
+    lines.push("This caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s).");
+    return said.too_late ? [...lines, "The model would be brought all the same."] : lines;
+  }
   if (said.too_late) lines.push("This caller would be refused: its time is over by then. The model would be brought all the same.");
   if (said.position !== null) lines.push(`Its place in the queue: ${said.position}.`);
   if (said.action === "refuse") {
