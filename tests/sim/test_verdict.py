@@ -309,8 +309,12 @@ SMALL_GPU, LARGE_GPU, OTHER_LARGE = gpu(1_000), gpu(4_000, 1), gpu(4_000, 2)
             [LARGE_GPU, OTHER_LARGE],
             Prospects(more_gpus=False, spreading=False, other_gpus=True),
         ),
-        # The GPU that it names is not there.
-        ([sim_model("a", devices=(GPU1,)), sim_model("b")], [SMALL_GPU], Prospects(other_gpus=True)),
+        # The GPU that it names is not there, so the other one has all to itself.
+        (
+            [sim_model("a", devices=(GPU1,)), sim_model("b")],
+            [SMALL_GPU],
+            Prospects(spreading=False, absent_gpus={"a": (GPU1,)}),
+        ),
     ],
 )
 def test_prospects_are_what_models_could_use(models: list[SimModel], gpus: list[Device], expected: Prospects) -> None:
@@ -447,6 +451,33 @@ def test_models_that_fit_nowhere_are_named() -> None:
     assert said[2] == f"m0 fits on no GPU that it may use: {one.stats.lost} requests for it cannot be served."
 
 
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [((GPU1,), "gpu1"), ((DeviceId("gpu3"), GPU1), "gpu3, gpu1")],
+)
+def test_a_model_that_names_only_gpus_that_are_not_there_is_told_so(devices: tuple[DeviceId, ...], named: str) -> None:
+    base = replace(SMALL, models=(sim_model("m0", devices=devices), *SMALL.models[1:]))
+    one, larger, two = results(Case("fifo", 1), Case("fifo", 1, gpu_mib=8_000), Case("fifo", 2), base=base)
+    lost = one.stats.delays["m0"].lost
+    assert one.stats.lost == lost and one.stats.delays["m0"].lost_no_gpu == lost
+    said = advice([one]).bottom_line
+    assert said[1:] == [
+        f"The bottleneck: models may use only GPUs that are not there (requests lost: no such GPU {lost}).",
+        f"m0 names only GPUs that this machine does not have ({named}): {lost} requests for it cannot be served. "
+        "Change its devices, or the GPUs.",
+    ]
+    assert "None of the changes tried helps noticeably by itself." not in advice([one, two]).bottom_line
+    assert not two.stats.lost and larger.stats.lost == lost
+
+
+def test_models_that_name_only_gpus_that_are_not_there_are_named_together() -> None:
+    absent = [sim_model(name, devices=(DeviceId(f"gpu{number}"),)) for number, name in ((3, "m0"), (2, "m1"))]
+    (one,) = results(Case("fifo", 1), base=replace(SMALL, models=(*absent, *SMALL.models[2:])))
+    (line,) = [line for line in advice([one]).bottom_line if line.startswith("m0, m1 ")]
+    assert line.startswith("m0, m1 name only GPUs that this machine does not have (gpu3, gpu2): ")
+    assert line.endswith(" requests for them cannot be served. Change their devices, or the GPUs.")
+
+
 def test_models_that_pinned_ones_keep_out_are_told_from_those_that_are_too_large() -> None:
     """The pinned model is there first; the other would fit, as it does on a second GPU."""
     base = setting(sim_model("a", pinned=True, preload=True), sim_model("b"))
@@ -471,6 +502,18 @@ def test_times_are_said_as_people_say_them() -> None:
         "12 s",
         "2.5 min",
         "2.5 h",
+    ]
+
+
+def test_halves_of_times_go_up_also_where_a_sum_misses_them_by_a_hair() -> None:
+    """A table has 17.5 s for each of the first three."""
+    assert [seconds(value) for value in (17.5, 17.499_999_999, 17.46)] == ["18 s"] * 3
+    assert [seconds(value) for value in (16.5, 17.44, 9.96, 135.0, 8_100.0)] == [
+        "17 s",
+        "17 s",
+        "10 s",
+        "2.3 min",
+        "2.3 h",
     ]
 
 
@@ -513,8 +556,14 @@ def test_where_nothing_is_served_there_is_no_wait_to_speak_of() -> None:
     too_small = replace(SMALL, devices=(gpu(500), host(9_000)))
     none, all_served = results(Case("fifo", 1), base=too_small) + results(Case("fifo", 2))
     assert none.stats.served == 0
-    (sentence,) = advice([none, all_served]).changes
-    assert "the p95 wait from - to" in sentence and "it helps a lot" in sentence
+    said, waits_s = advice([none, all_served]), all_served.stats.waits
+    p95, mean = seconds(waits_s.p95_s), seconds(waits_s.mean_s)
+    waits = f", with a p95 wait of {p95} and a mean of {mean} where none was served before"
+    for sentence in (said.changes[0], next(line for line in said.bottom_line if line.startswith("The best single"))):
+        assert "swaps from 0 to " in sentence and waits in sentence and "-" not in sentence
+    assert said.changes[0].endswith(f"{waits}: it helps a lot.")
+    (sentence,) = advice([all_served, none]).changes
+    assert sentence.endswith(f"; none is served then, where the p95 wait was {p95}: worse.")
     slow = made(Case("fifo", 3), 1.0, delays=Delays(1_000, slow_s=800.0))
     assert "what sharing a GPU adds" not in advice([none, slow]).changes[0]
 
@@ -548,4 +597,4 @@ def test_a_little_slower_is_not_worse_where_waits_are_much_longer() -> None:
 def test_two_cases_that_serve_nothing_are_not_said_to_let_none_wait() -> None:
     too_small = replace(SMALL, devices=(gpu(500), host(9_000)))
     (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2), base=too_small)).changes
-    assert sentence.endswith(": hardly a difference.")
+    assert sentence.endswith(" would leave requests served at 0 of 99, swaps at 0: hardly a difference.")

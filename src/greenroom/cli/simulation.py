@@ -64,6 +64,8 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     needs = Needs(gpus={gpu.id: "simulated" for gpu in gpus})
     needs.usable_mib = {gpu.id: gpu.usable_mib for gpu in gpus}
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
+    if not gpus and (args.gpus or (args.green_room_mib and not all(_is_without_gpu(model.spec) for model in models))):
+        raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
     requests = _requests(config, args)
     recorded = _recorded_speeds(config, args, models, requests.answers)
     base = SimConfig(
@@ -203,9 +205,12 @@ def _gpus(there: Sequence[Device], args: argparse.Namespace) -> list[Device]:
     gpus = [device for device in there if device.kind is DeviceKind.GPU]
     if not gpus and args.gpu_mib:
         return [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib[0])]
-    if not gpus and (args.gpus or args.green_room_mib):
-        raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
     return gpus
+
+
+def _is_without_gpu(spec: ModelSpec) -> bool:
+    """True if it is known to run elsewhere, or on the host alone."""
+    return spec.is_remote or (spec.need.host_mib > 0 and not spec.need.gpu_mib)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelSpec, Need
-from greenroom.sim.config import SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, absent_gpus
 from greenroom.sim.hooks import Watcher
 from greenroom.sim.results.stats import Stats, stats_of
 from greenroom.sim.workloads import Workload
@@ -71,6 +71,8 @@ class Prospects:
     spreading: bool = True  # and it does not have one to itself yet
     other_gpus: bool = False  # `devices` keeps some model from GPUs that are there
     green_room: bool = True  # not all models have room in it
+    # What models name that can use none of the GPUs that are there; nothing would help these.
+    absent_gpus: Mapping[str, tuple[DeviceId, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +137,17 @@ def is_as_configured(case: Case, base: SimConfig) -> bool:
 
 def prospects(config: SimConfig) -> Prospects:
     gpus = [device for device in config.devices if device.kind is DeviceKind.GPU]
-    local = [model.spec for model in config.models if not model.spec.is_remote]
+    needing = (model.spec for model in config.models if model.spec.need.gpu_mib)
+    absent = {str(spec.id): named for spec in needing if (named := absent_gpus(spec, config.devices))}
+    local = [model.spec for model in config.models if not model.spec.is_remote and model.spec.id not in absent]
     on_gpu = [spec for spec in local if spec.need.gpu_mib]
     largest_mib = max((spec.need.gpu_mib for spec in on_gpu), default=0)
     more_gpus = any(not spec.devices for spec in on_gpu)
     # Any model fits on any of these.
     roomy = [gpu for gpu in gpus if gpu.usable_mib >= largest_mib]
     other_gpus = any(spec.devices and not {gpu.id for gpu in gpus} <= {*spec.devices} for spec in on_gpu)
-    return Prospects(more_gpus, more_gpus and len(on_gpu) > len(roomy), other_gpus, _lacks_places(local, config))
+    spreading = more_gpus and len(on_gpu) > len(roomy)
+    return Prospects(more_gpus, spreading, other_gpus, _lacks_places(local, config), absent)
 
 
 def _lacks_places(specs: Sequence[ModelSpec], config: SimConfig) -> bool:

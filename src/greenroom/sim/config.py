@@ -6,11 +6,12 @@ Owns the numbers of one run and nothing that changes during it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from greenroom.core.effects import Effects
 from greenroom.core.events import Learned, Limits
-from greenroom.core.model import Device, ModelId, ModelSpec, MoveKind
+from greenroom.core.model import Device, DeviceId, ModelId, ModelSpec, MoveKind
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
 from greenroom.core.scheduler import Scheduler
@@ -117,6 +118,12 @@ class SimConfig:
 
     def learned(self) -> dict[ModelId, Learned] | None:
         return {model.spec.id: model.timings.learned() for model in self.models} if self.knows_times else None
+
+
+def absent_gpus(spec: ModelSpec, devices: Iterable[Device]) -> tuple[DeviceId, ...]:
+    """The GPUs that `devices` of this model names, if nothing that it names is there; else none."""
+    there = {device.id for device in devices}
+    return () if there.intersection(spec.devices) else spec.devices
 
 
 def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Scheduler:

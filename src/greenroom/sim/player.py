@@ -31,10 +31,10 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.sim.compute import Compute
-from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, scheduler_for
+from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, absent_gpus, scheduler_for
 from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
-from greenroom.sim.truth import GroundTruth
+from greenroom.sim.truth import Delays, GroundTruth
 
 # The delay between a cut, an abort or a crash and what follows from it.
 SOON_S = 0.01
@@ -135,6 +135,8 @@ class Player:
     def move(self, move: Move, reason: Reason) -> None:
         self._note("move", move, reason)
         self.truth.begin(move, self.clock.now)
+        if not self._specs[move.model, move.revision].is_remote:
+            self.truth.meters.moves[move.kind] += 1
         timings = self._timings(move.model)
         took_s = self._stray(timings.move_s(move.kind))
         if move.kind in READING and self._disk_free_at:
@@ -296,9 +298,19 @@ class Player:
             self.truth.meters.delays_of(call.model).add(call)
         elif was is Fate.WAITING:
             truth, model = self.truth, call.model
-            is_too_large = call.code is RejectCode.TOO_LARGE and not call.is_kept_out
-            loads = (truth.is_first_load(model), truth.is_idle_load(model))
-            truth.meters.delays_of(model).lose(truth.is_there(model), is_too_large, call.is_kept_out, *loads)
+            delays = truth.meters.delays_of(model)
+            delays.lose(truth.is_there(model), truth.is_first_load(model), truth.is_idle_load(model))
+            if call.code is RejectCode.TOO_LARGE:
+                self._count_too_large(call, delays)
+
+    def _count_too_large(self, call: SimCall, delays: Delays) -> None:
+        model = self.models.get(call.model)
+        if call.is_kept_out:
+            delays.lost_kept_out += 1
+        elif model is not None and absent_gpus(model.spec, self.truth.devices.values()):
+            delays.lost_no_gpu += 1
+        else:
+            delays.lost_too_large += 1
 
     def _stop_serving(self, call: SimCall) -> None:
         """Its fate is another by now."""

@@ -258,6 +258,8 @@ class Delays:
     # Of those not there: their model had left because it was idle.
     idle_load_s: float = 0.0
     lost_idle_load: int = 0
+    # Of those not there: refused because `devices` of the model names no GPU that is there.
+    lost_no_gpu: int = 0
     # No delay: what the answers would have taken alone on a GPU.
     work_s: float = 0.0
 
@@ -272,21 +274,22 @@ class Delays:
         self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
         self.work_s += call.work_s
 
-    def lose(
-        self, is_there: bool, is_too_large: bool, is_kept_out: bool, is_first_load: bool, is_idle_load: bool
-    ) -> None:
+    def lose(self, is_there: bool, is_first_load: bool, is_idle_load: bool) -> None:
         """A request that waited was refused, or its caller gave up."""
         self.lost_full += is_there
         self.lost_not_there += not is_there
-        self.lost_too_large += is_too_large
-        self.lost_kept_out += is_kept_out
         self.lost_first_load += is_first_load
         self.lost_idle_load += is_idle_load
 
     @property
+    def lost_for_good(self) -> int:
+        """Those not there whose model could not come, however long they waited."""
+        return self.lost_too_large + self.lost_kept_out + self.lost_no_gpu
+
+    @property
     def lost_in_wait(self) -> int:
         """Those not there whose model could have come."""
-        return self.lost_not_there - self.lost_too_large - self.lost_kept_out
+        return self.lost_not_there - self.lost_for_good
 
     @property
     def lost(self) -> int:
@@ -399,9 +402,6 @@ class Meters:
         return found
 
     def move_began(self, place: SimPlace, now: float) -> None:
-        assert place.move is not None
-        kind = place.move.kind
-        self.moves[kind] += 1
         self._moving += 1
         self._count(self._moving_mib, place, now)
 

@@ -24,6 +24,7 @@ class Cause(Enum):
     SLOW = "slow"
     TOO_LARGE = "too large"
     KEPT_OUT = "kept out"
+    NO_GPU = "no such GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ BOTTLENECKS = {
         "models fit on no GPU that they may use",
         (Remedy("larger GPUs", frozenset({"gpu_mib"})), OTHER_GPUS),
     ),
+    # What to do is said with the names of the models (`without_room`).
+    Cause.NO_GPU: ("models may use only GPUs that are not there", ()),
 }
 FULL_AS_SLOW = (
     "models are there but full, as answers share the compute of a GPU and are slow",
@@ -90,6 +93,7 @@ def _lost(delays: Delays) -> tuple[tuple[int, Cause], ...]:
         (delays.lost_full, Cause.FULL),
         (delays.lost_too_large, Cause.TOO_LARGE),
         (delays.lost_kept_out, Cause.KEPT_OUT),
+        (delays.lost_no_gpu, Cause.NO_GPU),
     )
 
 
@@ -165,13 +169,26 @@ def _shares(delays: Delays) -> str:
     return "on average " + ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
 
 
-def without_room(stats: Stats) -> list[str]:
-    """Which models no GPU can hold, or none beside pinned models, if there are some."""
-    large = {model: delays.lost_too_large for model, delays in stats.delays.items() if delays.lost_too_large}
-    kept_out = {model: delays.lost_kept_out for model, delays in stats.delays.items() if delays.lost_kept_out}
+def without_room(result: CaseResult) -> list[str]:
+    """Which models no GPU can hold, or none beside pinned models, or name no GPU that is there, if there are some."""
+    models = result.stats.delays.items()
+    large = {model: delays.lost_too_large for model, delays in models if delays.lost_too_large}
+    kept_out = {model: delays.lost_kept_out for model, delays in models if delays.lost_kept_out}
     return [
         *_in_vain(large, "fits on no GPU that it may use", "fit on no GPU that they may use"),
         *_in_vain(kept_out, "finds no room beside pinned models", "find no room beside pinned models"),
+        *_without_gpus(result),
+    ]
+
+
+def _without_gpus(result: CaseResult) -> list[str]:
+    lost = {model: delays.lost_no_gpu for model, delays in result.stats.delays.items() if delays.lost_no_gpu}
+    absent = dict.fromkeys(gpu for model in lost for gpu in result.prospects.absent_gpus.get(model, ()))
+    what = f"only GPUs that this machine does not have ({', '.join(absent)})"
+    their = "its" if len(lost) == 1 else "their"
+    return [
+        f"{sentence} Change {their} devices, or the GPUs."
+        for sentence in _in_vain(lost, f"names {what}", f"name {what}")
     ]
 
 
@@ -185,8 +202,7 @@ def _in_vain(lost: Mapping[str, int], of_one: str, of_many: str) -> list[str]:
 def never_served(stats: Stats) -> list[str]:
     """Which models fit, but were not served once, if there are some."""
     delays = stats.delays
-    has_room = (model for model in stats.starved if not (delays[model].lost_too_large or delays[model].lost_kept_out))
-    lost = {model: delays[model].lost for model in has_room}
+    lost = {model: delays[model].lost for model in stats.starved if not delays[model].lost_for_good}
     return [f"No request for {_named(lost)} is served ({sum(lost.values()):,} lost)."] if lost else []
 
 

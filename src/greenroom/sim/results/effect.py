@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
+from math import floor
 
-from greenroom.sim.results.stats import Stats, Waits
+from greenroom.sim.results.stats import Stats
 
 # Waits below this are not noticed; differences below this share do not count.
 FELT_S = 0.1
@@ -97,20 +98,35 @@ def figures(old: Stats, new: Stats) -> str:
     taken = [f"{name} from {before} to {after}" for name, before, after in known if before != after]
     left = [f"{name} at {after}" for name, before, after in known if before == after]
     parts = [f"{verb} {', '.join(names)}" for verb, names in (("take", taken), ("leave", left)) if names]
-    return ", and ".join(parts)
+    return ", and ".join(parts) + _waits_of_one(old, new)
 
 
 def _compared(old: Stats, new: Stats) -> Iterator[tuple[str, str, str]]:
     """The name of each figure, and its values."""
     if old.lost or new.lost or old.served != new.served:
         yield "requests served", _of_all(old), _of_all(new)
-    before, after = old.waits, new.waits
-    yield "the p95 wait", waited(before, before.p95_s), waited(after, after.p95_s)
-    yield "the mean", waited(before, before.mean_s), waited(after, after.mean_s)
-    slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
-    if old.served and new.served and _on_seconds(slow_s, then_s):
-        yield "what sharing a GPU adds to an answer", seconds(slow_s), seconds(then_s)
+    if old.served and new.served:
+        yield from _compared_seconds(old, new)
     yield "swaps", f"{old.swaps:,}", f"{new.swaps:,}"
+
+
+def _compared_seconds(old: Stats, new: Stats) -> Iterator[tuple[str, str, str]]:
+    """Both serve requests."""
+    yield "the p95 wait", seconds(old.waits.p95_s), seconds(new.waits.p95_s)
+    yield "the mean", seconds(old.waits.mean_s), seconds(new.waits.mean_s)
+    slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
+    if _on_seconds(slow_s, then_s):
+        yield "what sharing a GPU adds to an answer", seconds(slow_s), seconds(then_s)
+
+
+def _waits_of_one(old: Stats, new: Stats) -> str:
+    """The waits of the case that serves requests, where the other serves none; else nothing."""
+    if new.served and not old.served:
+        p95, mean = seconds(new.waits.p95_s), seconds(new.waits.mean_s)
+        return f", with a p95 wait of {p95} and a mean of {mean} where none was served before"
+    if old.served and not new.served:
+        return f"; none is served then, where the p95 wait was {seconds(old.waits.p95_s)}"
+    return ""
 
 
 def counted(count: int, noun: str) -> str:
@@ -129,15 +145,12 @@ def _of_all(stats: Stats) -> str:
     return f"{stats.served:,} of {stats.requests:,}" if stats.lost else f"all {stats.served:,}"
 
 
-def waited(waits: Waits, value: float) -> str:
-    """A wait in words; `-` if no request was served, which is not the same as 0."""
-    return seconds(value) if waits.count else "-"
-
-
 def seconds(value: float) -> str:
-    """`0.4 s`, `12 s`, `3.5 min`, `2.1 h`."""
-    if value < 10:
-        return f"{value:.1f} s"
-    if value < 120:
-        return f"{value:.0f} s"
-    return f"{value / 60:.1f} min" if value < 7_200 else f"{value / 3_600:.1f} h"
+    """`0.4 s`, `12 s`, `3.5 min`, `2.1 h`. Rounds the tenths that tables show, and halves of them up."""
+    tenths_s = round(value, 1)
+    if tenths_s < 10:
+        return f"{tenths_s:.1f} s"
+    if tenths_s < 120:
+        return f"{floor(tenths_s + 0.5)} s"
+    count, unit = (tenths_s / 6, "min") if tenths_s < 7_200 else (tenths_s / 360, "h")
+    return f"{floor(count + 0.5) / 10:.1f} {unit}"

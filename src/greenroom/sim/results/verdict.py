@@ -15,7 +15,7 @@ from typing import Any
 
 from greenroom.sim.cases import Case, CaseResult
 from greenroom.sim.results.bottleneck import bottleneck, never_served, why, without_room
-from greenroom.sim.results.effect import counted, effect, figures, is_enough, judgement, seconds, served, waited
+from greenroom.sim.results.effect import counted, effect, figures, is_enough, judgement, seconds, served
 from greenroom.sim.results.stats import Stats, Waits
 
 # Up to so many cases, all of them are worth a closer look.
@@ -68,7 +68,7 @@ def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Ad
         _first_case(first),
         *_too_late(first.stats, wait_max_s),
         why(first, results),
-        *without_room(first.stats),
+        *without_room(first),
         *never_served(first.stats),
     ]
     if len(results) == 1:
@@ -151,7 +151,7 @@ def _best_buy(
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
         lines += [f"About as good: {', or '.join(others)}."] if others else []
     if whole is not (first if best is None else best.new):
-        p95, delays = waited(whole.stats.waits, whole.stats.waits.p95_s), whole.stats.all_delays
+        p95, delays = seconds(whole.stats.waits.p95_s), whole.stats.all_delays
         lines.append(
             f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
             f"wait of {p95} and a mean delay of {seconds(delays.mean_s(delays.total_s))}."

@@ -419,6 +419,41 @@ def test_a_remote_model_is_always_ready_and_slows_nothing_down(
         assert case["by_model"]["far"]["max_s"] == 0.0 and case["delays_by_model"]["far"]["slow_s"] == 0.0
 
 
+@pytest.mark.parametrize("near", ["", ", near: {cmd: 'run --port ${PORT}', memory_mib: 20480}"])
+def test_a_remote_model_is_never_loaded(near: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(
+        "gpus: [{memory_mib: 24576}]\n"
+        "remotes: {cloud: {base_url: 'https://models.example.org/v1'}}\n"
+        f"models: {{far: {{remote: cloud}}{near}}}\n"
+    )
+    (case,) = figures(capsys, "-c", str(file), *SHORT)
+    assert (case["loads"], case["swaps"]) == ((1, 1) if near else (0, 0))
+
+
+@pytest.mark.parametrize("model", ["{remote: cloud}", "{cmd: 'run --port ${PORT}', memory_mib: 512, devices: [host]}"])
+def test_a_green_room_can_be_tried_without_gpus_where_no_model_needs_one(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(f"remotes: {{cloud: {{base_url: 'https://models.example.org/v1'}}}}\nmodels: {{only: {model}}}\n")
+    options = ("--green-room-mib", "0,4096", "--concurrency", "1,4")
+    cases = figures(capsys, "-c", str(file), *SHORT, *options)
+    assert len(cases) == 4 and not any(case["lost"] for case in cases)
+    assert main(["simulate", "-c", str(file), *SHORT, "--gpus", "1"]) == 2
+    assert "--gpu-mib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["{cmd: 'run --port ${PORT}', memory_mib: 512}", "{cmd: 'run --port ${PORT}'}"])
+def test_a_green_room_for_models_that_may_need_a_gpu_asks_for_its_size(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(f"models: {{only: {model}}}\n")
+    assert main(["simulate", "-c", str(file), *SHORT, "--green-room-mib", "0,4096"]) == 2
+    assert "say how large one is with --gpu-mib" in capsys.readouterr().err
+
+
 def test_models_sleep_in_a_green_room_that_is_configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "greenroom.yaml"
     models = ", ".join(f"{name}: {{path: /m/{name}, engine: vllm, memory_mib: 20480}}" for name in ("a", "b"))

@@ -251,6 +251,7 @@ def _delays(delays: Delays) -> dict[str, Any]:
         "lost_full": delays.lost_full,
         "lost_too_large": delays.lost_too_large,
         "lost_kept_out": delays.lost_kept_out,
+        "lost_no_gpu": delays.lost_no_gpu,
         "bottleneck": None if cause is None else cause.value,
     }
 
