@@ -109,7 +109,7 @@ class App:
         moves = self._moves = wire_moves(common, memory, leases, lambda: self.config, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.post, self.clock)
-        rejections = wire_rejections(common, memory, moves, lambda: self.is_draining)
+        rejections = wire_rejections(common, memory, moves, leases, lambda: self.is_draining)
         self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
         self.operations = OperatorMoves(
             self.effects,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Any
+
 import pytest
 
 from greenroom.core import events as ev
@@ -9,7 +12,18 @@ from greenroom.core.decide.decision import Wait
 from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.ledger import Holding
-from greenroom.core.model import DeviceId, LeaseId, ModelId, MoveId, MoveKind, Need, OtherLease, Outcome, Tier
+from greenroom.core.model import (
+    DeviceId,
+    LeaseId,
+    ModelId,
+    MoveId,
+    MoveKind,
+    Need,
+    OtherLease,
+    Outcome,
+    RequestId,
+    Tier,
+)
 from tests.core.decide.test_memory import victims
 from tests.core.queue.test_order import ready
 
@@ -138,17 +152,117 @@ def test_a_request_that_gave_up_waiting_for_a_busy_model_is_not_told_of_memory()
     assert (said.code, said.needs_mib, said.held_by) == (RejectCode.EXPIRED, 0, ())
 
 
-def test_an_explanation_names_the_leases_that_hold_the_memory_waited_for() -> None:
-    world = World(
-        [model("a", 6_000, devices=(GPU0,)), model("big", 9_000), model("b", 1_000)], (gpu(0, 8_000), gpu(1, 8_000))
-    )
-    mine, elsewhere = other(4_000), other(1_000, GPU1, "render", "l-2")
-    world.memory({}, leases=(elsewhere, mine))
-    waits = world.scheduler.explanation(world.asking("r", "a"))
-    assert isinstance(waits.plan, Wait) and waits.held == (mine,)
-    refused = world.scheduler.explanation(world.asking("r", "big"))
-    assert refused.held == (mine, elsewhere)
-    assert world.scheduler.explanation(world.asking("r", "b")).held == ()
+def two_gpus(*leases: OtherLease) -> World:
+    """`a` comes only on the first GPU, and is known to load in five seconds; so is b."""
+    world = World([model("a", 6_000, devices=(GPU0,)), model("b", 6_000)], (gpu(0, 8_000), gpu(1, 8_000)))
+    for record in world.scheduler.state.models.values():
+        record.learned_s[MoveKind.LOAD] = 5.0
+    world.memory({}, leases=leases)
+    return world
+
+
+def told(world: World, name: str, priority: int = 1) -> tuple[tuple[str, ...], float | None]:
+    """The leases in the way of this model, and the estimate, of a request that waits and of one that would come."""
+    said = world.scheduler.explanation(world.asking("?", name, priority=priority))
+    assert isinstance(said.plan, Wait)
+    world.arrive(f"r-{name}-{priority}", name, priority=priority)
+    outlook = world.scheduler.outlook(RequestId(f"r-{name}-{priority}"), world.now)
+    assert outlook is not None and outlook.eta_s == said.eta_s
+    return said.leases, said.eta_s
+
+
+def lasting(mib: int, on: DeviceId = GPU0, name: str = "l-1", **said: Any) -> OtherLease:
+    return OtherLease(LeaseId(name), "finetune", {on: mib}, **said)
+
+
+def test_an_explanation_names_the_leases_that_hold_the_memory_waited_for_and_has_no_estimate() -> None:
+    world = two_gpus(lasting(4_000), lasting(1_000, GPU1, "l-2"))
+    assert told(world, "a") == (("l-1",), None)
+    assert world.scheduler.explanation(world.asking("?", "b")).eta_s == 5.0, "there is room on the other GPU"
+    world.memory({}, leases=(lasting(4_000), lasting(4_000, GPU1, "l-2")))
+    assert told(world, "b") == (("l-1", "l-2"), None)
+
+
+def test_a_request_that_gave_up_is_told_of_the_leases_and_no_time() -> None:
+    world = two_gpus(lasting(4_000))
+    world.arrive("r", "a", within_s=5.0)
+    world.run(10.0)
+    assert (rejection_of(world, "r").leases, rejection_of(world, "r").room_s) == (("l-1",), inf)
+
+
+def test_leases_of_this_gateway_are_named_too() -> None:
+    world = two_gpus()
+    world.ask_lease("train", 4_000, devices=(GPU0,))
+    assert told(world, "a") == (("train",), None)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("lease_priority", "preemptible", "lasts"), [(2, True, False), (2, False, True), (1, True, True), (0, True, True)]
+)
+def test_a_lease_that_is_recalled_for_the_request_is_not_in_its_way(
+    is_own: bool, lease_priority: int, preemptible: bool, lasts: bool
+) -> None:
+    world = two_gpus(*([] if is_own else [lasting(4_000, priority=lease_priority, preemptible=preemptible)]))
+    if is_own:
+        world.ask_lease("l-1", 4_000, devices=(GPU0,), priority=lease_priority, preemptible=preemptible)
+    said = world.scheduler.explanation(world.asking("?", "a"))
+    assert (said.leases, said.eta_s) == ((("l-1",), None) if lasts else ((), 5.0))
+
+
+def test_a_lease_that_leaves_already_is_not_in_the_way() -> None:
+    world = two_gpus()
+    world.ask_lease("train", 4_000, devices=(GPU0,), priority=1, preemptible=True)
+    world.arrive("urgent", "a", priority=0)
+    assert world.scheduler.explanation(world.asking("?", "a")).leases == ()
+
+
+def test_a_more_urgent_request_for_the_same_model_counts() -> None:
+    world = two_gpus(lasting(4_000, priority=1, preemptible=True))
+    assert told(world, "a", priority=1) == (("l-1",), None)
+    assert told(world, "a", priority=0) == ((), 5.0)
+    assert world.scheduler.explanation(world.asking("?", "a", priority=1)).leases == (), "it comes for both"
+
+
+def test_models_of_other_gateways_make_room_and_are_no_leases_in_the_way() -> None:
+    assert told(two_gpus(lasting(4_000, is_model=True)), "a") == ((), 5.0)
+
+
+def test_leases_beside_which_the_model_fits_once_others_have_left_are_not_in_the_way() -> None:
+    world = two_gpus(lasting(1_000), lasting(8_000, GPU1, "l-2"))
+    ready(world, "a")
+    world.arrive("runs", "a")
+    assert told(world, "b")[0] == ()
+
+
+def test_a_load_beside_a_lease_is_waited_for() -> None:
+    world = two_gpus(lasting(8_000, GPU1, "l-2"))
+    world.ask("op", MoveKind.LOAD, "a")
+    world.run(2.0)
+    assert told(world, "b") == ((), 3.0 + 5.0)
+
+
+@pytest.mark.parametrize(("pinned", "leases"), [(False, ()), (True, ("l-1", "l-2"))])
+def test_a_sleeper_whose_gpu_is_leased_may_be_loaded_elsewhere_unless_it_is_pinned(
+    pinned: bool, leases: tuple[str, ...]
+) -> None:
+    spec = model("a", 6_000, asleep=Need(0, 2_000), pinned=pinned)
+    world = World([spec], (gpu(0, 8_000), gpu(1, 8_000), host(8_000)))
+    ready(world, "a")
+    world.ask("o", MoveKind.SLEEP, "a")
+    world.run(5.0)
+    (slept_on,) = [on for on in world.moves[0].claim if on != "host"]
+    world.memory({}, leases=(lasting(4_000, slept_on), lasting(1_000, GPU1 if slept_on == GPU0 else GPU0, "l-2")))
+    assert told(world, "a")[0] == leases
+
+
+def test_a_task_is_told_no_time_of_a_candidate_in_whose_way_is_a_lease() -> None:
+    world = two_gpus(lasting(4_000))
+    options, place = world.scheduler.weigh(world.asking("?", "a", "b"))
+    assert [one.begins_s for one in options] == [inf, 5.0]
+    assert place == 0, "the choice goes by its own load alone"
+    ready(world, "b")
+    assert world.scheduler.weigh(world.asking("?", "b"))[0][0].begins_s == 0.0
 
 
 # --- a store that does not answer ---------------------------------------------------------------------------------

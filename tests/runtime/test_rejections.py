@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from greenroom.core.effects import RejectCode, Rejection, because
-from greenroom.core.model import ModelId, ModelSpec, Move, MoveId, MoveKind, Need, Slot, SlotId, Tier
+from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, Need, Slot, SlotId, Tier
 from greenroom.errors import (
     BudgetPassed,
     GreenroomError,
@@ -124,6 +124,23 @@ def test_a_request_that_waited_for_memory_is_told_how_much() -> None:
     assert said.public == "qwen waits for memory. Ask again."
     assert said.beside["loading"]["state"] == "waiting"
     assert said.beside["memory"] == {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000}
+
+
+def test_a_request_that_waited_for_leased_memory_is_told_of_the_leases_and_no_time() -> None:
+    named = Rejections(
+        {},
+        lambda: False,
+        lambda _: (),
+        lambda _: "",
+        lambda _: "",
+        lease_named={"l-1": "train", "l-2": "ci"}.__getitem__,
+    )
+    numbers: Any = {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000, "held_by": ("ci",), "room_s": inf}
+    leases = (LeaseId("l-1"), LeaseId("l-2"))
+    said = named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0, leases=leases, **numbers))
+    assert "leased (train, ci): it needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
+    assert "unload" not in said.message and (said.retry_after_s, said.beside["loading"]["eta_s"]) == (10.0, None)
+    assert said.public == "qwen waits for memory that other programs hold. Ask again."
 
 
 def test_a_load_that_holds_the_memory_counts_in_the_estimate() -> None:

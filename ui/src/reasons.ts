@@ -12,6 +12,7 @@ export interface Explained {
   devices: { id: string; name: string; mib: number }[];
   why: string | null;
   detail: string | null;
+  leases: string[];
   behind: string[];
   beside: string[];
   evict: { model: string; slot: string; to: "asleep" | "cold"; why: string }[];
@@ -27,6 +28,7 @@ const WAITING: Record<string, string> = {
   busy: "it is ready, and answers as many requests at once as it can",
   leaving: "it is on its way out and has to be gone first",
   no_room: "the models that would have to leave for it may not do so yet",
+  leased: "its memory is leased to other programs",
   kept_for_others: "its memory is kept for requests that have waited too long already",
   crowd: "requests for many models wait already, and are handled in turn",
   excluded: "scheduler.company does not let it be ready beside models that cannot leave now",
@@ -98,8 +100,10 @@ export function explains(said: Explained): string {
       const room = said.evict.length ? ` after ${list(said.evict.map((one) => one.model))} made room` : "";
       return `${name} would be ${said.move === "wake" ? "woken" : "loaded"}${comesTo(said)}${room}.`;
     }
-    case "wait":
-      return `${name} would have to wait: ${waitReason(said.why ?? "")}.`;
+    case "wait": {
+      const leases = said.leases.length ? ` (${list(said.leases)})` : "";
+      return `${name} would have to wait: ${waitReason(said.why ?? "")}${leases}.`;
+    }
     case "refuse":
       return `${name} would be refused: ${REFUSED[said.why ?? ""] ?? plain(said.why ?? "")}.`;
   }

@@ -156,6 +156,7 @@ class Actions:
             plan.beside,
             plan.room_s,
             plan.pinned,
+            plan.leases,
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse, now: float) -> None:

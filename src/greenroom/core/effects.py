@@ -51,10 +51,13 @@ class Rejection:
     held_by: tuple[str, ...] = ()
     # Models beside which the coresidency rules exclude it.
     beside: tuple[ModelId, ...] = ()
-    # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known.
+    # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known, or if
+    # leases hold the memory.
     room_s: float = 0.0
     # For `TOO_LARGE`: pinned models without which it would fit.
     pinned: tuple[ModelId, ...] = ()
+    # Leases, of any gateway, beside which it does not fit, and which are not recalled for it.
+    leases: tuple[LeaseId, ...] = ()
 
 
 class OpOutcome(Enum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from greenroom.core.decide.arrival import Option as Option
-from greenroom.core.decide.arrival import called_off, eta_s, plan_for, room_s, too_late
+from greenroom.core.decide.arrival import called_off, eta_s, leases_in_way, plan_for, room_s, too_late
 from greenroom.core.decide.decision import Join as Join
 from greenroom.core.decide.decision import Plan as Plan
 from greenroom.core.decide.decision import Refuse as Refuse
@@ -19,7 +19,7 @@ from greenroom.core.decide.decision import Wait as Wait
 from greenroom.core.decide.decision import WaitReason
 from greenroom.core.decide.placement import Places
 from greenroom.core.events import RequestArrived
-from greenroom.core.model import DeviceId, ModelId, OtherLease, RequestId, SlotId, Tier
+from greenroom.core.model import LeaseId, ModelId, RequestId, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.waitlist import Waiter
 from greenroom.core.state import State
@@ -45,6 +45,14 @@ def _estimate_s(state: State, waiter: Waiter, model: ModelId, now: float) -> flo
     return None if own_s is None or more_s == inf else own_s + more_s
 
 
+def as_told(state: State, waiter: Waiter, option: Option, now: float) -> Option:
+    """This candidate with the time that a caller is told: decisions go by its own move and the queue alone."""
+    if isinstance(option.plan, Serve | Refuse):
+        return option
+    estimate_s = _estimate_s(state, waiter, option.model, now)
+    return option._replace(begins_s=inf if estimate_s is None else estimate_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Victim:
     """A resident that would be evicted, to which tier, and why it rather than another."""
@@ -61,9 +69,8 @@ class Victim:
 class Explanation:
     """`position` is the place in the queue; 0 if the request would not wait.
 
-    `held` are leases of other gateways on the devices it waits for, or that a refusal names. `is_too_late`: its model
-    would be loaded, but the request would give up first. `calls_off` are less urgent models with plans that would be
-    dropped.
+    `leases`, of any gateway, hold the memory that it waits for. `is_too_late`: its model would be loaded, but the
+    request would give up first. `calls_off` are less urgent models with plans that would be dropped.
     """
 
     plan: Plan
@@ -71,7 +78,7 @@ class Explanation:
     eta_s: float | None
     behind: tuple[ModelId, ...] = ()
     evict: tuple[Victim, ...] = ()
-    held: tuple[OtherLease, ...] = ()
+    leases: tuple[LeaseId, ...] = ()
     is_too_late: bool = False
     calls_off: tuple[ModelId, ...] = ()
 
@@ -82,7 +89,7 @@ def explanation(state: State, arrival: RequestArrived, waiter: Waiter, places: P
     if isinstance(plan, Serve):
         return Explanation(plan, 0, 0.0)
     if isinstance(plan, Refuse):
-        return Explanation(plan, 0, None, held=_held(state, plan))
+        return Explanation(plan, 0, None)
     estimate_s = _estimate_s(state, waiter, plan.model, now)
     behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
     evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
@@ -90,16 +97,10 @@ def explanation(state: State, arrival: RequestArrived, waiter: Waiter, places: P
     is_late = isinstance(plan, Swap) and (not may_wait or too_late(state, arrival, waiter, plan.model) is not None)
     makes_way = isinstance(plan, Wait) and plan.why is not WaitReason.BUSY
     calls_off = tuple(slot.model for slot in called_off(state, arrival.priority, now)) if makes_way else ()
-    position, held = state.waitlist.position(waiter), _held(state, plan)
-    return Explanation(plan, position, estimate_s, behind, evict, held, is_late, calls_off)
-
-
-def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:
-    """The leases that a refusal names; else those on the devices where the request waits for memory."""
-    if isinstance(plan, Refuse):
-        return tuple(lease for lease in state.ledger.others if lease.holder in plan.held_by)
-    on: frozenset[DeviceId] = plan.on if isinstance(plan, Wait) else frozenset()
-    return tuple(lease for lease in state.ledger.others if not on.isdisjoint(lease.claim))
+    no_room = isinstance(plan, Wait) and plan.why is WaitReason.NO_ROOM
+    leases = leases_in_way(state, waiter, plan.model) if no_room else ()
+    position = state.waitlist.position(waiter)
+    return Explanation(plan, position, estimate_s, behind, evict, leases, is_late, calls_off)
 
 
 def _before(state: State, waiter: Waiter, model: ModelId) -> tuple[ModelId, ...]:

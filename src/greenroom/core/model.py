@@ -242,13 +242,17 @@ def because(why: str, **facts: Fact) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class OtherLease:
-    """Memory held through another gateway, which this one cannot take back. `claim` includes the use that was seen."""
+    """Memory held through another gateway, which this one cannot take back. `claim` includes the use that was seen.
+
+    `is_model`: a model of that gateway holds it, and not a program.
+    """
 
     id: LeaseId
     holder: str
     claim: Claim
     priority: int = 1
     preemptible: bool = False
+    is_model: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from greenroom.core.decide.arrival import (
     decide,
     eta_s,
     is_able,
+    leases_in_way,
     model_of,
     plan_for,
     room_s,
@@ -32,7 +33,7 @@ from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason,
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
-from greenroom.core.explain import Explanation, Outlook, explanation, outlook
+from greenroom.core.explain import Explanation, Outlook, as_told, explanation, outlook
 from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, learn, lease_name
 from greenroom.core.moves import Moves
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers, make_policy
@@ -125,7 +126,7 @@ class Scheduler:
         """Its candidates as they are now, and the position of the one that it would get. Changes nothing."""
         waiter = waiter_for(arrival, _LAST)
         options = weigh(self.state, waiter, arrival.now, Places())
-        return options, choose(options, waiter)
+        return [as_told(self.state, waiter, one, arrival.now) for one in options], choose(options, waiter)
 
     def candidates_left(self, request: RequestId, now: float) -> tuple[ModelId, ...]:
         """The models that a request can still turn to if the one that it was granted fails. Changes nothing."""
@@ -319,7 +320,8 @@ class Scheduler:
         else:
             # It has waited for memory: report how much is missing.
             free, more_s = state.ledger.free_mib(frozenset()), room_s(state, waiter, waiter.model, now)
-            late = refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free, more_s)
+            leases = leases_in_way(state, waiter, waiter.model)
+            late = refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free, more_s, leases=leases)
             self._act.refuse(waiter, late)
 
     def _retry(self, model: ModelId, now: float) -> None:

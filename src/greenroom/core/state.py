@@ -30,7 +30,9 @@ from greenroom.core.model import (
     Slot,
     SlotId,
     Tier,
+    larger,
     learn,
+    lease_name,
 )
 from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.queue.waiter import Accounts
@@ -345,6 +347,19 @@ class State:
         """Holders of memory through other gateways, on these devices or on any."""
         held = [lease.holder for lease in self.ledger.others if not on or not lease.claim.keys().isdisjoint(on)]
         return tuple(dict.fromkeys(held))
+
+    def lasting_leases(self, priority: int) -> dict[LeaseId, Claim]:
+        """What programs hold by leases that are not recalled for this priority. When these end is not known."""
+        lasting: dict[LeaseId, Claim] = {}
+        for lease in self.leases:
+            for slot in self.slots_of(lease_name(lease)):
+                is_recalled = slot.is_going or (not slot.spec.pinned and slot.last_priority > priority)
+                if not is_recalled:
+                    lasting[lease] = larger(slot.claim, self.ledger.held_by(slot.id))
+        for other in self.ledger.others:
+            if not other.is_model and not (other.preemptible and other.priority > priority):
+                lasting[other.id] = other.claim
+        return lasting
 
     def crowds(self) -> dict[DeviceId, Crowd]:
         """What is on each device. Leases count as busy, those of other gateways too; what is leaving does not count."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
-from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.model import LeaseId, ModelId, MoveKind
 from greenroom.core.view import SlotFacts
 from greenroom.errors import (
     BudgetPassed,
@@ -69,7 +69,8 @@ class Rejections:
     """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
 
     `why_whole` says why only one of several GPUs is used for a model, and `no_device` that none of its devices is
-    there, if so; `progress` which share of a model is loaded, where that is known.
+    there, if so; `progress` which share of a model is loaded, where that is known; `lease_named` the name of a
+    lease.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Rejections:
         why_whole: Callable[[ModelId], str],
         no_device: Callable[[ModelId], str],
         progress: Callable[[ModelId], float | None] = lambda _: None,
+        lease_named: Callable[[LeaseId], str] = str,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
@@ -87,6 +89,7 @@ class Rejections:
         self._why_whole = why_whole
         self._no_device = no_device
         self._progress = progress
+        self._lease_named = lease_named
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -104,7 +107,8 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                return _late(rejection, phase_of(self._slots_of(model)), self._progress(model))
+                leases = tuple(map(self._lease_named, rejection.leases))
+                return _late(rejection, phase_of(self._slots_of(model)), self._progress(model), leases)
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -182,7 +186,7 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
     return {"memory": named} if rejection.needs_mib else {}
 
 
-def _late(rejection: Rejection, phase: Phase, progress: float | None) -> ModelLoading:
+def _late(rejection: Rejection, phase: Phase, progress: float | None, leases: tuple[str, ...]) -> ModelLoading:
     """The error of a request that waited too long. It says what the model does, which need not be to load."""
     eta_s, public = rejection.retry_after_s, None
     if eta_s is not None:
@@ -193,6 +197,13 @@ def _late(rejection: Rejection, phase: Phase, progress: float | None) -> ModelLo
         )
     elif phase is Phase.READY:
         message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
+    elif phase is Phase.WAITING and leases:
+        message = (
+            f"{rejection.model} waits for memory that is leased ({', '.join(leases)}): it needs "
+            f"{rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of {rejection.capacity_mib:,} MiB are free. "
+            "When leases end is not known; `greenroom leases` lists them."
+        )
+        public = f"{rejection.model} waits for memory that other programs hold. Ask again."
     elif phase is Phase.WAITING and rejection.needs_mib > rejection.free_mib:
         message = (
             f"{rejection.model} waits for memory: it needs {rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of "

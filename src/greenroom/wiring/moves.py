@@ -231,7 +231,7 @@ def _hosted(
 
 
 def wire_rejections(
-    common: CommonParts, memory: MemoryParts, moves: MoveParts, is_draining: Callable[[], bool]
+    common: CommonParts, memory: MemoryParts, moves: MoveParts, leases: LeaseParts, is_draining: Callable[[], bool]
 ) -> Rejections:
     return Rejections(
         moves.mover.failures,
@@ -240,6 +240,7 @@ def wire_rejections(
         lambda model: _why_whole(common, model),
         memory.no_device,
         common.hosted_slots.progress_of,
+        lambda lease: next((one.name for one in leases.leasing.known() if one.id == lease), lease),
     )
 
 

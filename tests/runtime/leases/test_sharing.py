@@ -143,7 +143,8 @@ async def test_what_another_gateway_holds_is_refused(rig: Rig) -> None:
         await rig.sharing.slots.enter(rig.slot("s1", 4_000))
     await rig.sharing.slots.leave(SlotId("s1"))
     await rig.beat()
-    assert [(one.holder, dict(one.claim)) for one in rig.state.ledger.others] == [("m", {GPU: 6_000})]
+    (other,) = rig.state.ledger.others
+    assert (other.holder, dict(other.claim), other.is_model) == ("m", {GPU: 6_000}, True)
 
 
 async def test_a_slot_without_memory_needs_no_store(rig: Rig) -> None:

@@ -21,7 +21,7 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
-from greenroom.core.model import Claim, DeviceId, ModelId, MoveKind, Slot, TenantId, Tier
+from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, MoveKind, Slot, TenantId, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
 
@@ -252,22 +252,64 @@ def _least_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float 
 def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
     """Seconds beyond `eta_s` that a request waits for loads under way, beside which its model does not fit.
 
-    Until enough of them have ended; infinite if that is not known. Decisions do not go by this.
+    Until enough of them have ended; infinite if that is not known, or if leases hold the memory. Decisions do not go by
+    this.
     """
-    own, record = state.slots_of(model), state.claimants[model]
-    if any(slot.is_arriving or slot.is_serving for slot in own):
+    if _is_coming(state, model):
         return 0.0
-    most = state.most_mib(own[0] if own else None, stays=record.spec.version_of)
-    wake = own[0].needs_for(MoveKind.WAKE) if own and own[0].tier is Tier.ASLEEP else None
-    if wake is None or not placement.fits(wake, most):
-        soonest_s = _room_after_s(state, record, None, most, now)
+    record, wake = state.claimants[model], _wake(state, model)
+    room = _room_beside(state, model, _lasting_leases(state, waiter, model))
+    if wake is None:
+        soonest_s = _room_after_s(state, record, None, room, now)
     else:
-        elsewhere_s = _elsewhere_s(state, waiter, record, most, now)
-        soonest_s = min(_room_after_s(state, record, wake, most, now), elsewhere_s)
+        elsewhere_s = _elsewhere_s(state, waiter, record, room, now)
+        soonest_s = min(_room_after_s(state, record, wake, room, now), elsewhere_s)
     return max(0.0, soonest_s - _others_s(state, waiter))
 
 
-def _elsewhere_s(state: State, waiter: Waiter, record: Claimant, most: Mapping[DeviceId, int], now: float) -> float:
+def leases_in_way(state: State, waiter: Waiter, model: ModelId) -> tuple[LeaseId, ...]:
+    """Leases beside which this model does not fit, even if every model that may leave had left; none if it fits.
+
+    They are not recalled for it: when they end is not known.
+    """
+    leases = {} if _is_coming(state, model) else _lasting_leases(state, waiter, model)
+    if not leases:
+        return ()
+    record, wake, room = state.claimants[model], _wake(state, model), _room_beside(state, model, leases)
+    may_load = wake is None or not record.spec.pinned
+    if _has_room(state, record, wake, room) or (may_load and _has_room(state, record, None, room)):
+        return ()
+    on = record.spec.devices
+    return tuple(lease for lease, claim in leases.items() if not on or not claim.keys().isdisjoint(on))
+
+
+def _is_coming(state: State, model: ModelId) -> bool:
+    return any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model))
+
+
+def _wake(state: State, model: ModelId) -> Claim | None:
+    """What it takes to wake this model; None if it does not sleep, or can never wake where it sleeps."""
+    asleep = next((slot for slot in state.slots_of(model)[:1] if slot.tier is Tier.ASLEEP), None)
+    wake = None if asleep is None else asleep.needs_for(MoveKind.WAKE)
+    return wake if wake is not None and placement.fits(wake, _room_beside(state, model, {})) else None
+
+
+def _lasting_leases(state: State, waiter: Waiter, model: ModelId) -> dict[LeaseId, Claim]:
+    """A model is as urgent as its most urgent waiter."""
+    queue = state.waitlist.queues.get(model)
+    return state.lasting_leases(waiter.priority if queue is None else min(waiter.priority, queue.priorities.first))
+
+
+def _room_beside(state: State, model: ModelId, leases: Mapping[LeaseId, Claim]) -> dict[DeviceId, int]:
+    """What could be free for this model beside these leases if every model that may leave had left."""
+    own = state.slots_of(model)
+    room = state.most_mib(own[0] if own else None, stays=state.claimants[model].spec.version_of)
+    for claim in leases.values():
+        _add(room, claim, -1)
+    return room
+
+
+def _elsewhere_s(state: State, waiter: Waiter, record: Claimant, room: Mapping[DeviceId, int], now: float) -> float:
     """How much later than by a wake at once a sleeping model is ready that is loaded on another GPU.
 
     A load begins no sooner than the wait has cost as much as it costs more than a wake. Infinite if that is not known.
@@ -277,15 +319,18 @@ def _elsewhere_s(state: State, waiter: Waiter, record: Claimant, most: Mapping[D
         return inf
     queue, more_s = state.waitlist.queues.get(record.spec.id), max(0.0, load_s - wake_s)
     since = waiter.arrived if queue is None else min(queue.oldest, waiter.arrived)
-    return max(since + more_s - now, _room_after_s(state, record, None, most, now)) + more_s
+    return max(since + more_s - now, _room_after_s(state, record, None, room, now)) + more_s
 
 
 def _room_after_s(
     state: State, record: Claimant, wake: Claim | None, most: Mapping[DeviceId, int], now: float
 ) -> float:
-    """Seconds until so many loads have ended that this wake fits beside the others, or that a load fits anywhere."""
+    """Seconds until so many loads have ended that this wake fits beside the others, or that a load fits anywhere.
+
+    Infinite if it does not fit even then.
+    """
     # A model that is pinned stays when it has come: its memory is not waited for.
-    loads = [slot for slot in state.slots.values() if slot.is_arriving and not slot.spec.pinned]
+    loads = [slot for slot in state.slots.values() if slot.is_arriving and not slot.spec.pinned and slot.lease is None]
     room, soonest_s = dict(most), 0.0
     for slot in loads:
         _add(room, slot.claim, -1)
@@ -293,10 +338,10 @@ def _room_after_s(
     ends = [(_move_left_s(state, slot.model, now) or inf, slot.claim) for slot in loads]
     for left_s, claim in sorted(ends, key=lambda end: end[0]):
         if _has_room(state, record, wake, room):
-            break
+            return soonest_s
         soonest_s = left_s
         _add(room, claim, 1)
-    return soonest_s
+    return soonest_s if _has_room(state, record, wake, room) else inf
 
 
 def _has_room(state: State, record: Claimant, wake: Claim | None, room: Mapping[DeviceId, int]) -> bool:

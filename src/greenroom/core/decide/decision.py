@@ -101,7 +101,7 @@ class Swap:
 class Refuse:
     """The only possible answer is an error. `beside` as in `Wait`; for `EXCLUDED` these models are pinned.
 
-    `room_s` and `pinned` as in `Rejection`.
+    `room_s`, `pinned` and `leases` as in `Rejection`.
     """
 
     code: RejectCode
@@ -113,6 +113,7 @@ class Refuse:
     beside: tuple[ModelId, ...] = ()
     room_s: float = 0.0
     pinned: tuple[ModelId, ...] = ()
+    leases: tuple[LeaseId, ...] = ()
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
@@ -274,10 +275,11 @@ def refusal(
     mib: Mapping[DeviceId, int],
     room_s: float = 0.0,
     pinned: tuple[ModelId, ...] = (),
+    leases: tuple[LeaseId, ...] = (),
 ) -> Refuse:
     """A refusal for lack of memory, in numbers: what is needed, what there is, and which other gateways hold some."""
-    figures = placement.shortfall(spec, need, state.devices, mib)
-    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices), room_s=room_s, pinned=pinned)
+    figures, held_by = placement.shortfall(spec, need, state.devices, mib), state.holders(spec.devices)
+    return Refuse(code, retry_after_s, *figures, held_by=held_by, room_s=room_s, pinned=pinned, leases=leases)
 
 
 def _pinned_in_way(state: State, record: Claimant, residents: Residents) -> tuple[ModelId, ...]:

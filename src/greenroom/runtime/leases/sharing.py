@@ -208,7 +208,7 @@ class Sharing:
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
         ours = without | self.waiting_models.held | self.slots.ids
         others = tuple(
-            OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible)
+            OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible, lease.kind == "slot")
             for lease in self.leases
             if lease.gateway != self._gateway and lease.id not in ours and (claim := _claim(lease))
         )

@@ -137,7 +137,7 @@ class LeaseRoutes:
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
         """Get memory for another program. Held until it is released, its holder ends, or it is not renewed."""
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
-        own = _own(request)
+        own = own_prefix(request)
         try:
             with _called_as_asked(own):
                 lease = await self._while_listened_to(request, ask)
@@ -152,7 +152,7 @@ class LeaseRoutes:
 
     async def list_leases(self, request: Request) -> LeaseList:
         """Leases held or waited for, and models that hold memory; without an admin's key only the tenant's leases."""
-        leasing, own = self._gateway.leasing, _own(request)
+        leasing, own = self._gateway.leasing, own_prefix(request)
         leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
         if leasing.lists_slots or own:
             return LeaseList(leases=leases)
@@ -161,23 +161,23 @@ class LeaseRoutes:
 
     async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
         """One lease as it is now, also one that still waits."""
-        own = _own(request)
+        own = own_prefix(request)
         with _called_as_asked(own):
             return shown(await self._gateway.leasing.find(own + lease_id), own)
 
     async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
         """Release a lease. Releasing it again, or with a wrong token, changes nothing."""
-        await self._gateway.leasing.release(_own(request) + lease_id, token)
+        await self._gateway.leasing.release(own_prefix(request) + lease_id, token)
 
     async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
         """Renew a lease. The answer says whether it was recalled."""
-        own = _own(request)
+        own = own_prefix(request)
         with _called_as_asked(own):
             return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
 
     def _ask(self, request: Request, order: LeaseOrder) -> LeaseAsk:
         return LeaseAsk(
-            id=_own(request) + (order.id or f"l-{secrets.token_hex(8)}"),
+            id=own_prefix(request) + (order.id or f"l-{secrets.token_hex(8)}"),
             name=order.name,
             mib=order.mib,
             gpus=order.gpus,
@@ -209,7 +209,7 @@ class LeaseRoutes:
             acquiring.cancel()
 
 
-def _own(request: Request) -> str:
+def own_prefix(request: Request) -> str:
     """The prefix of this caller's lease ids in the store, so that no tenant can name another tenant's lease.
 
     Empty for an admin's key, which names every lease by its whole id.

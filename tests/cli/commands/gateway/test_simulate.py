@@ -823,7 +823,7 @@ def test_a_report_goes_through_a_link_and_to_what_is_no_file(
 
 @pytest.mark.parametrize(
     "why",
-    ["busy", "leaving", "no_room", "kept_for_others", "crowd", "green_room", "no_lease", "store_down"],
+    ["busy", "leaving", "no_room", "leased", "kept_for_others", "crowd", "green_room", "no_lease", "store_down"],
 )
 def test_every_reason_to_wait_has_a_sentence(why: str) -> None:
     nothing: dict[str, object] = {"behind": [], "evict": [], "position": None, "eta_s": None, "retry_after_s": None}

@@ -94,6 +94,20 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
                 "  how long that takes is not known yet",
             ],
         ),
+        (
+            explained("wait", why="leased", leases=["train", "render"]),
+            [
+                "qwen would have to wait: its memory is leased to other programs (train and render)",
+                "  how long that takes is not known",
+            ],
+        ),
+        (
+            explained("wait", why="leased", leases=[], wait_max_s=2.5),
+            [
+                "qwen would have to wait: its memory is leased to other programs",
+                "  how long that takes is not known; after 2.5s it would be refused",
+            ],
+        ),
         (explained("wait", why="new_word", eta_s=1.0), ["qwen would have to wait: new word"]),
         (
             explained("wait", why="new_word", calls_off=["b"], eta_s=1.0),

@@ -12,24 +12,28 @@ import pytest
 
 from greenroom.config.sections.tasks import Task
 from greenroom.core.decide.placement import Places
-from greenroom.core.events import ConfigChanged, RequestArrived
+from greenroom.core.events import ConfigChanged, LeaseAsked, RequestArrived
 from greenroom.core.explain import Explanation, Plan
 from greenroom.core.model import (
     Device,
     DeviceId,
     DeviceKind,
     Group,
+    LeaseId,
     ModelId,
     Move,
     MoveId,
     MoveKind,
+    Need,
     RequestId,
     SlotId,
+    TenantId,
     Tier,
 )
 from greenroom.core.policy import Policy, PriorityClass
 from greenroom.core.scheduler import Scheduler
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.tenancy.keys import Caller, Permission
 from tests.runtime.memory.readings import gpu, reading
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
@@ -173,6 +177,53 @@ async def test_priority_counts_and_the_models_own_is_the_default() -> None:
     assert (await explain(gateway, model="a")).json["action"] == "wait"
     assert (await explain(gateway, model="a", priority="high")).json["action"] == "swap"
     assert (await explain(gateway, model="a", priority=0)).json["action"] == "swap"
+
+
+def tenants(tenant: str) -> Caller:
+    """A key that reads and leases for this tenant."""
+    return Caller("k", TenantId(tenant), 0, admin=False, leases=True, verbs=frozenset({Permission.READ}))
+
+
+async def leased() -> FakeGateway:
+    """Programs of an operator and of the tenant lab hold the memory that `a` needs, whose load takes five seconds."""
+    gateway = FakeGateway({"a": model(memory_mib=FULL_MIB), "b": model()})
+    gateway.state.models[gateway.catalog_id("a")].learned_s[MoveKind.LOAD] = 5.0
+    labs = Client(gateway, is_admin=False, caller=tenants("lab"))
+    for client, name in ((Client(gateway), "train"), (labs, "render")):
+        assert (await client.post("/api/v1/leases", {"mib": 1_000, "name": name})).status == 201
+    for number, ask in enumerate(gateway.leasing.asked):
+        held = LeaseAsked(NOW, LeaseId(ask.id), Need(gpu_mib=1_000), priority=number)
+        gateway.loop.scheduler.handle(held)
+    gateway.effects.asked.clear()
+    return gateway
+
+
+async def test_leases_that_hold_the_memory_are_named_and_no_time_is_told() -> None:
+    told = (await explain(await leased(), model="a")).json
+    assert (told["action"], told["why"], told["leases"], told["eta_s"]) == ("wait", "leased", ["train", "render"], None)
+    assert (await explain(await leased(), model="b")).json["leases"] == []
+
+
+async def test_a_tenant_is_told_the_names_of_its_own_leases_only() -> None:
+    gateway = await leased()
+    for tenant, names in (("lab", ["render"]), ("other", [])):
+        client = Client(gateway, is_admin=False, caller=tenants(tenant))
+        told = (await client.post(PATH, {"model": "a"})).json
+        assert (told["why"], told["leases"]) == ("leased", names)
+
+
+async def test_a_candidate_whose_memory_is_leased_is_told_no_time() -> None:
+    gateway = await leased()
+    gateway.tasks.configure(gateway.config.model_copy(update={"tasks": {"chat": Task(candidates=("a",))}}))
+    told = (await explain(gateway, model="chat")).json
+    assert (told["why"], told["candidates"][0]["eta_s"]) == ("leased", None)
+
+
+async def test_the_queue_says_that_memory_is_leased() -> None:
+    gateway = await leased()
+    gateway.add_waiter("a", 1)
+    (row,) = (await Client(gateway).get("/api/v1/queue")).json["requests"]
+    assert (row["plan"], row["why"], row["eta_s"]) == ("wait", "leased", None)
 
 
 async def test_it_is_told_how_long_a_request_would_wait_at_most() -> None:

@@ -16,6 +16,7 @@ WAITING: Final = {
     "busy": "it is ready and answers as many requests at once as it can",
     "leaving": "it is on its way out and has to be gone first",
     "no_room": "the models that would have to leave for it may not do so yet",
+    "leased": "its memory is leased to other programs",
     "kept_for_others": "its memory is kept for requests that have waited too long already",
     "crowd": "requests for many models wait already and are handled in turn",
     "excluded": "scheduler.company does not let it be ready beside models that cannot leave now",
@@ -137,7 +138,8 @@ def _on(explained: Explained) -> str:
 
 def _wait(explained: Explained) -> str:
     why = WAITING.get(explained["why"], str(explained["why"]).replace("_", " "))
-    return f"{explained['model']} would have to wait: {why}"
+    names = f" ({_list(leases)})" if (leases := explained.get("leases")) else ""
+    return f"{explained['model']} would have to wait: {why}{names}"
 
 
 def _refuse(explained: Explained) -> str:
@@ -182,7 +184,7 @@ def _time(explained: Explained) -> list[str]:
     wait_max_s = explained.get("wait_max_s")
     refused = "" if wait_max_s is None else f"; after {screen.seconds(wait_max_s)} it would be refused"
     if eta_s is None:
-        return [f"  how long that takes is not known yet{refused}"]
+        return [f"  how long that takes is not known{'' if explained['why'] == 'leased' else ' yet'}{refused}"]
     is_longer = wait_max_s is not None and eta_s > wait_max_s
     return [f"  its answer would begin in about {screen.seconds(eta_s)}{refused if is_longer else ''}"]
 

@@ -5,12 +5,12 @@ Owns how the plan is shown. The question has the same waiting time and budget as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isinf
 from typing import Annotated, Literal, assert_never
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
@@ -18,12 +18,13 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId
 from greenroom.errors import PolicyFailed
 from greenroom.routing.tasks import Ladder
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway, Scheduling
+from greenroom.server.admin.leases import own_prefix
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.telemetry.logs import get_logger
@@ -99,9 +100,12 @@ class Explained(View):
     devices: list[DeviceClaim] = []
     """Where it would be then; empty if there is no move, or if it takes no memory."""
     why: str | None = None
-    """What it would wait for, or why it would be refused."""
+    """What it would wait for, or why it would be refused. leased: programs hold its memory by leases, whose end is not
+    known."""
     detail: str | None = None
     """More about `why` in words, where there is more to say: of `too_large`, that none of its `devices` is there."""
+    leases: list[str] = []
+    """Names of the leases that hold its memory, as far as this key may see them."""
     behind: list[str] = []
     """Models whose requests go first."""
     beside: list[str] = []
@@ -115,7 +119,8 @@ class Explained(View):
     position: int | None = None
     """Its place in the queue; null if it would not wait."""
     eta_s: float | None = None
-    """Seconds until its answer would begin; null while the time of its move or of answers ahead is not known."""
+    """Seconds until its answer would begin; null while the time of its move or of answers ahead is not known, and where
+    leases hold its memory."""
     wait_max_s: float | None = None
     """Seconds after which it would be refused if it still waited: its budget, or the limit of the gateway; null if it
     would not wait."""
@@ -136,19 +141,19 @@ class Explaining:
     def add_to(self, app: FastAPI) -> None:
         app.post(PATH)(self.explain)
 
-    async def explain(self, ask: ExplainAsk) -> Explained:
+    async def explain(self, request: Request, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
-        task = self._gateway.tasks.find(ask.model)
+        task, own = self._gateway.tasks.find(ask.model), own_prefix(request)
         if task is not None:
-            return self._explain_task(ask, self._gateway.tasks.ladder(task, OPERATOR.sees))
+            return self._explain_task(ask, self._gateway.tasks.ladder(task, OPERATOR.sees), own)
         entry = await self._gateway.resolver.named(ask.model)
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
             said = scheduler.explanation(event)
-        return self._told(event, said, entry.id)
+        return self._told(event, said, entry.id, own)
 
-    def _explain_task(self, ask: ExplainAsk, ladder: Ladder) -> Explained:
+    def _explain_task(self, ask: ExplainAsk, ladder: Ladder, own: str) -> Explained:
         models, section = tuple(one.id for one in ladder.models), ladder.task.section
         choice = ladder.choice({model: model for model in models})
         first = self._gateway.catalog.find(models[0])
@@ -158,18 +163,24 @@ class Explaining:
         with naming_policy(scheduler, event):
             options, place = scheduler.weigh(event)
             said = scheduler.explanation(event)
-        told = self._told(event, said, options[place].model)
+        told = self._told(event, said, options[place].model, own)
         seen = [_candidate(one, position, place) for position, one in enumerate(options)]
         left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
         return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
 
-    def _told(self, event: RequestArrived, said: Explanation, model: ModelId) -> Explained:
+    def _told(self, event: RequestArrived, said: Explanation, model: ModelId, own: str) -> Explained:
         told = _told(event, said, model)
+        if said.leases:
+            return told.model_copy(update={"leases": self._names(said.leases, own)})
         if isinstance(said.plan, Swap):
             return told.model_copy(update={"devices": self._devices(said.plan)})
         if isinstance(said.plan, Refuse) and said.plan.code is RejectCode.TOO_LARGE:
             return told.model_copy(update={"detail": self._no_device(model) or None})
         return told
+
+    def _names(self, leases: Iterable[LeaseId], own: str) -> list[str]:
+        names = {lease.id: lease.name for lease in self._gateway.leasing.known() if lease.id.startswith(own)}
+        return [names[lease] for lease in leases if lease in names]
 
     def _devices(self, swap: Swap) -> list[DeviceClaim]:
         gpus = self._gateway.memory_watch.last.reading.gpus
@@ -245,7 +256,7 @@ def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained
         eta_s=None if said.eta_s is None else round(said.eta_s, 3),
         wait_max_s=round(event.give_up_at - event.now, 3) if waits and event.give_up_at is not None else None,
     )
-    return told.model_copy(update=_particulars(plan))
+    return told.model_copy(update=_particulars(said))
 
 
 def action_of(plan: Plan) -> Action:
@@ -264,15 +275,20 @@ def action_of(plan: Plan) -> Action:
             assert_never(plan)
 
 
-def _particulars(plan: Plan) -> dict[str, object]:
+def why_waits(wait: Wait, said: Explanation) -> str:
+    """The word for what it waits for. No model has to leave where leases hold the memory."""
+    return "leased" if said.leases else wait.why.value
+
+
+def _particulars(said: Explanation) -> dict[str, object]:
     """Fields that only this kind of plan has."""
-    match plan:
+    match plan := said.plan:
         case Serve(slot) | Join(slot):
             return {"slot": slot}
         case Swap():
             return {"slot": plan.wakes, "move": plan.kind.value}
         case Wait():
-            return {"why": plan.why.value, "beside": list(plan.beside)}
+            return {"why": why_waits(plan, said), "beside": list(plan.beside)}
         case Refuse():
             return {"why": plan.code.value, "retry_after_s": plan.retry_after_s, "beside": list(plan.beside)}
         case _:

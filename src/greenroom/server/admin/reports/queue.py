@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId, RequestId
 from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.reports.explaining import action_of, naming_policy
+from greenroom.server.admin.reports.explaining import action_of, naming_policy, why_waits
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import caller_of
 from greenroom.server.inference.ask import Settings, arrival
@@ -119,7 +119,7 @@ class QueueRoutes:
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, like_it):
             said = scheduler.explanation(like_it)
-        why = said.plan.why.value if isinstance(said.plan, Wait) else None
+        why = why_waits(said.plan, said) if isinstance(said.plan, Wait) else None
         behind = [str(model) for model in said.behind if model != caller.model]
         return {"plan": action_of(said.plan), "why": why, "behind": behind}
 
