@@ -145,7 +145,7 @@ async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> 
     recorder = recording_to(path, bytes_max=40)
     post = recorder.posting(lambda event: None)
     post(gone(1))
-    await until(lambda: '"n":1' in path.read_text(), "the first is written")
+    await until(lambda: recorder._file.is_full, "the first is written")
     post(gone(2))
     await recorder.close()
     assert (read(path).events, read(path).incomplete) == ([gone(1)], "the file is as large as it may be")
