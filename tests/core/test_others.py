@@ -235,6 +235,13 @@ def test_leases_beside_which_the_model_fits_once_others_have_left_are_not_in_the
     assert told(world, "b")[0] == ()
 
 
+def test_leases_on_gpus_that_are_too_small_for_the_model_are_not_in_the_way() -> None:
+    world = World([model("a", 7_000)], (gpu(0, 4_000), gpu(1, 8_000)))
+    world.ask_lease("small", 1_000, devices=(GPU0,))
+    world.ask_lease("large", 6_000, devices=(GPU1,))
+    assert told(world, "a")[0] == ("large",)
+
+
 def test_a_load_beside_a_lease_is_waited_for() -> None:
     world = two_gpus(lasting(8_000, GPU1, "l-2"))
     world.ask("op", MoveKind.LOAD, "a")
@@ -242,7 +249,7 @@ def test_a_load_beside_a_lease_is_waited_for() -> None:
     assert told(world, "b") == ((), 3.0 + 5.0)
 
 
-@pytest.mark.parametrize(("pinned", "leases"), [(False, ()), (True, ("l-1", "l-2"))])
+@pytest.mark.parametrize(("pinned", "leases"), [(False, ()), (True, ("l-1",))])
 def test_a_sleeper_whose_gpu_is_leased_may_be_loaded_elsewhere_unless_it_is_pinned(
     pinned: bool, leases: tuple[str, ...]
 ) -> None:

@@ -245,6 +245,25 @@ def test_a_model_wakes_although_its_victim_must_be_unloaded() -> None:
     assert (world.fate("r"), world.kinds()[-2:]) == (Fate.SERVED, ["unload b", "wake a"])
 
 
+def waits_beside_one_in_use(*, wake_s: float) -> float:
+    """How long b waits for a, which loads in 5 s, wakes in that time and is asked for all the time."""
+    world = World([model("a", 6_000, asleep=Need(0, 4_000), concurrency=2), model("b", 6_000)], DEVICES, LIMITS)
+    world.engines["a"] = Engine(load_s=5.0, wake_s=wake_s)
+    asleep(world, "a")
+    world.arrive("wakes a", "a", takes_s=0.0)
+    world.run(100.0)
+    for number in range(500):
+        world.later(2.0 * number, lambda name=f"a {number}": world.arrive(name, "a", takes_s=3.0))
+    world.run(30.0)
+    call = world.arrive("b", "b", takes_s=1.0)
+    world.run(900.0)
+    return call.granted_at - call.arrived
+
+
+def test_a_model_that_wakes_more_slowly_than_it_loads_leaves_as_soon_as_one_that_cannot_sleep() -> None:
+    assert waits_beside_one_in_use(wake_s=60.0) == waits_beside_one_in_use(wake_s=5.0)
+
+
 def test_a_sleeper_whose_gpu_is_busy_is_loaded_on_another_one_and_its_copy_leaves() -> None:
     world = beside_busy("b")
     call = world.arrive("a now", "a", takes_s=1.0)

@@ -103,6 +103,14 @@ def test_a_refusal_names_no_pinned_model_that_would_not_help(new: ModelSpec) -> 
     assert rejection is not None and (rejection.code, rejection.pinned) == (RejectCode.TOO_LARGE, ())
 
 
+def test_a_refusal_names_no_pinned_model_where_nothing_is_missing() -> None:
+    models = [model("a", 4_000, pinned=True), model("on host", 0, host_mib=500, pinned=True)]
+    world = World([*models, model("new", 6_000, host_mib=1_000)], (gpu(0, 8_000), host(12_000)))
+    ready(world, "a", "on host")
+    rejection = world.arrive("r", "new").rejection
+    assert rejection is not None and (rejection.code, rejection.pinned) == (RejectCode.TOO_LARGE, ("a",))
+
+
 def test_a_refusal_names_pinned_models_only_where_their_memory_would_help() -> None:
     first, second = (DeviceId("gpu0"),), (DeviceId("gpu1"),)
     world = World(

@@ -279,8 +279,10 @@ def leases_in_way(state: State, waiter: Waiter, model: ModelId) -> tuple[LeaseId
     may_load = wake is None or not record.spec.pinned
     if _has_room(state, record, wake, room) or (may_load and _has_room(state, record, None, room)):
         return ()
-    on = record.spec.devices
-    return tuple(lease for lease, claim in leases.items() if not on or not claim.keys().isdisjoint(on))
+    without = _room_beside(state, model, {})
+    loads = placement.options(record.spec, record.need, state.devices, without, without) if may_load else []
+    on = {device for claim in (wake or {}, *loads) for device in claim}
+    return tuple(lease for lease, claim in leases.items() if not claim.keys().isdisjoint(on))
 
 
 def _is_coming(state: State, model: ModelId) -> bool:

@@ -288,7 +288,9 @@ def _pinned_in_way(state: State, record: Claimant, residents: Residents) -> tupl
     pinned = [slot for slot in state.slots.values() if slot.spec.pinned and not slot.lease and slot.model not in own]
     names = dict.fromkeys(slot.model for slot in pinned)
     ways = residents.ways_within(record, state.most_mib(None, names, record.spec.version_of))
-    return tuple(dict.fromkeys(slot.model for slot in pinned if not ways.on.isdisjoint(slot.claim)))
+    most = state.most_mib(None, stays=record.spec.version_of)
+    short = {device for way in ways.each for device, mib in way.wants.items() if mib > most.get(device, 0)}
+    return tuple(dict.fromkeys(slot.model for slot in pinned if not short.isdisjoint(slot.claim)))
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
@@ -353,8 +355,8 @@ def _eviction(
     found = swapper.eviction_for(target, there, room)
     if found is not None and not found.is_blocked:
         return found, until
-    if Tier.ASLEEP not in [one.leaves_to for one in there if not one.is_fixed]:
-        # A model that may not even be put to sleep yet may not be unloaded either.
+    if not residents.some_wake_slowly and Tier.ASLEEP not in [one.leaves_to for one in there if not one.is_fixed]:
+        # A model that may not even be put to sleep yet may not be unloaded either: it would be away for longer.
         return found, until
     there, until_cold = _judged(state, queue, urgency, target, False, but, residents, now)
     colder = swapper.eviction_for(target, there, room)

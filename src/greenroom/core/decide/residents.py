@@ -31,6 +31,8 @@ class Residents:
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
         self._asleep_held_mib: Claim | None = None
+        # True if a resident that would fall asleep was seen to wake more slowly than it loads.
+        self.some_wake_slowly = False
         self._ways: dict[placement.Shape, Ways] = {}
         self._crowds: dict[DeviceId, Crowd] | None = None
         # Residents that would go cold. They are the same for every newcomer.
@@ -213,6 +215,8 @@ class Residents:
         made = _resident(self._state, slot, self._now, may_sleep and self._would_sleep(slot, wakes))
         if made.leaves_to is Tier.COLD:
             self._cold[slot.id] = made
+        elif made.reload_s > self._state.claimants[made.model].move_s(MoveKind.LOAD):
+            self.some_wake_slowly = True
         return made
 
     def _would_sleep(self, slot: Slot, wakes: Slot | None) -> bool:

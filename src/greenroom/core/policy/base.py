@@ -36,7 +36,11 @@ class Policy(Protocol):
         ...
 
     def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
-        """When this queue's model may take this resident's place; infinity if only the end of its work helps."""
+        """When this queue's model may take this resident's place; infinity if only the end of its work helps.
+
+        Never sooner where the resident takes longer to come back (`reload_s`): one that may not be put to sleep yet is
+        not asked again whether it may be unloaded.
+        """
         ...
 
     def loss(self, resident: Resident, now: float) -> float:
