@@ -20,7 +20,7 @@ from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.leases.entry import LeasableMemory
+from greenroom.runtime.leases.entry import LeasableMemory, lease_names
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
@@ -240,7 +240,7 @@ def wire_rejections(
         lambda model: _why_whole(common, model),
         memory.no_device,
         common.hosted_slots.progress_of,
-        lambda lease: next((one.name for one in leases.leasing.known() if one.id == lease), lease),
+        lambda lease: lease_names(leases.leasing.known(), common.state.ledger.others).get(lease, lease),
     )
 
 

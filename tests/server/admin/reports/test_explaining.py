@@ -19,7 +19,6 @@ from greenroom.core.model import (
     DeviceId,
     DeviceKind,
     Group,
-    LeaseId,
     ModelId,
     Move,
     MoveId,
@@ -32,7 +31,9 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy import Policy, PriorityClass
 from greenroom.core.scheduler import Scheduler
+from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.server.admin.reports.explaining import RECALLED
 from greenroom.tenancy.keys import Caller, Permission
 from tests.runtime.memory.readings import gpu, reading
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
@@ -184,7 +185,7 @@ def tenants(tenant: str) -> Caller:
     return Caller("k", TenantId(tenant), 0, admin=False, leases=True, verbs=frozenset({Permission.READ}))
 
 
-async def leased() -> FakeGateway:
+async def leased(priority: int | None = None) -> FakeGateway:
     """Programs of an operator and of the tenant lab hold the memory that `a` needs, whose load takes five seconds."""
     gateway = FakeGateway({"a": model(memory_mib=FULL_MIB), "b": model()})
     gateway.state.models[gateway.catalog_id("a")].learned_s[MoveKind.LOAD] = 5.0
@@ -192,7 +193,8 @@ async def leased() -> FakeGateway:
     for client, name in ((Client(gateway), "train"), (labs, "render")):
         assert (await client.post("/api/v1/leases", {"mib": 1_000, "name": name})).status == 201
     for number, ask in enumerate(gateway.leasing.asked):
-        held = LeaseAsked(NOW, LeaseId(ask.id), Need(gpu_mib=1_000), priority=number)
+        lasts = {"priority": number} if priority is None else {"priority": priority, "preemptible": True}
+        held = LeaseAsked(NOW, core_id(ask.id), Need(gpu_mib=1_000), **lasts)
         gateway.loop.scheduler.handle(held)
     gateway.effects.asked.clear()
     return gateway
@@ -210,6 +212,17 @@ async def test_a_tenant_is_told_the_names_of_its_own_leases_only() -> None:
         client = Client(gateway, is_admin=False, caller=tenants(tenant))
         told = (await client.post(PATH, {"model": "a"})).json
         assert (told["why"], told["leases"]) == ("leased", names)
+
+
+async def test_a_lease_that_would_be_recalled_is_told_by_its_name_to_those_who_may_see_it() -> None:
+    gateway = await leased(priority=2)
+    for tenant, names in (("lab", {"a lease", "render"}), ("other", {"a lease"})):
+        client = Client(gateway, is_admin=False, caller=tenants(tenant))
+        told = (await client.post(PATH, {"model": "a", "priority": "high"})).json
+        assert (told["action"], {one["model"] for one in told["evict"]}) == ("swap", names)
+        assert all(one["is_lease"] and one["why"] == RECALLED for one in told["evict"])
+    told = (await explain(gateway, model="a", priority="high")).json
+    assert {one["model"] for one in told["evict"]} == {"train", "render"}
 
 
 async def test_a_candidate_whose_memory_is_leased_is_told_no_time() -> None:

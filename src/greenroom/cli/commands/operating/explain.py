@@ -112,7 +112,7 @@ def _candidate(one: Mapping[str, Any]) -> str:
 
 
 def _leave(one: Mapping[str, Any]) -> str:
-    return "fall asleep" if one["to"] == "asleep" else "be unloaded"
+    return "be recalled" if one.get("is_lease") else "fall asleep" if one["to"] == "asleep" else "be unloaded"
 
 
 def _serve(explained: Explained) -> str:

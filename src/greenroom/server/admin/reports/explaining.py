@@ -5,10 +5,10 @@ Owns how the plan is shown. The question has the same waiting time and budget as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isinf
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Final, Literal, assert_never
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -18,9 +18,10 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId
+from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId, lease_name
 from greenroom.errors import PolicyFailed
 from greenroom.routing.tasks import Ladder
+from greenroom.runtime.leases.entry import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway, Scheduling
@@ -29,6 +30,10 @@ from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import parse_priority
+
+# How the scheduler names slots of leases, and why one leaves.
+LEASE_PREFIX: Final = lease_name(LeaseId(""))
+RECALLED: Final = "less urgent; its program is told to give it back"
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
 
@@ -49,6 +54,8 @@ class ExplainAsk(Order):
 
 class Evicted(View):
     model: str
+    """Its id; the name of a lease that would be recalled, `a lease` if this key may not see it."""
+    is_lease: bool = False
     slot: str
     to: Tier
     """Where it would go: asleep, or cold."""
@@ -171,16 +178,24 @@ class Explaining:
     def _told(self, event: RequestArrived, said: Explanation, model: ModelId, own: str) -> Explained:
         told = _told(event, said, model)
         if said.leases:
-            return told.model_copy(update={"leases": self._names(said.leases, own)})
+            names = self._lease_names(own)
+            return told.model_copy(update={"leases": [names[lease] for lease in said.leases if lease in names]})
         if isinstance(said.plan, Swap):
-            return told.model_copy(update={"devices": self._devices(said.plan)})
+            update = {"devices": self._devices(said.plan), "evict": self._evicted(told.evict, own)}
+            return told.model_copy(update=update)
         if isinstance(said.plan, Refuse) and said.plan.code is RejectCode.TOO_LARGE:
-            return told.model_copy(update={"detail": self._no_device(model) or None})
+            pinned = "" if own else _unpin(said.plan.pinned)
+            return told.model_copy(update={"detail": self._no_device(model) or pinned or None})
         return told
 
-    def _names(self, leases: Iterable[LeaseId], own: str) -> list[str]:
-        names = {lease.id: lease.name for lease in self._gateway.leasing.known() if lease.id.startswith(own)}
-        return [names[lease] for lease in leases if lease in names]
+    def _lease_names(self, own: str) -> dict[LeaseId, str]:
+        others = self._gateway.loop.scheduler.view.ledger.others
+        return lease_names(self._gateway.leasing.known(), others, own)
+
+    def _evicted(self, evict: list[Evicted], own: str) -> list[Evicted]:
+        """Leases by the names that this key may see, not by their ids."""
+        names = {lease_name(lease): name for lease, name in self._lease_names(own).items()}
+        return [_recalled(one, names) if one.model.startswith(LEASE_PREFIX) else one for one in evict]
 
     def _devices(self, swap: Swap) -> list[DeviceClaim]:
         gpus = self._gateway.memory_watch.last.reading.gpus
@@ -257,6 +272,15 @@ def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained
         wait_max_s=round(event.give_up_at - event.now, 3) if waits and event.give_up_at is not None else None,
     )
     return told.model_copy(update=_particulars(said))
+
+
+def _recalled(one: Evicted, names: Mapping[ModelId, str]) -> Evicted:
+    name = names.get(ModelId(one.model), "a lease")
+    return one.model_copy(update={"model": name, "is_lease": True, "why": RECALLED})
+
+
+def _unpin(pinned: tuple[ModelId, ...]) -> str:
+    return f"It would fit without pinned models: unpin {', '.join(pinned)}." if pinned else ""
 
 
 def action_of(plan: Plan) -> Action:
