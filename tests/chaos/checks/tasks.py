@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from greenroom.core import events as ev
-from greenroom.core.decide.arrival import Option
+from greenroom.core.decide.arrival import Option, waiter_for, weigh
 from greenroom.core.decide.decision import Refuse
+from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, Outcome, RequestId, SlotId
 from greenroom.sim.records import Violation
@@ -116,7 +117,9 @@ class LastResort(Check):
         for name in asked.event.candidates:
             if name in failed or name not in scheduler.state.models:
                 continue
-            (option,), _ = scheduler.weigh(replace(asked.event, now=self._now, candidates=(name,)))
+            alone = waiter_for(replace(asked.event, now=self._now, candidates=(name,)), 2**62)
+            # What decisions go by: callers are told a later time where memory has to come free first.
+            (option,) = weigh(scheduler.state, alone, self._now, Places())
             if not isinstance(option.plan, Refuse) and (asked.choice.pin_primary or self._is_in_time(option, asked)):
                 raise Violation(f"{request} falls to {model} though {name} could serve it: {option.plan}")
 
