@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from greenroom.core.apply import ROUND_S
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason
+from greenroom.core.decide.plan import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, Need, Tier

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from greenroom.core import events as ev
-from greenroom.core.decide.decision import Wait
+from greenroom.core.decide.plan import Wait
 from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.ledger import Holding

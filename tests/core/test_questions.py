@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.plan import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, Outcome, RequestId

@@ -10,8 +10,9 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.decide.arrival import decide, is_able
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, freest
+from greenroom.core.decide.decision import freest
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind

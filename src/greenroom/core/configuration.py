@@ -7,7 +7,7 @@ revision drains.
 from __future__ import annotations
 
 from greenroom.core.apply import Actions, preload_id
-from greenroom.core.decide.decision import Refuse
+from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier

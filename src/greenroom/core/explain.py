@@ -10,14 +10,14 @@ from math import inf
 
 from greenroom.core.decide.arrival import Option as Option
 from greenroom.core.decide.arrival import called_off, eta_s, leases_in_way, plan_for, room_s, too_late
-from greenroom.core.decide.decision import Join as Join
-from greenroom.core.decide.decision import Plan as Plan
-from greenroom.core.decide.decision import Refuse as Refuse
-from greenroom.core.decide.decision import Serve as Serve
-from greenroom.core.decide.decision import Swap as Swap
-from greenroom.core.decide.decision import Wait as Wait
-from greenroom.core.decide.decision import WaitReason
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Join as Join
+from greenroom.core.decide.plan import Plan as Plan
+from greenroom.core.decide.plan import Refuse as Refuse
+from greenroom.core.decide.plan import Serve as Serve
+from greenroom.core.decide.plan import Swap as Swap
+from greenroom.core.decide.plan import Wait as Wait
+from greenroom.core.decide.plan import WaitReason
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import LeaseId, ModelId, RequestId, SlotId, Tier
 from greenroom.core.policy.swapper import Resident

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from greenroom.core.apply import ASKED_MAX
 from greenroom.core.decide import green_room, placement
-from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide_for
+from greenroom.core.decide.decision import decide_for
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Join, Refuse, Swap, Wait
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier, larger

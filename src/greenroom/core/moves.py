@@ -10,7 +10,8 @@ from math import inf
 
 from greenroom.core.apply import Actions
 from greenroom.core.decide import placement
-from greenroom.core.decide.decision import Refuse, refusal
+from greenroom.core.decide.decision import refusal
+from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
 from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, ModelId, Move, MoveKind, Outcome, Slot, Tier, learn

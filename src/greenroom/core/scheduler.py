@@ -29,8 +29,9 @@ from greenroom.core.decide.arrival import (
     waiter_for,
     weigh,
 )
-from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
+from greenroom.core.decide.decision import excluded_beside, refusal
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Plan, Refuse, Swap, Wait, WaitReason
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, as_told, explanation, outlook

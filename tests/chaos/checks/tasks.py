@@ -10,8 +10,8 @@ from math import inf
 
 from greenroom.core import events as ev
 from greenroom.core.decide.arrival import Option, waiter_for, weigh
-from greenroom.core.decide.decision import Refuse
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, Outcome, RequestId, SlotId
 from greenroom.sim.records import Violation

@@ -22,7 +22,7 @@ from greenroom.core import events, ledger, model, scheduler, state
 from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide import arrival, placement, residents
-from greenroom.core.decide.decision import Serve
+from greenroom.core.decide.plan import Serve
 from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator

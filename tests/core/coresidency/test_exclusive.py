@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.core.decide.decision import Refuse, Wait, WaitReason
+from greenroom.core.decide.plan import Refuse, Wait, WaitReason
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Group, ModelId, MoveKind, Need, Tier

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from greenroom.core.decide.arrival import TRY_AGAIN_S
-from greenroom.core.decide.decision import Refuse
+from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, Learned
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, RequestId, Tier

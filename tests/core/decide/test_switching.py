@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from greenroom.core.decide.decision import Wait, WaitReason
+from greenroom.core.decide.plan import Wait, WaitReason
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Group, ModelId, MoveKind, Need, TenantId, Tier

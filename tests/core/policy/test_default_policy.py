@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.core.decide.decision import Swap
+from greenroom.core.decide.plan import Swap
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, SlotId, TenantId, Tier
 from greenroom.core.policy.default import ALIKE_S, BoundedFirstCome

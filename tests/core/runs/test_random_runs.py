@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greenroom.core import events as ev
-from greenroom.core.decide.decision import Refuse, Serve
+from greenroom.core.decide.plan import Refuse, Serve
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.model import (
     Device,

@@ -16,8 +16,9 @@ from math import inf
 from typing import NamedTuple
 
 from greenroom.core.decide import placement
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason, decide_for
+from greenroom.core.decide.decision import decide_for
 from greenroom.core.decide.placement import Places
+from greenroom.core.decide.plan import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
