@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import inf
 
 from greenroom.core.decide.arrival import Option as Option
-from greenroom.core.decide.arrival import called_off, eta_s, leases_in_way, plan_for, room_s, too_late
+from greenroom.core.decide.arrival import called_off, plan_for, too_late
+from greenroom.core.decide.estimate import eta_s, leases_in_way, room_s
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.plan import Join as Join
 from greenroom.core.decide.plan import Plan as Plan

@@ -19,17 +19,15 @@ from greenroom.core.decide.arrival import (
     called_off,
     choose,
     decide,
-    eta_s,
     is_able,
-    leases_in_way,
     model_of,
     plan_for,
-    room_s,
     too_late,
     waiter_for,
     weigh,
 )
 from greenroom.core.decide.decision import excluded_beside, refusal
+from greenroom.core.decide.estimate import eta_s, leases_in_way, room_s
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.plan import Plan, Refuse, Swap, Wait, WaitReason
 from greenroom.core.decide.residents import Residents
