@@ -11,6 +11,7 @@ from greenroom.core import events as ev
 from greenroom.core.decide.plan import Wait
 from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
+from greenroom.core.explain import Outlook
 from greenroom.core.ledger import Holding
 from greenroom.core.model import (
     DeviceId,
@@ -263,6 +264,19 @@ def test_a_sleeper_whose_gpu_is_leased_may_be_loaded_elsewhere_unless_it_is_pinn
     assert told(world, "a")[0] == leases
 
 
+def test_only_the_largest_leases_that_are_enough_to_keep_a_model_out_are_named() -> None:
+    world = two_gpus(lasting(4_000), lasting(10, name="l-2"), lasting(3_000, GPU1, "l-3"))
+    assert told(world, "a") == (("l-1",), None)
+    world.memory({}, leases=(lasting(1_500), lasting(1_500, name="l-2"), lasting(10, name="l-3")))
+    assert told(world, "a", priority=0) == (("l-1", "l-2"), None)
+
+
+def test_where_an_undeclared_process_holds_the_memory_no_time_is_told_and_no_lease_named() -> None:
+    world = two_gpus(lasting(100))
+    world.memory({GPU0: 4_000})
+    assert told(world, "a") == ((), None)
+
+
 def test_a_task_is_told_no_time_of_a_candidate_in_whose_way_is_a_lease() -> None:
     world = two_gpus(lasting(4_000))
     options, place = world.scheduler.weigh(world.asking("?", "a", "b"))
@@ -288,6 +302,7 @@ def test_while_the_store_is_down_waiting_requests_wait_and_new_ones_are_refused(
     world.finish("running")
     world.arrive("late", "b")
     assert world.fate("waits") is Fate.WAITING and world.code("late") is RejectCode.STORE_DOWN
+    assert world.scheduler.outlook(RequestId("waits"), world.now) == Outlook(1, None), "it may be away for long"
     assert world.ask_lease("train", 1_000).fate is Fate.REJECTED
     world.memory({GPU0: 0})
     world.run(5.0)

@@ -248,6 +248,35 @@ def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
 
 
 @pytest.mark.parametrize(
+    ("leaves_by", "least_s", "most_s"), [(MoveKind.SLEEP, 5.0, 7.0), (MoveKind.UNLOAD, 85.0, 91.0)]
+)
+def test_the_estimate_of_a_model_that_leaves_counts_the_rest_of_that_and_how_it_comes_back(
+    leaves_by: MoveKind, least_s: float, most_s: float
+) -> None:
+    """It takes 60 s to load, 1 s to wake, 5 s to fall asleep and 30 s to be unloaded."""
+    world = World([model("a", asleep=Need(0, 4_000))], (gpu(0, 8_000), host(64_000)))
+    world.engines["a"] = Engine(load_s=60.0, wake_s=1.0, leave_s=5.0)
+    for round_ in range(3):
+        world.arrive(f"r{round_}", "a", takes_s=0.0)
+        world.run(100.0)
+        if round_ < 2:
+            world.ask(f"sleep {round_}", MoveKind.SLEEP, "a")
+            world.run(100.0)
+    if leaves_by is MoveKind.UNLOAD:
+        world.scheduler.state.models[ModelId("a")].learned_s[MoveKind.UNLOAD] = 30.0
+        world.engines["a"].leave_s = 30.0
+        world.ask("sleep", MoveKind.SLEEP, "a")
+        world.run(100.0)
+    world.ask("leave", leaves_by, "a")
+    world.run(0.5)
+    waits = world.arrive("r", "a", takes_s=0.0)
+    outlook = world.scheduler.outlook(RequestId("r"), world.now)
+    world.run(200.0)
+    assert outlook is not None and outlook.eta_s == pytest.approx(waits.granted_at - waits.arrived, abs=0.1)
+    assert least_s <= outlook.eta_s <= most_s
+
+
+@pytest.mark.parametrize(
     ("pinned", "loads_s", "s", "kind"),
     [(False, 5.0, 3.5, MoveKind.WAKE), (False, 30.0, 9.5, MoveKind.LOAD), (True, 30.0, 28.5, MoveKind.WAKE)],
 )

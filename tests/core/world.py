@@ -428,6 +428,17 @@ class World(Recorder):
     def later(self, after_s: float, action: Callable[[], object]) -> None:
         heappush(self._heap, (self.now + after_s, next(self._numbers), action))
 
+    def keep_busy(self, name: str, takes_s: float, for_s: float) -> None:
+        """Ask this model for more answers of this length than it can give one at a time, for so long."""
+        ends, numbers = self.now + for_s, count()
+
+        def ask() -> None:
+            self.arrive(f"{name} busy {next(numbers)}", name, takes_s=takes_s)
+            if self.now < ends:
+                self.later(takes_s * 0.45, ask)
+
+        ask()
+
     def run(self, for_s: float = float("inf")) -> None:
         """Let time pass: everything scheduled happens in order, timers included."""
         until = self.now + for_s

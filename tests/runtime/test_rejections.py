@@ -133,7 +133,7 @@ def test_a_request_that_waited_for_leased_memory_is_told_of_the_leases_and_no_ti
         lambda _: (),
         lambda _: "",
         lambda _: "",
-        lease_named={"l-1": "train", "l-2": "ci"}.__getitem__,
+        lease_names=lambda: {LeaseId("l-1"): "train", LeaseId("l-2"): "ci"},
     )
     numbers: Any = {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000, "held_by": ("ci",), "room_s": inf}
     leases = (LeaseId("l-1"), LeaseId("l-2"))
@@ -141,6 +141,20 @@ def test_a_request_that_waited_for_leased_memory_is_told_of_the_leases_and_no_ti
     assert "leased (train, ci): it needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
     assert "unload" not in said.message and (said.retry_after_s, said.beside["loading"]["eta_s"]) == (10.0, None)
     assert said.public == "qwen waits for memory that other programs hold. Ask again."
+
+
+def test_names_of_many_leases_are_looked_up_once_and_few_are_told() -> None:
+    looked_up, leases = [], [LeaseId(f"l-{number}") for number in range(1_000)]
+
+    def names() -> dict[LeaseId, str]:
+        looked_up.append(1)
+        return {lease: f"job {number}" for number, lease in enumerate(leases)}
+
+    named = Rejections({}, lambda: False, lambda _: (), lambda _: "", lambda _: "", lease_names=names)
+    said = named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0, leases=tuple(leases)))
+    assert "leased (job 0, job 1, job 2, job 3, job 4 and 995 more)" in said.message
+    named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0))
+    assert len(looked_up) == 1
 
 
 def test_a_load_that_holds_the_memory_counts_in_the_estimate() -> None:

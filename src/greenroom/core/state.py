@@ -242,9 +242,13 @@ class State:
         return model in self.models and any(slot.has_room for slot in self.serving(model))
 
     def swap_s(self, model: ModelId) -> float:
-        """Seconds until this model could be ready from its current tier, once there is room."""
-        is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
-        return self.claimants[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
+        """Seconds until this model could be ready, once there is room and nothing of it leaves any more."""
+        return self.claimants[model].move_s(self.next_move(model))
+
+    def next_move(self, model: ModelId) -> MoveKind:
+        """The move that brings this model once nothing of it leaves any more: a wake if it will sleep then."""
+        tiers = [slot.leaving_to or slot.tier for slot in self.slots_of(model) if not slot.lost]
+        return MoveKind.WAKE if Tier.ASLEEP in tiers else MoveKind.LOAD
 
     def open_ways(self, ways: Ways, model: ModelId) -> Ways:
         """Those of a model's ways where no device is kept for another model."""
@@ -388,14 +392,21 @@ class State:
         Only pinned models and the model `stays` stay, but not those in `leaving`.
         """
         most = {device.id: device.usable_mib for device in self.ledger.devices.values()}
+        for slot, claim in self.fixed(stays):
+            if slot is not but and slot.model not in leaving:
+                _take(most, claim)
+        return most
+
+    def fixed(self, stays: ModelId | None) -> list[tuple[Slot, Claim]]:
+        """Slots of pinned models and of the model `stays`, with what they hold or will hold."""
         # Every round asks this of all slots, and few of them are pinned.
         slots = self.slots.values()
         fixed = [slot for slot in slots if slot.spec.pinned or (stays is not None and slot.spec.id == stays)]
-        for slot in fixed:
-            is_lease = slot.lease is not None and slot.model != stays
-            if not is_lease and slot is not but and slot.model not in leaving and not slot.is_going and not slot.lost:
-                _take(most, slot.claim if slot.planned or slot.move else self.ledger.held_by(slot.id))
-        return most
+        return [
+            (slot, slot.claim if slot.planned or slot.move else self.ledger.held_by(slot.id))
+            for slot in fixed
+            if (slot.lease is None or slot.model == stays) and not slot.is_going and not slot.lost
+        ]
 
     def likely_mib(self, most: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
         """The same without what undeclared processes and leases hold now: they leave only when they choose to."""

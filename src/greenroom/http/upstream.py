@@ -108,7 +108,7 @@ class Pool:
     async def refuses(self) -> bool:
         """True if nothing listens at its address: the engine has closed its socket.
 
-        An engine that is only busy does not refuse: while its backlog is full, the system lets connections wait.
+        An engine that is only busy does not: while its backlog is full, a connection waits or fails in another way.
         """
         if self._closed:
             return False

@@ -27,6 +27,8 @@ from greenroom.errors import (
 
 # The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
+# So many of several leases are named in an error.
+NAMES_MAX = 5
 
 
 class Phase(StrEnum):
@@ -69,8 +71,8 @@ class Rejections:
     """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
 
     `why_whole` says why only one of several GPUs is used for a model, and `no_device` that none of its devices is
-    there, if so; `progress` which share of a model is loaded, where that is known; `lease_named` the name of a
-    lease.
+    there, if so; `progress` which share of a model is loaded, where that is known; `lease_names` the names of
+    all leases, asked for once for each rejection that names some.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Rejections:
         why_whole: Callable[[ModelId], str],
         no_device: Callable[[ModelId], str],
         progress: Callable[[ModelId], float | None] = lambda _: None,
-        lease_named: Callable[[LeaseId], str] = str,
+        lease_names: Callable[[], Mapping[LeaseId, str]] = dict,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
@@ -89,7 +91,7 @@ class Rejections:
         self._why_whole = why_whole
         self._no_device = no_device
         self._progress = progress
-        self._lease_named = lease_named
+        self._lease_names = lease_names
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -107,7 +109,8 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                leases = tuple(map(self._lease_named, rejection.leases))
+                names = self._lease_names() if rejection.leases else {}
+                leases = tuple(names.get(lease, lease) for lease in rejection.leases)
                 return _late(rejection, phase_of(self._slots_of(model)), self._progress(model), leases)
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
@@ -141,6 +144,11 @@ class Rejections:
         return kind(
             cause.message, public=cause.public, details=cause.details, retry_after_s=again_s, beside=cause.beside
         )
+
+
+def _some_of(names: tuple[str, ...]) -> str:
+    more = len(names) - NAMES_MAX
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:NAMES_MAX])} and {more:,} more"
 
 
 def _bounded(retry_s: float | None) -> float | None:
@@ -199,7 +207,7 @@ def _late(rejection: Rejection, phase: Phase, progress: float | None, leases: tu
         message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
     elif phase is Phase.WAITING and leases:
         message = (
-            f"{rejection.model} waits for memory that is leased ({', '.join(leases)}): it needs "
+            f"{rejection.model} waits for memory that is leased ({_some_of(leases)}): it needs "
             f"{rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of {rejection.capacity_mib:,} MiB are free. "
             "When leases end is not known; `greenroom leases` lists them."
         )

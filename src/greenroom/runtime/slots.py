@@ -41,6 +41,7 @@ class _Erased(msgspec.Struct):
 class LiveSlot:
     __slots__ = (
         "_check",
+        "_others_answer",
         "_stop",
         "call",
         "child",
@@ -69,6 +70,7 @@ class LiveSlot:
         remote: RemoteEndpoint | None = None,
         meter: SpendingMeter | None = None,
         stop: Callable[[], Awaitable[object]] | None = None,
+        others_answer: Callable[[], bool] = lambda: False,
     ) -> None:
         self.id = slot
         self.entry = entry
@@ -77,6 +79,8 @@ class LiveSlot:
         self.remote = remote
         # Ends its process, which is then reported as lost; None if it has none.
         self._stop = stop
+        # True while another slot of its process answers.
+        self._others_answer = others_answer
         # Counts what it costs; None if nothing is known of that.
         self.meter = meter
         self.pool = pool
@@ -137,7 +141,8 @@ class LiveSlot:
         """Find out, after a broken connection, whether its process lives. None for a remote model.
 
         Ends when the process has ended and its slots are reported as lost, or when it accepts connections. One that
-        does neither is ended, but not while it answers. Until then the scheduler counts its memory as held.
+        does neither is ended, but not while it or another slot of its process answers. Until then the scheduler counts
+        its memory as held.
         """
         if self.child is not None and self._stop is not None and (self._check is None or self._check.done()):
             work = self._check_process(self.child, self._stop)
@@ -149,7 +154,7 @@ class LiveSlot:
         while not await _has_ended(child, wait_s):
             if not await self.pool.refuses():
                 return
-            refusals = 0 if self.pool.busy_count else refusals + 1
+            refusals = 0 if self.pool.busy_count or self._others_answer() else refusals + 1
             if refusals == REFUSALS_MAX:
                 _log.warning("an engine accepts no connections and is ended", model=self.entry.id, slot=self.id)
                 await stop()
@@ -182,6 +187,10 @@ class LiveSlots:
     def coming(self, version: ModelId, model: ModelId) -> None:
         """This version writes into the log of its model."""
         self._versions[version] = model
+
+    def answers(self, child: Child) -> bool:
+        """True while a slot of this process answers."""
+        return any(live.pool.busy_count for live in self.live.values() if live.child is child)
 
     def promoted(self, entry: Entry, version: ModelId) -> None:
         """The slots of this version are the model's from now on."""

@@ -240,7 +240,7 @@ def wire_rejections(
         lambda model: _why_whole(common, model),
         memory.no_device,
         common.hosted_slots.progress_of,
-        lambda lease: lease_names(leases.leasing.known(), common.state.ledger.others).get(lease, lease),
+        lambda: lease_names(leases.leasing.known(), common.state.ledger.others),
     )
 
 

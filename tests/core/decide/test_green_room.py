@@ -287,6 +287,29 @@ def test_a_sleeper_waits_for_its_gpu_for_as_long_as_a_load_elsewhere_would_take_
         ready(world, "b")
 
 
+@pytest.mark.parametrize("held_by", ["a lease", "an undeclared process"])
+@pytest.mark.parametrize("may_sleep", [True, False])
+def test_a_sleeper_whose_gpu_is_held_for_good_comes_elsewhere_like_one_that_is_cold(
+    may_sleep: bool, held_by: str
+) -> None:
+    """On the other GPU a model is in constant use: it is closed for the sleeper when that has waited long enough."""
+    spec = model("a", 7_000, asleep=Need(0, 4_000) if may_sleep else None)
+    other = model("b", 7_000, devices=(DeviceId("gpu1"),))
+    world = World([spec, other], (gpu(0, 8_000), gpu(1, 8_000), host(64_000)))
+    ready(world, "a")
+    world.ask("o", MoveKind.SLEEP if may_sleep else MoveKind.UNLOAD, "a")
+    world.run(10.0)
+    if held_by == "a lease":
+        world.ask_lease("train", 7_000, devices=(DeviceId("gpu0"),))
+    else:
+        world.memory({DeviceId("gpu0"): 5_000})
+    world.keep_busy("b", 20.0, for_s=1_000.0)
+    world.run(30.0)
+    waits = world.arrive("r", "a", takes_s=1.0)
+    world.run(900.0)
+    assert waits.fate is Fate.SERVED and 200.0 < waits.granted_at - waits.arrived < 400.0
+
+
 def test_a_sleeper_that_is_preloaded_beside_a_busy_model_is_loaded_elsewhere() -> None:
     world = World([model("a", 4_000, asleep=Need(0, 4_000)), *on_each_gpu("b")], TWO_GPUS, LIMITS)
     asleep(world, "a")

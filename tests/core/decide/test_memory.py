@@ -103,6 +103,16 @@ def test_a_refusal_names_no_pinned_model_that_would_not_help(new: ModelSpec) -> 
     assert rejection is not None and (rejection.code, rejection.pinned) == (RejectCode.TOO_LARGE, ())
 
 
+def test_a_refusal_names_no_pinned_model_that_holds_nothing_where_memory_is_missing() -> None:
+    sleeps = model("sleeps", 3_000, asleep=Need(0, 3_000), pinned=True)
+    world = World([sleeps, model("ready", 4_000, pinned=True), model("new", 6_000)], (gpu(0, 8_000), host(64_000)))
+    ready(world, "sleeps", "ready")
+    world.ask("o", MoveKind.SLEEP, "sleeps")
+    world.run(10.0)
+    rejection = world.arrive("r", "new").rejection
+    assert rejection is not None and rejection.pinned == ("ready",)
+
+
 def test_a_refusal_names_no_pinned_model_where_nothing_is_missing() -> None:
     models = [model("a", 4_000, pinned=True), model("on host", 0, host_mib=500, pinned=True)]
     world = World([*models, model("new", 6_000, host_mib=1_000)], (gpu(0, 8_000), host(12_000)))

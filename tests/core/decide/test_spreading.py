@@ -9,7 +9,7 @@ import pytest
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, LeaseId, ModelSpec, MoveKind, Need, OtherLease
 from tests.core.queue.test_order import ready
-from tests.core.world import World, gpu, host, model
+from tests.core.world import Fate, World, gpu, host, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 TWO_GPUS = (gpu(0, 8_000), gpu(1, 8_000), host(64_000))
@@ -117,3 +117,18 @@ def test_what_is_on_a_gpu_that_has_disappeared_counts_nowhere() -> None:
     world.memory({}, leases=(OtherLease(LeaseId("l"), "far", {DeviceId("gpu9"): 1_000}, priority=2, preemptible=True),))
     ready(world, "b")
     assert on(world, "b") == GPU0
+
+
+@pytest.mark.parametrize(("policy", "fate"), [("default", Fate.SERVED), ("fifo", Fate.WAITING)])
+def test_a_large_model_waits_for_busy_small_ones_that_are_spread_as_long_as_for_any_others(
+    policy: str, fate: Fate
+) -> None:
+    """The price of spreading: together on one GPU, the small ones would leave the other one to it."""
+    world = World([model("a", 2_000), model("b", 2_000), model("large", 7_000)], TWO_GPUS, Limits(policy=policy))
+    for name in "ab":
+        world.keep_busy(name, 20.0, for_s=1_500.0)
+    large = world.arrive("r", "large", takes_s=1.0)
+    world.run(1_500.0)
+    assert large.fate is fate
+    if fate is Fate.SERVED:
+        assert 240.0 < large.granted_at < 400.0

@@ -129,12 +129,16 @@ def _decide_swap(
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if asleep is not None and (eviction is None or eviction.is_blocked):
         # Wait for the wake until that has cost as much as a load costs more than it. A queue does not count preloads.
-        since = min(queue.oldest, waiter.arrived)
-        load_from = since + record.move_s(MoveKind.LOAD) - record.move_s(MoveKind.WAKE)
+        more_s = record.move_s(MoveKind.LOAD) - record.move_s(MoveKind.WAKE)
+        load_from = min(queue.oldest, waiter.arrived) + more_s
         if now < load_from:
             until = min(until, load_from)
-        elif (elsewhere := _load_elsewhere(state, waiter, record, asleep, residents, now)) is not None:
-            return elsewhere
+        else:
+            may_close = eviction is None and now + more_s < until
+            elsewhere = _load_elsewhere(state, waiter, record, asleep, residents, now, may_close)
+            if isinstance(elsewhere, Swap):
+                return elsewhere
+            until = min(until, elsewhere)
     if eviction is None:
         is_request = urgency.kind is WaiterKind.REQUEST
         keeps = _keeps(state, urgency, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
@@ -158,17 +162,20 @@ def _decide_swap(
 
 
 def _load_elsewhere(
-    state: State, waiter: Waiter, record: Claimant, asleep: Slot, residents: Residents, now: float
-) -> Swap | None:
-    """A load on other devices if that can begin at once, in place of a wake that cannot.
+    state: State, waiter: Waiter, record: Claimant, asleep: Slot, residents: Residents, now: float, may_close: bool
+) -> Swap | float:
+    """A load on other devices in place of a wake that cannot begin; or else when asking again may help.
 
-    A model wakes only where it sleeps. If it is loaded elsewhere, its sleeping copy leaves.
+    A model wakes only where it sleeps. If it is loaded elsewhere, its sleeping copy leaves. Busy models elsewhere are
+    closed for it only if `may_close`: if none may be closed soon where it sleeps.
     """
     if record.spec.pinned or len(residents.ways(record).each) < 2:
-        return None
+        return inf
     plan = _decide_swap(state, waiter, record, None, residents, now)
-    if not isinstance(plan, Swap) or any(victim.is_busy for victim in plan.evict):
-        return None
+    if isinstance(plan, Wait) and may_close:
+        return plan.until
+    if not isinstance(plan, Swap) or (not may_close and any(victim.is_busy for victim in plan.evict)):
+        return inf
     copy = next(one for one in residents.those(may_sleep=False, but=None) if one.slot == asleep.id)
     return replace(plan, evict=(*(one for one in plan.evict if one.slot != asleep.id), copy))
 
@@ -199,12 +206,13 @@ def refusal(
 def _pinned_in_way(state: State, record: Claimant, residents: Residents) -> tuple[ModelId, ...]:
     """Pinned models without which it would fit; none if it would not fit even then."""
     own = (record.spec.id, record.spec.version_of)
-    pinned = [slot for slot in state.slots.values() if slot.spec.pinned and not slot.lease and slot.model not in own]
-    names = dict.fromkeys(slot.model for slot in pinned)
+    pinned = [(slot.model, claim) for slot, claim in state.fixed(None) if slot.model not in own]
+    names = dict.fromkeys(model for model, _ in pinned)
     ways = residents.ways_within(record, state.most_mib(None, names, record.spec.version_of))
     most = state.most_mib(None, stays=record.spec.version_of)
     short = {device for way in ways.each for device, mib in way.wants.items() if mib > most.get(device, 0)}
-    return tuple(dict.fromkeys(slot.model for slot in pinned if not short.isdisjoint(slot.claim)))
+    held = [(model, {device for device, mib in claim.items() if mib > 0}) for model, claim in pinned]
+    return tuple(dict.fromkeys(model for model, devices in held if not short.isdisjoint(devices)))
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:

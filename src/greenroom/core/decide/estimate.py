@@ -5,11 +5,12 @@ Callers are told `eta_s` and `room_s` together; decisions go by `eta_s` and `lea
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from math import inf
 
 from greenroom.core.decide import placement
-from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, MoveKind, Tier
+from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, MoveKind, Need, Slot, Tier
 from greenroom.core.queue.waitlist import Waiter
 from greenroom.core.state import Claimant, State
 
@@ -37,12 +38,14 @@ def least_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float |
 def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
     """Seconds beyond `eta_s` that a request waits for loads under way, beside which its model does not fit.
 
-    Until enough of them have ended; infinite if that is not known, or if leases hold the memory. Decisions do not go by
-    this.
+    Until enough of them have ended; infinite if that is not known, if leases or undeclared processes hold the memory,
+    or if the lease store is away. Decisions do not go by this.
     """
     if _is_coming(state, model):
         return 0.0
     record, wake = state.claimants[model], _wake(state, model)
+    if state.store_is_down and record.need != Need():
+        return inf
     room = _room_beside(state, model, _lasting_leases(state, waiter, model))
     if wake is None:
         soonest_s = _room_after_s(state, record, None, room, now)
@@ -53,21 +56,28 @@ def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
 
 
 def leases_in_way(state: State, waiter: Waiter, model: ModelId) -> tuple[LeaseId, ...]:
-    """Leases beside which this model does not fit, even if every model that may leave had left; none if it fits.
+    """The largest leases, beside which this model does not fit even if every model that may leave had left.
 
-    They are not recalled for it: when they end is not known.
+    None if it fits beside all leases, or not without them either. They are not recalled for it: when they end is not
+    known.
     """
     leases = {} if _is_coming(state, model) else _lasting_leases(state, waiter, model)
     if not leases:
         return ()
-    record, wake, room = state.claimants[model], _wake(state, model), _room_beside(state, model, leases)
+    record, wake, without = state.claimants[model], _wake(state, model), _room_beside(state, model, {})
     may_load = wake is None or not record.spec.pinned
-    if _has_room(state, record, wake, room) or (may_load and _has_room(state, record, None, room)):
-        return ()
-    without = _room_beside(state, model, {})
-    loads = placement.options(record.spec, record.need, state.devices, without, without) if may_load else []
-    on = {device for claim in (wake or {}, *loads) for device in claim}
-    return tuple(lease for lease, claim in leases.items() if not claim.keys().isdisjoint(on))
+    ways = placement.options(record.spec, record.need, state.devices, without, without) if may_load else []
+    on = {device for claim in (wake or {}, *ways) for device in claim}
+    there = [(lease, claim) for lease, claim in leases.items() if not claim.keys().isdisjoint(on)]
+    largest = sorted(there, key=lambda one: -sum(mib for device, mib in one[1].items() if device in on))
+
+    def keep_out(count: int) -> bool:
+        room = _room_beside(state, model, dict(largest[:count]))
+        return not _has_room(state, record, wake, room) and not (may_load and _has_room(state, record, None, room))
+
+    counts = range(len(largest) + 1)
+    fewest = bisect_left(counts, True, key=keep_out)
+    return tuple(lease for lease, _ in largest[:fewest]) if fewest in counts else ()
 
 
 def _is_coming(state: State, model: ModelId) -> bool:
@@ -78,7 +88,7 @@ def _wake(state: State, model: ModelId) -> Claim | None:
     """What it takes to wake this model; None if it does not sleep, or can never wake where it sleeps."""
     asleep = next((slot for slot in state.slots_of(model)[:1] if slot.tier is Tier.ASLEEP), None)
     wake = None if asleep is None else asleep.needs_for(MoveKind.WAKE)
-    return wake if wake is not None and placement.fits(wake, _room_beside(state, model, {})) else None
+    return wake if wake is not None and placement.fits(wake, _most_mib(state, model)) else None
 
 
 def _lasting_leases(state: State, waiter: Waiter, model: ModelId) -> dict[LeaseId, Claim]:
@@ -88,12 +98,19 @@ def _lasting_leases(state: State, waiter: Waiter, model: ModelId) -> dict[LeaseI
 
 
 def _room_beside(state: State, model: ModelId, leases: Mapping[LeaseId, Claim]) -> dict[DeviceId, int]:
-    """What could be free for this model beside these leases if every model that may leave had left."""
-    own = state.slots_of(model)
-    room = state.most_mib(own[0] if own else None, stays=state.claimants[model].spec.version_of)
-    for claim in leases.values():
+    """What could be free for this model if every model that may leave had left.
+
+    Not what these leases hold, nor what undeclared processes hold: when that ends is not known.
+    """
+    room = _most_mib(state, model)
+    for claim in (state.ledger.foreign, *leases.values()):
         _add(room, claim, -1)
     return room
+
+
+def _most_mib(state: State, model: ModelId) -> dict[DeviceId, int]:
+    own = state.slots_of(model)
+    return state.most_mib(own[0] if own else None, stays=state.claimants[model].spec.version_of)
 
 
 def _elsewhere_s(state: State, waiter: Waiter, record: Claimant, room: Mapping[DeviceId, int], now: float) -> float:
@@ -162,12 +179,19 @@ def _rounds(state: State, waiter: Waiter, model: ModelId) -> int:
 
 def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
     """Seconds until this model is ready once its turn has come; None if nothing was learned yet."""
-    record = state.claimants[model]
-    for slot in state.slots_of(model):
+    record, slots = state.claimants[model], state.slots_of(model)
+    for slot in slots:
         if slot.is_serving:
             return 0.0
         if slot.is_arriving and slot.move is not None:
             learned = record.learned_s.get(slot.move.kind)
             return None if learned is None else max(0.0, learned - (now - slot.move.started))
-    asleep = any(slot.tier is Tier.ASLEEP for slot in state.slots_of(model))
-    return record.learned_s.get(MoveKind.WAKE if asleep else MoveKind.LOAD)
+    own_s = record.learned_s.get(state.next_move(model))
+    return None if own_s is None else own_s + max((_leaves_in_s(record, slot, now) for slot in slots), default=0.0)
+
+
+def _leaves_in_s(record: Claimant, slot: Slot, now: float) -> float:
+    """Seconds until its move out, or to the green room, has ended; 0 if nothing was learned of it."""
+    if not slot.is_going or slot.move is None:
+        return 0.0
+    return max(0.0, record.learned_s.get(slot.move.kind, 0.0) - (now - slot.move.started))

@@ -224,7 +224,14 @@ class HostedMoves:
         answer = await self._wake_in(move, slot, worker)
         child, ready_since = worker.child, self._clock()
         self._slots.live[slot.id] = LiveSlot(
-            slot.id, slot.entry, child, slot.pool, slot.socket, ready_since, stop=lambda: child.stop(STOP_S)
+            slot.id,
+            slot.entry,
+            child,
+            slot.pool,
+            slot.socket,
+            ready_since,
+            stop=lambda: child.stop(STOP_S),
+            others_answer=lambda: self._slots.answers(child),
         )
         took_s = self._clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
