@@ -156,6 +156,21 @@ def test_changes_as_good_as_the_best_and_better_combinations_are_named() -> None
     ]
 
 
+def test_changes_that_help_only_together_are_said_to() -> None:
+    said = advice(
+        [
+            made(Case("fifo", 1, 0), 60.0),
+            made(Case("fifo", 2, 0), 60.0),
+            made(Case("fifo", 1, 8_000), 60.0),
+            made(Case("fifo", 2, 8_000), 5.0),
+        ]
+    )
+    assert said.bottom_line[2] == "None of the changes tried helps noticeably by itself."
+    assert said.bottom_line[3].startswith(
+        "Together they do, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB."
+    )
+
+
 def test_a_change_that_serves_more_is_a_better_buy_than_one_with_shorter_waits() -> None:
     said = advice(
         [
@@ -301,7 +316,12 @@ SMALL_GPU, LARGE_GPU, OTHER_LARGE = gpu(1_000), gpu(4_000, 1), gpu(4_000, 2)
         ([sim_model("a"), sim_model("b")], [LARGE_GPU, OTHER_LARGE], Prospects(spreading=False)),
         # Both fit on the larger one only, or one of them takes both.
         ([sim_model("a", 2_000), sim_model("b", 2_000)], [SMALL_GPU, LARGE_GPU], Prospects()),
-        ([sim_model("a", 5_000, can_split=True), sim_model("b")], [SMALL_GPU, LARGE_GPU], Prospects()),
+        (
+            [sim_model("a", 5_000, can_split=True), sim_model("b")],
+            [SMALL_GPU, LARGE_GPU],
+            Prospects(preloading=False),
+        ),
+        ([sim_model("a", preload=True), sim_model("b", pinned=True)], [LARGE_GPU], Prospects(preloading=False)),
         # Only those without `devices` may use a further one; what runs on the host does not.
         ([sim_model("a", devices=(GPU1,)), sim_model("b")], [LARGE_GPU], Prospects()),
         (
@@ -331,9 +351,11 @@ def test_a_green_room_that_holds_all_models_need_not_be_larger(green_room_mib: i
 
 def test_models_with_gpus_of_their_own_may_need_larger_ones_though_further_ones_do_not_help() -> None:
     one, two = (made(Case("fifo", gpus=count), 9.0, delays=Delays(100, not_there_s=900.0)) for count in (1, 2))
-    assert "more GPU memory" not in advice([one, two]).bottom_line[1]
-    fixed = [replace(result, prospects=Prospects(more_gpus=False)) for result in (one, two)]
-    assert "more GPU memory" in advice(fixed).bottom_line[1]
+    said = advice([one, two]).bottom_line[1]
+    assert "more GPUs" not in said and "larger GPUs" in said
+    fixed = [replace(result, prospects=Prospects(more_gpus=False, spreading=False)) for result in (one, two)]
+    said = advice(fixed).bottom_line[1]
+    assert "more GPUs" not in said and "larger GPUs" in said
 
 
 def test_a_second_gpu_is_used_though_the_first_holds_all_models() -> None:
@@ -402,7 +424,7 @@ def test_a_model_that_made_room_for_another_did_not_leave_because_it_was_idle() 
     world.run()
     result = CaseResult(Case("fifo"), stats_of(world))
     assert result.stats.loads == 20 and not result.stats.all_delays.idle_load_s
-    assert "more GPU memory" in advice([result]).bottom_line[1]
+    assert "larger GPUs" in advice([result]).bottom_line[1]
 
 
 def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> None:
@@ -414,7 +436,51 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
     delays = stats_of(world).delays
     assert (delays["a"].first_load_s, delays["a"].not_there_s) == (5.0, 5.0)
     assert (delays["b"].first_load_s, delays["b"].not_there_s) == (5.0, 111.0)
-    assert "more GPU memory" in advice([CaseResult(Case("fifo"), stats_of(world))]).bottom_line[1]
+    assert "larger GPUs" in advice([CaseResult(Case("fifo"), stats_of(world))]).bottom_line[1]
+
+
+@pytest.mark.parametrize(
+    ("delays", "what", "may_help"),
+    [
+        # A model that is full and never idle keeps the other one out.
+        (
+            Delays(1_000, not_there_s=168_000.0, full_s=86_000.0, slow_s=100.0, work_s=5_000.0),
+            "models are not there",
+            "larger GPUs, a larger green room or a higher concurrency",
+        ),
+        (
+            Delays(1_000, not_there_s=168_000.0, full_s=20_000.0),
+            "models are not there",
+            "larger GPUs or a larger green room",
+        ),
+        # A larger GPU would hold more models at once.
+        (
+            Delays(1_000, not_there_s=7_600.0, slow_s=5_000.0, work_s=9_000.0),
+            "models are not there",
+            "a larger green room or faster GPUs",
+        ),
+        (
+            Delays(1_000, not_there_s=300.0, full_s=1_600.0, slow_s=3_500.0, work_s=9_000.0),
+            "answers share",
+            "faster GPUs or a higher concurrency",
+        ),
+        (
+            Delays(1_000, lost_not_there=300, lost_full=200),
+            "models are not there",
+            "larger GPUs, a larger green room or a higher concurrency",
+        ),
+    ],
+)
+def test_remedies_of_all_causes_that_weigh_much_are_named(delays: Delays, what: str, may_help: str) -> None:
+    said = advice([made(Case("fifo"), 60.0, delays=delays)]).bottom_line[1]
+    assert what in said and said.endswith(f"What may help: {may_help}.")
+
+
+def test_preloading_is_advised_only_where_models_fit_and_are_not_preloaded() -> None:
+    first = made(Case("fifo"), 60.0, delays=Delays(1_000, not_there_s=60_000.0, first_load_s=60_000.0))
+    assert advice([first]).bottom_line[1].endswith("What may help: preloading them (preload: true) or faster loads.")
+    known = replace(first, prospects=Prospects(preloading=False))
+    assert advice([known]).bottom_line[1].endswith("What may help: faster loads.")
 
 
 def test_what_was_tried_and_does_not_help_is_not_said_to_help() -> None:
@@ -425,11 +491,12 @@ def test_what_was_tried_and_does_not_help_is_not_said_to_help() -> None:
     )
     both = made(Case("fifo", 2, 8_000), 20.0, delays=not_there)
     compared = [first, second_gpu, room, both]
-    assert advice(compared).bottom_line[1].endswith("What may help: more GPU memory.")
+    assert advice(compared).bottom_line[1].endswith("What may help: more GPUs or larger GPUs.")
     # With two GPUs as with one; and no case has more of them.
     assert advice(compared).bottom_line[3].startswith("The bottleneck then: ")
-    assert advice(compared).bottom_line[3].endswith("What may help: more GPU memory.")
-    assert "may help" not in advice([first, replace(second_gpu, stats=first.stats), room, both]).bottom_line[1]
+    assert advice(compared).bottom_line[3].endswith("What may help: larger GPUs.")
+    said = advice([first, replace(second_gpu, stats=first.stats), room, both]).bottom_line[1]
+    assert said.endswith("What may help: larger GPUs."), "these were not tried"
     # Less of it says nothing.
     assert "a larger green room" in advice([room, both, first, second_gpu]).bottom_line[1]
 

@@ -111,6 +111,18 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
     return [spec.id for spec in local if not (spec.need.gpu_mib or spec.need.host_mib)]
 
 
+def without_gpus(base: SimConfig, args: argparse.Namespace) -> str:
+    """What to say if models are played in host memory because no GPU is known; empty otherwise."""
+    hosts = [device for device in base.devices if device.kind is DeviceKind.HOST]
+    all_remote = all(model.spec.is_remote for model in base.models)
+    if len(hosts) < len(base.devices) or args.gpu_mib or all_remote:
+        return ""
+    return (
+        f"the configuration names no gpus, so models are played in the host's memory ({hosts[0].capacity_mib:,} MiB): "
+        "for GPUs that the gateway finds by itself, say how large they are with --gpu-mib"
+    )
+
+
 def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace, needs: Needs) -> SimModel:
     engine, facts = engine_for(model), facts_of(model)
     if facts.is_remote:
@@ -327,8 +339,9 @@ def _slowed(base: SimConfig, recorded: Collection[str]) -> list[str]:
     if not usual:
         return ["Answers do not slow each other down."] if curves else []
     beside = sorted({1 / curve.speed(1, 1) for curve in usual})
+    of_which = "Of other models, answers" if recorded else "Answers"
     return [
-        f"Answers of one model at the same time are slower: {1 - usual[0].speed(8, 0):.0%} with 8 of them, "
+        f"{of_which} of one model at the same time are slower: {1 - usual[0].speed(8, 0):.0%} with 8 of them, "
         f"{1 - usual[0].speed(32, 0):.0%} with 32. Another busy model on the same GPU makes them take "
         f"{' or '.join(f'{factor:.1f}' for factor in beside)} times as long (measured with 8B models on an H200)."
     ]

@@ -34,6 +34,10 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     others = OF_DRAWN if args.trace else OF_TRACES
     needless = [f"--{name.replace('_', '-')}" for name, usual in others.items() if getattr(args, name) != usual]
     found = {}
+    if not args.trace:
+        of_others = "rate" if args.workload == "agents" else "agents"
+        if getattr(args, of_others) != OF_DRAWN[of_others]:
+            found[f"--{of_others}"] = f"--workload is {args.workload}"
     if needless:
         found[", ".join(needless)] = "the requests are those of the trace" if args.trace else "there is no --trace"
     if args.asleep and args.green_room_mib is not None:

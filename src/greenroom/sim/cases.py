@@ -71,6 +71,7 @@ class Prospects:
     spreading: bool = True  # and it does not have one to itself yet
     other_gpus: bool = False  # `devices` keeps some model from GPUs that are there
     green_room: bool = True  # not all models have room in it
+    preloading: bool = True  # some model is not preloaded yet, and all of them fit at the same time
     # What models name that can use none of the GPUs that are there; nothing would help these.
     absent_gpus: Mapping[str, tuple[DeviceId, ...]] = field(default_factory=dict)
 
@@ -147,7 +148,10 @@ def prospects(config: SimConfig) -> Prospects:
     roomy = [gpu for gpu in gpus if gpu.usable_mib >= largest_mib]
     other_gpus = any(spec.devices and not {gpu.id for gpu in gpus} <= {*spec.devices} for spec in on_gpu)
     spreading = more_gpus and len(on_gpu) > len(roomy)
-    return Prospects(more_gpus, spreading, other_gpus, _lacks_places(local, config), absent)
+    # As if every GPU could hold any part of them.
+    all_fit = sum(spec.need.gpu_mib for spec in on_gpu) <= sum(gpu.usable_mib for gpu in gpus)
+    preloading = all_fit and not all(spec.preload or spec.pinned for spec in local)
+    return Prospects(more_gpus, spreading, other_gpus, _lacks_places(local, config), preloading, absent)
 
 
 def _lacks_places(specs: Sequence[ModelSpec], config: SimConfig) -> bool:

@@ -16,6 +16,8 @@ from greenroom.sim.truth import Delays
 
 # Models that are named in one sentence.
 NAMED_MAX = 5
+# A cause of less than this share of what requests wait for, or are lost by, has no remedies of its own.
+WEIGHTY = 0.25
 
 
 class Cause(Enum):
@@ -35,26 +37,27 @@ class Remedy:
     options: frozenset[str] = frozenset()
 
 
-MORE_MEMORY = Remedy("more GPU memory", frozenset({"gpus", "gpu_mib"}))
 HIGHER_CONCURRENCY = Remedy("a higher concurrency", frozenset({"concurrency"}))
 MORE_GPUS = Remedy("more GPUs", frozenset({"gpus"}))
+LARGER_GPUS = Remedy("larger GPUs", frozenset({"gpu_mib"}))
 OTHER_GPUS = Remedy("letting models use other GPUs (devices)")
 MORE_COMPUTE = (Remedy("faster GPUs"), MORE_GPUS, OTHER_GPUS)
 GREEN_ROOM = frozenset({"green_room_mib"})
+PRELOADING = Remedy("preloading them (preload: true)")
 BOTTLENECKS = {
     Cause.NOT_THERE: (
         "models are not there, or there is no room for them",
-        (MORE_MEMORY, Remedy("a larger green room", GREEN_ROOM), OTHER_GPUS),
+        (MORE_GPUS, LARGER_GPUS, Remedy("a larger green room", GREEN_ROOM), OTHER_GPUS),
     ),
     Cause.FULL: ("models are there but full", (HIGHER_CONCURRENCY,)),
     Cause.SLOW: ("answers share the compute of a GPU and are slow", MORE_COMPUTE),
     Cause.KEPT_OUT: (
         "models find no room beside pinned ones",
-        (Remedy("more or larger GPUs", MORE_MEMORY.options), Remedy("unpinning models (pinned)")),
+        (Remedy("more or larger GPUs", MORE_GPUS.options | LARGER_GPUS.options), Remedy("unpinning models (pinned)")),
     ),
     Cause.TOO_LARGE: (
         "models fit on no GPU that they may use",
-        (Remedy("larger GPUs", frozenset({"gpu_mib"})), OTHER_GPUS),
+        (LARGER_GPUS, OTHER_GPUS),
     ),
     # What to do is said with the names of the models (`without_room`).
     Cause.NO_GPU: ("models may use only GPUs that are not there", ()),
@@ -65,7 +68,7 @@ FULL_AS_SLOW = (
 )
 FIRST_LOADS = (
     "models are loaded for the first time",
-    (Remedy("preloading them (preload: true)"), Remedy("faster loads")),
+    (PRELOADING, Remedy("faster loads")),
 )
 IDLE_LOADS = (
     "models leave when they are idle and have to come back",
@@ -78,12 +81,16 @@ IDLE_LOADS = (
 
 def bottleneck(delays: Delays) -> Cause | None:
     """What costs requests most: by those not served where there are some, else by time. None: hardly anything does."""
-    if _loses(delays):
-        return max(_lost(delays), key=lambda pair: pair[0])[1]
-    if delays.mean_s(delays.total_s) < FELT_S:
+    if not _loses(delays) and delays.mean_s(delays.total_s) < FELT_S:
         return None
-    by_cause = ((delays.not_there_s, Cause.NOT_THERE), (delays.full_s, Cause.FULL), (delays.slow_s, Cause.SLOW))
-    return max(by_cause, key=lambda pair: pair[0])[1]
+    return max(_weights(delays), key=lambda pair: pair[0])[1]
+
+
+def _weights(delays: Delays) -> tuple[tuple[float, Cause], ...]:
+    """What each cause costs: requests that are lost where there are some, else seconds of those served."""
+    if _loses(delays):
+        return _lost(delays)
+    return ((delays.not_there_s, Cause.NOT_THERE), (delays.full_s, Cause.FULL), (delays.slow_s, Cause.SLOW))
 
 
 def _lost(delays: Delays) -> tuple[tuple[int, Cause], ...]:
@@ -107,16 +114,32 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
     cause = bottleneck(delays)
     if cause is None:
         return "Hardly any request waits."
-    what, remedies = BOTTLENECKS[cause]
+    what, remedies = _explained(cause, delays)
+    others = [_explained(other, delays)[1] for other in _others_that_count(cause, delays)]
+    left = dict.fromkeys(
+        remedy.words for some in (remedies, *others) for remedy in some if not _is_in_vain(remedy, result, results)
+    )
+    return f"{begins}: {what} ({_shares(delays)}).{_what_helps([*left])}"
+
+
+def _others_that_count(cause: Cause, delays: Delays) -> list[Cause]:
+    """A model that is full keeps others out: against that helps what makes it less full, and so on."""
+    weights = _weights(delays)
+    least = WEIGHTY * sum(weight for weight, _ in weights)
+    return [other for weight, other in weights if other is not cause and weight >= least and weight > 0]
+
+
+def _explained(cause: Cause, delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
+    """What requests wait for, and what may help."""
     if cause is Cause.NOT_THERE:
-        what, remedies = _why_not_there(delays)
-    elif cause is Cause.FULL and delays.slow_s >= delays.work_s > 0:
+        return _why_not_there(delays)
+    if cause is not Cause.FULL or delays.slow_s < SHARE * delays.work_s or not delays.slow_s:
+        return BOTTLENECKS[cause]
+    if delays.slow_s >= delays.work_s:
         # Answers take twice as long as alone, or longer: a model that is full would be less so.
-        what, remedies = FULL_AS_SLOW
-    elif cause is Cause.FULL and delays.slow_s >= SHARE * delays.work_s > 0:
-        remedies = (*remedies, *MORE_COMPUTE)
-    left = [remedy.words for remedy in remedies if not _is_in_vain(remedy, result, results)]
-    return f"{begins}: {what} ({_shares(delays)}).{_what_helps(left)}"
+        return FULL_AS_SLOW
+    what, remedies = BOTTLENECKS[cause]
+    return what, (*remedies, *MORE_COMPUTE)
 
 
 def _what_helps(words: Sequence[str]) -> str:
@@ -128,19 +151,28 @@ def _what_helps(words: Sequence[str]) -> str:
 
 
 def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult]) -> bool:
-    """True if nothing would use it, or there are cases with more of it than this one, and none of them is better."""
-    could, options = result.prospects, remedy.options
+    """True if there are cases with more of it than this one, and none is better; where none is, if nothing uses it."""
+    could = result.prospects
+    # Where no model may use further GPUs, these were not tried.
+    options = remedy.options if could.more_gpus else remedy.options - {"gpus"}
+    tried = [other for other in results if _has_more(other.case, result.case, options)]
+    if tried:
+        return not any(effect(result.stats, other.stats) > 0 for other in tried)
     if remedy is OTHER_GPUS:
         return not could.other_gpus
-    if remedy is MORE_GPUS and (len(result.stats.delays) == 1 or not could.spreading):
-        return True
-    if options == GREEN_ROOM and not could.green_room:
-        return True
-    if not could.more_gpus:
-        # Further GPUs were not tried: no model may use them.
-        options -= {"gpus"}
-    tried = [other for other in results if _has_more(other.case, result.case, options)]
-    return bool(tried) and not any(effect(result.stats, other.stats) > 0 for other in tried)
+    if remedy is PRELOADING:
+        return not could.preloading
+    if remedy is LARGER_GPUS:
+        # They hold more models at once, which then share their compute.
+        return _others_share_compute(result.stats.all_delays)
+    if remedy is MORE_GPUS:
+        return len(result.stats.delays) == 1 or not could.spreading
+    return remedy.options == GREEN_ROOM and not could.green_room
+
+
+def _others_share_compute(delays: Delays) -> bool:
+    """True if answers are slow enough beside others that they are a part of the bottleneck."""
+    return not _loses(delays) and Cause.SLOW in _others_that_count(Cause.NOT_THERE, delays)
 
 
 def _has_more(case: Case, than: Case, options: Collection[str]) -> bool:

@@ -61,7 +61,7 @@ details { margin: 0.5rem 0; } summary { cursor: pointer; }
 @media print { :root { color-scheme: light; font-size: 9pt; } body { font-size: 9pt; padding: 0; max-width: none; }
   table { font-size: 6.5pt; } th, td { padding: 0.1rem 0.25rem; } svg { font-size: 14px; } h2 { margin-top: 1.25rem; }
   .plots { grid-template-columns: 1fr 1fr; gap: 0.5rem; } figure, .bottom { break-inside: avoid; }
-  h2 { break-after: avoid; } .scroll { overflow: visible; } details, .folded { display: none; }
+  h2, .note { break-after: avoid; } .scroll { overflow: visible; } details, .folded { display: none; }
   .bars i, .legend i { -webkit-print-color-adjust: exact; print-color-adjust: exact; } }
 """
 
@@ -159,13 +159,17 @@ def _mean_of(delays: Delays, name: str) -> str:
     return f"{delays.mean_s(getattr(delays, name)):,.1f}" if delays.served else "-"
 
 
-_OPTIONS = (
-    Column("GPUs", "", "Number of GPUs", lambda result: f"{result.case.gpus}"),
-    Column("GPU", "MiB", "Memory of each GPU", lambda result: f"{result.case.gpu_mib:,}"),
-    Column("green room", "MiB", "Host memory where models sleep", lambda result: f"{result.case.green_room_mib:,}"),
-    Column("at once", "", "Requests a model answers at once", lambda result: f"{result.case.concurrency}"),
-)
-_OPTION_NAMES = ("gpus", "gpu_mib", "green_room_mib", "concurrency")
+_OPTIONS = {
+    "policy": Column("policy", "", "How the scheduler decides", lambda result: result.case.policy),
+    "gpus": Column("GPUs", "", "Number of GPUs", lambda result: f"{result.case.gpus}"),
+    "gpu_mib": Column("GPU", "MiB", "Memory of each GPU", lambda result: f"{result.case.gpu_mib:,}"),
+    "green_room_mib": Column(
+        "green room", "MiB", "Host memory where models sleep", lambda result: f"{result.case.green_room_mib:,}"
+    ),
+    "concurrency": Column(
+        "at once", "", "Requests a model answers at once", lambda result: f"{result.case.concurrency}"
+    ),
+}
 _FIGURES = (
     Column("served", "", "Requests that were served", lambda result: f"{result.stats.served:,}"),
     Column("lost", "", "Requests that were refused or given up", lambda result: f"{result.stats.lost:,}"),
@@ -180,17 +184,19 @@ _FIGURES = (
     Column("busy", "%", "Share of GPU memory and time that served", lambda result: f"{100 * result.stats.busy:.0f}"),
     Column("fairness", "", "Jain's index over tenants: 1 if all fare alike", lambda result: f"{result.stats.jain:.2f}"),
 )
-_POLICY = Column("policy", "", "How the scheduler decides", lambda result: result.case.policy)
 
 
 def columns(results: Sequence[CaseResult]) -> list[Column]:
     """Those that say something here."""
-    first = results[0].case
-    options = [column for column, name in zip(_OPTIONS, _OPTION_NAMES, strict=True) if getattr(first, name) is not None]
+    values = {column: {getattr(result.case, name) for result in results} for name, column in _OPTIONS.items()}
+    # What all cases have in common is said above the table. One case alone has its options here.
+    options = [column for column, there in values.items() if len(there) > 1]
+    if len(results) == 1:
+        options = [column for column, there in values.items() if there != {None}]
     one_tenant = all(len(result.stats.by_tenant) <= 1 for result in results)
     nothing_lost = not any(result.stats.lost for result in results)
     left_out = {*(("fairness",) if one_tenant else ()), *(("lost",) if nothing_lost else ())}
-    return [_POLICY, *options, *(column for column in _FIGURES if column.title not in left_out)]
+    return [*options, *(column for column in _FIGURES if column.title not in left_out)]
 
 
 def comparison(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> str:

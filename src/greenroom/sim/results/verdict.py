@@ -152,8 +152,9 @@ def _best_buy(
         lines += [f"About as good: {', or '.join(others)}."] if others else []
     if whole is not (first if best is None else best.new):
         p95, delays = seconds(whole.stats.waits.p95_s), whole.stats.all_delays
+        begins = "Better still" if best else "Together they do"
         lines.append(
-            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
+            f"{begins}, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
             f"wait of {p95} and a mean delay of {seconds(delays.mean_s(delays.total_s))}."
         )
     if whole is not first and not is_enough(whole.stats) and bottleneck(whole.stats.all_delays):

@@ -293,6 +293,15 @@ def test_a_report_that_cannot_be_written_is_told(config: str, capsys: pytest.Cap
     assert "/nowhere/at/all.html cannot be written" in capsys.readouterr().err
 
 
+def test_figures_are_shown_even_if_the_report_then_finds_no_room(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "-c", config, *SHORT, "--out", "/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert "As it is (default)" in said.out and "/dev/full cannot be written" in said.err
+    assert "open /dev/full" not in said.err
+
+
 def test_where_the_report_goes_is_checked_before_anything_is_read(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -401,6 +410,10 @@ def test_options_without_effect_are_warned_of(config: str, trace: Path, capsys: 
     assert "warning: --stretch, --skip-unknown without effect: there is no --trace" in capsys.readouterr().err
     assert main(["simulate", "-c", config, "--trace", str(trace), "--stretch", "2"]) == 0
     assert "without effect" not in capsys.readouterr().err
+    assert main(["simulate", "-c", config, *SHORT, "--agents", "3"]) == 0
+    assert "warning: --agents without effect: --workload is poisson" in capsys.readouterr().err
+    assert main(["simulate", "-c", config, "--workload", "agents", "--seconds", "60", "--rate", "5"]) == 0
+    assert "warning: --rate without effect: --workload is agents" in capsys.readouterr().err
 
 
 def test_a_remote_model_is_always_ready_and_slows_nothing_down(
@@ -467,6 +480,8 @@ def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.C
     file.write_text(CONFIG.replace("gpus:", "#"))
     assert main(["simulate", "-c", str(file), *SHORT, "--gpus", "1"]) == 2
     assert "--gpu-mib" in capsys.readouterr().err
+    assert main(["simulate", "-c", str(file), *SHORT]) == 0
+    assert "warning: the configuration names no gpus, so models are played in the host's" in capsys.readouterr().err
     (case,) = figures(capsys, "-c", str(file), *SHORT, "--gpus", "1", "--gpu-mib", "10000")
     assert set(case["devices"]) == {"gpu0"}  # type: ignore[call-overload]
     assert main(["simulate", "-c", str(file), *SHORT, "--gpus", "2", "--gpu-mib", "10000,20000"]) == 0

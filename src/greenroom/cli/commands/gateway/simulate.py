@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from greenroom.core.events import Limits
     from greenroom.sim.cases import Case, CaseResult
     from greenroom.sim.results.stats import Stats, Waits
+    from greenroom.sim.results.verdict import Advice
     from greenroom.sim.truth import Delays
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.cli.simulation import prepare, sizeless
+    from greenroom.cli.simulation import prepare, sizeless, without_gpus
     from greenroom.config import loader
     from greenroom.config.limits import limits_of
     from greenroom.sim.results.effect import counted
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         screen.note(f"trace: {prepared.assumed[0]}")
     if prepared.doubt:
         screen.note(f"warning: {args.trace}: {prepared.doubt}")
+    if none_known := without_gpus(prepared.base, args):
+        screen.note(f"warning: {none_known}")
     for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
@@ -63,25 +66,31 @@ def run(args: argparse.Namespace) -> int:
     except CaseFailed as error:
         played = f"the case {error.case.label} could not be played with the policy {error.case.policy!r}"
         raise CommandFailed(f"{played}: {error.why}", error.details) from error
-    if args.out:
-        if _may_block(os.path.expanduser(args.out)):
-            screen.note(f"--out {args.out} is a pipe: waiting for a program that reads from it")
-        _write(args.out, html(results, prepared.assumed, prepared.wait_max_s))
     said = advice(results, prepared.wait_max_s)
     if args.json:
         figures = [_figures(result) for result in results]
         screen.say_json({"assumed": prepared.assumed, "bottom_line": said.bottom_line, "cases": figures})
-        return ExitStatus.OK
+    else:
+        _say(results, said)
+        events = sum(result.stats.events for result in results)
+        screen.note(f"{counted(events, 'event')} in {time.monotonic() - began:.1f} s")
+    if args.out:
+        # Only now: if it cannot be written, the figures are not lost.
+        if _may_block(os.path.expanduser(args.out)):
+            screen.note(f"--out {args.out} is a pipe: waiting for a program that reads from it")
+        _write(args.out, html(results, prepared.assumed, prepared.wait_max_s))
+    if not args.json:
+        screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
+    return ExitStatus.OK
+
+
+def _say(results: Sequence[CaseResult], said: Advice) -> None:
     screen.say_table(*_table(results))
     for sentences in (said.changes, said.bottom_line):
         if sentences:
             screen.say("")
         for sentence in sentences:
             screen.say(sentence)
-    events = sum(result.stats.events for result in results)
-    screen.note(f"{counted(events, 'event')} in {time.monotonic() - began:.1f} s")
-    screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(
