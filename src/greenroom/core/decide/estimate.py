@@ -56,7 +56,7 @@ def room_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float:
 
 
 def leases_in_way(state: State, waiter: Waiter, model: ModelId) -> tuple[LeaseId, ...]:
-    """The largest leases, beside which this model does not fit even if every model that may leave had left.
+    """The fewest leases, largest first, whose end would make room for this model if every model had left that may.
 
     None if it fits beside all leases, or not without them either. They are not recalled for it: when they end is not
     known.
@@ -68,16 +68,17 @@ def leases_in_way(state: State, waiter: Waiter, model: ModelId) -> tuple[LeaseId
     may_load = wake is None or not record.spec.pinned
     ways = placement.options(record.spec, record.need, state.devices, without, without) if may_load else []
     on = {device for claim in (wake or {}, *ways) for device in claim}
-    there = [(lease, claim) for lease, claim in leases.items() if not claim.keys().isdisjoint(on)]
-    largest = sorted(there, key=lambda one: -sum(mib for device, mib in one[1].items() if device in on))
+    there = [lease for lease, claim in leases.items() if not claim.keys().isdisjoint(on)]
+    largest = sorted(there, key=lambda lease: -sum(mib for device, mib in leases[lease].items() if device in on))
 
-    def keep_out(count: int) -> bool:
-        room = _room_beside(state, model, dict(largest[:count]))
-        return not _has_room(state, record, wake, room) and not (may_load and _has_room(state, record, None, room))
+    def fits_without(count: int) -> bool:
+        ended = set(largest[:count])
+        room = _room_beside(state, model, {lease: claim for lease, claim in leases.items() if lease not in ended})
+        return _has_room(state, record, wake, room) or (may_load and _has_room(state, record, None, room))
 
     counts = range(len(largest) + 1)
-    fewest = bisect_left(counts, True, key=keep_out)
-    return tuple(lease for lease, _ in largest[:fewest]) if fewest in counts else ()
+    fewest = bisect_left(counts, True, key=fits_without)
+    return tuple(largest[:fewest]) if fewest in counts else ()
 
 
 def _is_coming(state: State, model: ModelId) -> bool:

@@ -112,7 +112,7 @@ class Explained(View):
     detail: str | None = None
     """More about `why` in words, where there is more to say: of `too_large`, that none of its `devices` is there."""
     leases: list[str] = []
-    """Names of the leases that hold its memory, as far as this key may see them."""
+    """Names of the leases whose end would make room for it, as far as this key may see them."""
     behind: list[str] = []
     """Models whose requests go first."""
     beside: list[str] = []
