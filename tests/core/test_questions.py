@@ -247,6 +247,19 @@ def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
     assert told is not None and told.eta_s == 0.5
 
 
+def test_the_estimate_of_a_model_that_is_prepared_counts_the_rest_of_that_and_its_wake() -> None:
+    world = World([model("a", asleep=Need(0, 4_000))], (gpu(0, 8_000), host(64_000)))
+    world.engines["a"] = Engine(load_s=60.0, wake_s=1.0)
+    record = world.scheduler.state.models[ModelId("a")]
+    record.learned_s.update({MoveKind.PREPARE: 60.0, MoveKind.WAKE: 1.0, MoveKind.LOAD: 60.0})
+    world.ask("p", MoveKind.PREPARE, "a")
+    world.run(50.0)
+    waits = world.arrive("r", "a", takes_s=0.0)
+    outlook = world.scheduler.outlook(RequestId("r"), world.now)
+    world.run(200.0)
+    assert outlook is not None and outlook.eta_s == pytest.approx(waits.granted_at - waits.arrived, abs=0.1) == 11.0
+
+
 @pytest.mark.parametrize(
     ("leaves_by", "least_s", "most_s"), [(MoveKind.SLEEP, 5.0, 7.0), (MoveKind.UNLOAD, 85.0, 91.0)]
 )

@@ -380,7 +380,7 @@ def test_first_loads_are_not_mended_by_memory() -> None:
         for tried in (replace(base, patience_s=3.0), base)
     )
     assert (one.stats.loads, one.stats.unloads) == (4, 0) and one.stats.lost
-    told = "What may help: preloading them (preload: true) or faster loads."
+    told = "What may help: preloading models (preload: true) or faster loads."
     for result, shares in ((one, "requests lost: not there"), (patient, "on average not there")):
         line = advice([result]).bottom_line[1]
         assert line.startswith(f"The bottleneck: models are loaded for the first time ({shares} ")
@@ -403,7 +403,7 @@ def test_models_that_left_when_idle_are_not_mended_by_gpu_memory() -> None:
         result = CaseResult(Case("fifo"), stats_of(world))
         line = advice([result]).bottom_line[1]
         assert line.startswith(f"The bottleneck: models leave when they are idle and have to come back ({shares} ")
-        assert line.endswith("(ttl_s, stay_warm) or letting them sleep in a larger green room.")
+        assert line.endswith("(ttl_s, stay_warm) or letting models sleep in a larger green room.")
         if patience_s is None:
             assert (result.stats.loads, result.stats.all_delays.idle_load_s) == (20, 18 * 5.0)
 
@@ -453,11 +453,10 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
             "models are not there",
             "larger GPUs or a larger green room",
         ),
-        # A larger GPU would hold more models at once.
         (
             Delays(1_000, not_there_s=7_600.0, slow_s=5_000.0, work_s=9_000.0),
             "models are not there",
-            "a larger green room or faster GPUs",
+            "larger GPUs, a larger green room or faster GPUs",
         ),
         (
             Delays(1_000, not_there_s=300.0, full_s=1_600.0, slow_s=3_500.0, work_s=9_000.0),
@@ -469,6 +468,12 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
             "models are not there",
             "larger GPUs, a larger green room or a higher concurrency",
         ),
+        # What may help these models alone is not mixed with what may help others.
+        (
+            Delays(1_000, lost_not_there=300, lost_kept_out=200, lost_full=100),
+            "models find no room beside pinned ones",
+            "more or larger GPUs or unpinning models (pinned)",
+        ),
     ],
 )
 def test_remedies_of_all_causes_that_weigh_much_are_named(delays: Delays, what: str, may_help: str) -> None:
@@ -478,7 +483,7 @@ def test_remedies_of_all_causes_that_weigh_much_are_named(delays: Delays, what: 
 
 def test_preloading_is_advised_only_where_models_fit_and_are_not_preloaded() -> None:
     first = made(Case("fifo"), 60.0, delays=Delays(1_000, not_there_s=60_000.0, first_load_s=60_000.0))
-    assert advice([first]).bottom_line[1].endswith("What may help: preloading them (preload: true) or faster loads.")
+    assert advice([first]).bottom_line[1].endswith("What may help: preloading models (preload: true) or faster loads.")
     known = replace(first, prospects=Prospects(preloading=False))
     assert advice([known]).bottom_line[1].endswith("What may help: faster loads.")
 

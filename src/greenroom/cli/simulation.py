@@ -114,8 +114,8 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
 def without_gpus(base: SimConfig, args: argparse.Namespace) -> str:
     """What to say if models are played in host memory because no GPU is known; empty otherwise."""
     hosts = [device for device in base.devices if device.kind is DeviceKind.HOST]
-    all_remote = all(model.spec.is_remote for model in base.models)
-    if len(hosts) < len(base.devices) or args.gpu_mib or all_remote:
+    none_needed = all(_is_without_gpu(model.spec) for model in base.models)
+    if len(hosts) < len(base.devices) or args.gpu_mib or none_needed:
         return ""
     return (
         f"the configuration names no gpus, so models are played in the host's memory ({hosts[0].capacity_mib:,} MiB): "

@@ -246,9 +246,12 @@ class State:
         return self.claimants[model].move_s(self.next_move(model))
 
     def next_move(self, model: ModelId) -> MoveKind:
-        """The move that brings this model once nothing of it leaves any more: a wake if it will sleep then."""
-        tiers = [slot.leaving_to or slot.tier for slot in self.slots_of(model) if not slot.lost]
-        return MoveKind.WAKE if Tier.ASLEEP in tiers else MoveKind.LOAD
+        """The move that brings this model once what is under way has ended: a wake if it will sleep then."""
+        for slot in self.slots_of(model):
+            is_prepared = slot.move is not None and slot.move.kind is MoveKind.PREPARE
+            if (not slot.lost and (slot.leaving_to or slot.tier) is Tier.ASLEEP) or is_prepared:
+                return MoveKind.WAKE
+        return MoveKind.LOAD
 
     def open_ways(self, ways: Ways, model: ModelId) -> Ways:
         """Those of a model's ways where no device is kept for another model."""

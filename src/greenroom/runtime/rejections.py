@@ -27,7 +27,7 @@ from greenroom.errors import (
 
 # The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
-# So many of several leases are named in an error.
+# At most so many leases are named in an error.
 NAMES_MAX = 5
 
 

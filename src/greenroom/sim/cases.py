@@ -148,10 +148,17 @@ def prospects(config: SimConfig) -> Prospects:
     roomy = [gpu for gpu in gpus if gpu.usable_mib >= largest_mib]
     other_gpus = any(spec.devices and not {gpu.id for gpu in gpus} <= {*spec.devices} for spec in on_gpu)
     spreading = more_gpus and len(on_gpu) > len(roomy)
-    # As if every GPU could hold any part of them.
-    all_fit = sum(spec.need.gpu_mib for spec in on_gpu) <= sum(gpu.usable_mib for gpu in gpus)
-    preloading = all_fit and not all(spec.preload or spec.pinned for spec in local)
+    preloading = _all_fit(local, config) and not all(spec.preload or spec.pinned for spec in local)
     return Prospects(more_gpus, spreading, other_gpus, _lacks_places(local, config), preloading, absent)
+
+
+def _all_fit(specs: Sequence[ModelSpec], config: SimConfig) -> bool:
+    """True if all models could be ready at the same time, as if memory could be shared out at will."""
+    usable_mib = {kind: sum(one.usable_mib for one in config.devices if one.kind is kind) for kind in DeviceKind}
+    on_gpu_mib, on_host_mib = sum(spec.need.gpu_mib for spec in specs), sum(spec.need.host_mib for spec in specs)
+    if not usable_mib[DeviceKind.GPU]:
+        return on_gpu_mib + on_host_mib <= usable_mib[DeviceKind.HOST]
+    return on_gpu_mib <= usable_mib[DeviceKind.GPU] and on_host_mib <= usable_mib[DeviceKind.HOST]
 
 
 def _lacks_places(specs: Sequence[ModelSpec], config: SimConfig) -> bool:

@@ -123,6 +123,9 @@ def _decide_swap(
         return Wait(WaitReason.GREEN_ROOM, spec.id)
     will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE and not spec.is_remote
     queue = _queue(state, waiter, spec.id)
+    if kind is MoveKind.LOAD and state.next_move(spec.id) is MoveKind.WAKE:
+        # In place of a wake it costs what a load costs.
+        queue = queue.priced((record.move_s(MoveKind.LOAD), queue.service_s, queue.at_once))
     urgency = _urgency(waiter, queue)
     apart, rank = residents.apart(spec), residents.rank
     target = Target(spec.id, open_ways.wants, urgency.priority, will_be_ready, apart, spec.version_of, rank)
@@ -134,7 +137,8 @@ def _decide_swap(
         if now < load_from:
             until = min(until, load_from)
         else:
-            may_close = eviction is None and now + more_s < until
+            _, until_here = _willing(state, urgency, queue, residents.at(open_ways.on, but=asleep), now)
+            may_close = eviction is None and now + more_s < until_here
             elsewhere = _load_elsewhere(state, waiter, record, asleep, residents, now, may_close)
             if isinstance(elsewhere, Swap):
                 return elsewhere

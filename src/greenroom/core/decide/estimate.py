@@ -188,11 +188,11 @@ def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
             learned = record.learned_s.get(slot.move.kind)
             return None if learned is None else max(0.0, learned - (now - slot.move.started))
     own_s = record.learned_s.get(state.next_move(model))
-    return None if own_s is None else own_s + max((_leaves_in_s(record, slot, now) for slot in slots), default=0.0)
+    return None if own_s is None else own_s + max((_ends_in_s(record, slot, now) for slot in slots), default=0.0)
 
 
-def _leaves_in_s(record: Claimant, slot: Slot, now: float) -> float:
+def _ends_in_s(record: Claimant, slot: Slot, now: float) -> float:
     """Seconds until its move out, or to the green room, has ended; 0 if nothing was learned of it."""
-    if not slot.is_going or slot.move is None:
+    if slot.move is None or slot.is_arriving:
         return 0.0
     return max(0.0, record.learned_s.get(slot.move.kind, 0.0) - (now - slot.move.started))

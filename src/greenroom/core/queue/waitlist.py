@@ -118,6 +118,13 @@ class Queue:
 
     def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
         """A copy with the sums as they would be with this waiter in the queue. Flows are left out."""
+        copy = self.priced(prices)
+        copy._count(waiter, +1)
+        copy._lead(waiter)
+        return copy
+
+    def priced(self, prices: Prices) -> Queue:
+        """A copy with these prices. Flows are left out."""
         copy = Queue(self.model, self._class_of)
         copy.swap_s, copy.service_s, copy.at_once = prices
         copy.waiting, copy.tenants = self.waiting, {**self.tenants}
@@ -125,8 +132,6 @@ class Queue:
         copy.priorities, copy.operators = self.priorities.copied(), self.operators
         copy._deadline_at, copy._oldest = self.deadline_at, self.oldest
         copy._aged_from, copy._lift_at = self.aged_from, self.lift_at
-        copy._count(waiter, +1)
-        copy._lead(waiter)
         return copy
 
     def add(self, waiter: Waiter) -> None:

@@ -43,7 +43,7 @@ LARGER_GPUS = Remedy("larger GPUs", frozenset({"gpu_mib"}))
 OTHER_GPUS = Remedy("letting models use other GPUs (devices)")
 MORE_COMPUTE = (Remedy("faster GPUs"), MORE_GPUS, OTHER_GPUS)
 GREEN_ROOM = frozenset({"green_room_mib"})
-PRELOADING = Remedy("preloading them (preload: true)")
+PRELOADING = Remedy("preloading models (preload: true)")
 BOTTLENECKS = {
     Cause.NOT_THERE: (
         "models are not there, or there is no room for them",
@@ -73,8 +73,8 @@ FIRST_LOADS = (
 IDLE_LOADS = (
     "models leave when they are idle and have to come back",
     (
-        Remedy("keeping them ready for longer (ttl_s, stay_warm)"),
-        Remedy("letting them sleep in a larger green room", GREEN_ROOM),
+        Remedy("keeping models ready for longer (ttl_s, stay_warm)"),
+        Remedy("letting models sleep in a larger green room", GREEN_ROOM),
     ),
 )
 
@@ -124,7 +124,9 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
 
 def _others_that_count(cause: Cause, delays: Delays) -> list[Cause]:
     """A model that is full keeps others out: against that helps what makes it less full, and so on."""
-    weights = _weights(delays)
+    if cause not in (Cause.NOT_THERE, Cause.FULL, Cause.SLOW):
+        return []
+    weights = [pair for pair in _weights(delays) if pair[1] in (Cause.NOT_THERE, Cause.FULL, Cause.SLOW)]
     least = WEIGHTY * sum(weight for weight, _ in weights)
     return [other for weight, other in weights if other is not cause and weight >= least and weight > 0]
 
@@ -162,17 +164,9 @@ def _is_in_vain(remedy: Remedy, result: CaseResult, results: Sequence[CaseResult
         return not could.other_gpus
     if remedy is PRELOADING:
         return not could.preloading
-    if remedy is LARGER_GPUS:
-        # They hold more models at once, which then share their compute.
-        return _others_share_compute(result.stats.all_delays)
     if remedy is MORE_GPUS:
         return len(result.stats.delays) == 1 or not could.spreading
     return remedy.options == GREEN_ROOM and not could.green_room
-
-
-def _others_share_compute(delays: Delays) -> bool:
-    """True if answers are slow enough beside others that they are a part of the bottleneck."""
-    return not _loses(delays) and Cause.SLOW in _others_that_count(Cause.NOT_THERE, delays)
 
 
 def _has_more(case: Case, than: Case, options: Collection[str]) -> bool:
