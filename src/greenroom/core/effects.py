@@ -51,12 +51,12 @@ class Rejection:
     held_by: tuple[str, ...] = ()
     # Models beside which the coresidency rules exclude it.
     beside: tuple[ModelId, ...] = ()
-    # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known, or if
-    # leases hold the memory.
+    # Seconds beyond `retry_after_s` until loads of other models have made room; infinite if that is not known, as
+    # where leases or undeclared processes hold the memory.
     room_s: float = 0.0
     # For `TOO_LARGE`: pinned models without which it would fit.
     pinned: tuple[ModelId, ...] = ()
-    # Leases, of any gateway, beside which it does not fit, and which are not recalled for it.
+    # The fewest leases, of any gateway, whose end would make room, and which are not recalled for it.
     leases: tuple[LeaseId, ...] = ()
 
 

@@ -70,7 +70,7 @@ class Victim:
 class Explanation:
     """`position` is the place in the queue; 0 if the request would not wait.
 
-    `leases`, of any gateway, hold the memory that it waits for. `is_too_late`: its model would be loaded, but the
+    The end of `leases`, of any gateway, would make room for it. `is_too_late`: its model would be loaded, but the
     request would give up first. `calls_off` are less urgent models with plans that would be dropped.
     """
 

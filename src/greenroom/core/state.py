@@ -249,7 +249,7 @@ class State:
         """The move that brings this model once what is under way has ended: a wake if it will sleep then."""
         for slot in self.slots_of(model):
             is_prepared = slot.move is not None and slot.move.kind is MoveKind.PREPARE
-            if (not slot.lost and (slot.leaving_to or slot.tier) is Tier.ASLEEP) or is_prepared:
+            if not slot.lost and (is_prepared or (slot.leaving_to or slot.tier) is Tier.ASLEEP):
                 return MoveKind.WAKE
         return MoveKind.LOAD
 

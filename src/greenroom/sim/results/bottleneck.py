@@ -29,6 +29,10 @@ class Cause(Enum):
     NO_GPU = "no such GPU"
 
 
+# Of requests that could be served; the others never can be.
+OF_WAITS = (Cause.NOT_THERE, Cause.FULL, Cause.SLOW)
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """What may help, and the options of a case that try it by larger values; none if no case can."""
@@ -124,9 +128,9 @@ def why(result: CaseResult, results: Sequence[CaseResult], begins: str = "The bo
 
 def _others_that_count(cause: Cause, delays: Delays) -> list[Cause]:
     """A model that is full keeps others out: against that helps what makes it less full, and so on."""
-    if cause not in (Cause.NOT_THERE, Cause.FULL, Cause.SLOW):
+    if cause not in OF_WAITS:
         return []
-    weights = [pair for pair in _weights(delays) if pair[1] in (Cause.NOT_THERE, Cause.FULL, Cause.SLOW)]
+    weights = [(weight, other) for weight, other in _weights(delays) if other in OF_WAITS]
     least = WEIGHTY * sum(weight for weight, _ in weights)
     return [other for weight, other in weights if other is not cause and weight >= least and weight > 0]
 
@@ -135,13 +139,13 @@ def _explained(cause: Cause, delays: Delays) -> tuple[str, tuple[Remedy, ...]]:
     """What requests wait for, and what may help."""
     if cause is Cause.NOT_THERE:
         return _why_not_there(delays)
-    if cause is not Cause.FULL or delays.slow_s < SHARE * delays.work_s or not delays.slow_s:
-        return BOTTLENECKS[cause]
-    if delays.slow_s >= delays.work_s:
+    if cause is Cause.FULL and delays.slow_s >= delays.work_s > 0:
         # Answers take twice as long as alone, or longer: a model that is full would be less so.
         return FULL_AS_SLOW
     what, remedies = BOTTLENECKS[cause]
-    return what, (*remedies, *MORE_COMPUTE)
+    if cause is Cause.FULL and delays.slow_s >= SHARE * delays.work_s > 0:
+        remedies = (*remedies, *MORE_COMPUTE)
+    return what, remedies
 
 
 def _what_helps(words: Sequence[str]) -> str:

@@ -126,8 +126,8 @@ class Explained(View):
     position: int | None = None
     """Its place in the queue; null if it would not wait."""
     eta_s: float | None = None
-    """Seconds until its answer would begin; null while the time of its move or of answers ahead is not known, and where
-    leases hold its memory."""
+    """Seconds until its answer would begin; null while the time of its move or of answers ahead is not known, where
+    leases or undeclared processes hold its memory, and while the lease store is away."""
     wait_max_s: float | None = None
     """Seconds after which it would be refused if it still waited: its budget, or the limit of the gateway; null if it
     would not wait."""
