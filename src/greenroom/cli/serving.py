@@ -183,6 +183,10 @@ async def _reload(app: App) -> None:
         get_logger("config").bug("not reloaded", bug)
 
 
+# What a disk says, and no socket.
+_OF_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
 def why_not_started(error: OSError, config: Config) -> str:
     """One line that says why the gateway did not start, and what to do."""
     server = config.server
@@ -193,6 +197,8 @@ def why_not_started(error: OSError, config: Config) -> str:
         return f"{server.host} is not an address of this machine; choose another with --host"
     if error.errno in (errno.EACCES, errno.EPERM) and error.filename is None:
         return f"this user may not listen on {where}; choose a port above 1023 with --port"
+    if error.errno in _OF_DISKS:
+        where = str(config.state_dir)
     return f"{error.filename or where}: {error.strerror or error}"
 
 

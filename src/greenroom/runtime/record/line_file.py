@@ -191,9 +191,9 @@ class Appended:
             self._size = os.fstat(self._fd).st_size
             _refuse_unless_ours(self._fd, path, head)
             self._begin(head)
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            raise named(error, path) from error
 
     def _begin(self, head: str) -> None:
         if not self._size:
@@ -287,6 +287,11 @@ def _is_head(fd: int, head: str) -> bool:
     return begins in (b"", expected, expected + b"\n")
 
 
+def named(error: OSError, path: Path) -> OSError:
+    """The same error with the name of the file: one of a write knows only the descriptor."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
+
+
 def replace_file(path: Path, text: str) -> None:
     """Replace the file durably and atomically. Blocks. Raises OSError, and then nothing has changed."""
     draft = path.with_suffix(".new")
@@ -296,7 +301,7 @@ def replace_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink()
-        raise
+        raise named(error, path) from error

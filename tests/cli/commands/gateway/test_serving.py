@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from greenroom.app import App
 from greenroom.cli.main import main
 from greenroom.cli.serving import Signals, why_not_started
 from greenroom.config.schema import Config, Server
+from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
 from tests.waiting import until, until_now
 
 pytestmark = pytest.mark.slow
@@ -38,11 +40,13 @@ models:
 class Served:
     """A gateway in a process of its own; its output is read from files, so that it never waits for us."""
 
-    def __init__(self, folder: Path, *argv: str) -> None:
+    def __init__(self, folder: Path, *argv: str, file_bytes_max: int = resource.RLIM_INFINITY) -> None:
         self._out, self._err = folder / "out", folder / "err"
         command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--state-dir", str(folder / "state"), *argv]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=folder)
+        # Long before it writes: it is still importing.
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (file_bytes_max, resource.RLIM_INFINITY))
 
     @property
     def out(self) -> str:
@@ -85,8 +89,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(folder: Path, *argv: str) -> Iterator[Served]:
-    gateway = Served(folder, *argv)
+def served(folder: Path, *argv: str, **limits: int) -> Iterator[Served]:
+    gateway = Served(folder, *argv, **limits)
     try:
         yield gateway
     finally:
@@ -269,6 +273,16 @@ def test_a_second_gateway_on_the_same_state_directory_is_refused(file: Path, tmp
     assert "Traceback" not in second.stderr
 
 
+def test_a_recording_that_its_disk_does_not_take_is_named(file: Path, tmp_path: Path) -> None:
+    full = tmp_path / "activity.csv"
+    # The last line was cut off, so the next run must write before its first request.
+    full.write_text(",".join(ACTIVITY_COLUMNS) + "\n" + "x" * 200_000)
+    file.write_text(FILE.replace("drain_s: 5", f"record_activity: {full}"))
+    with served(file.parent, "--port", "0", file_bytes_max=100_000) as gateway:
+        assert gateway.wait() == 1
+        assert gateway.err.splitlines()[-1].startswith(f"greenroom: {full}: ")
+
+
 def test_a_wrong_file_is_told_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("modles: {}\n")
     assert main(["serve", "--config", str(file)]) == 1
@@ -301,10 +315,11 @@ def test_what_is_printed_holds_no_key(file: Path) -> None:
         (PermissionError(errno.EACCES, "denied"), "may not listen on 10.0.0.1:80"),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/s/lock"), "/s/lock: Permission denied"),
         (OSError(errno.EMFILE, "Too many open files"), "10.0.0.1:80: Too many open files"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "/s: No space left on device"),
     ],
 )
 def test_what_the_system_refuses_is_one_line_that_says_what_to_do(error: OSError, said: str) -> None:
-    line = why_not_started(error, Config(server=Server(host="10.0.0.1", port=80)))
+    line = why_not_started(error, Config(server=Server(host="10.0.0.1", port=80), state_dir="/s"))
     assert said in line and "\n" not in line
 
 
