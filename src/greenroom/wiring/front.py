@@ -7,7 +7,6 @@ reload replaces the configuration as a whole.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,7 +232,6 @@ def _jobs(
             lambda: gateway.is_draining,
             common.loop.scheduler.learned,
             JobEvents(common.hub),
-            time.time,
             common.clock,
         ),
     )

@@ -15,6 +15,7 @@ from greenroom.runtime.operations import files
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
+from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
 from tests.full_disk import full_disk
 from tests.waiting import until
 
@@ -29,14 +30,21 @@ class Rig:
         self.folder = folder
         self.limits = KeepLimits(**{"keep_s": 100.0, "count_max": 100, "bytes_max": 100_000} | limits)
         self.now = 1000.0
+        # How far the wall clock is set ahead of its time.
+        self.ahead_s = 0.0
         self.told: list[tuple[str, OperationStatus]] = []
         self.table = self.again()
 
     def again(self) -> OperationTable:
-        table = OperationTable(OperationFiles(self.folder), lambda: self.limits, self._tell, lambda: self.now)
+        table = self.of(OperationFiles(self.folder))
         table.open()
         self.table = table
         return table
+
+    def of(self, stored: OperationFiles) -> OperationTable:
+        return OperationTable(
+            stored, lambda: self.limits, self._tell, lambda: self.now + self.ahead_s, lambda: self.now
+        )
 
     def _tell(self, row: Operation) -> None:
         self.told.append((row.id, row.status))
@@ -256,6 +264,44 @@ async def test_old_results_go_with_their_rows(rig: Rig) -> None:
     assert rig.names == {f"{waits}.json", f"{waits}.request"}
 
 
+@pytest.mark.parametrize("jump_s", [365 * 86_400.0, -365 * 86_400.0])
+async def test_a_clock_that_jumps_makes_nothing_old_and_no_duration_long(rig: Rig, jump_s: float) -> None:
+    earlier = await rig.add()
+    await rig.end(earlier)
+    rig.again()
+    rig.limits = KeepLimits(keep_s=10_000.0, count_max=100, bytes_max=100_000)
+    ran, runs = await rig.add(), await rig.add()
+    await rig.table.start(ran)
+    await rig.table.start(runs)
+    for ahead_s in (jump_s, 0.0):
+        rig.ahead_s = ahead_s
+        for _ in range(3):
+            rig.now += 60
+            await rig.table.tidy()
+        if ahead_s:
+            await rig.table.end(ran, DONE)
+    assert [rig.status(id) for id in (earlier, ran, runs)] == [DONE, DONE, RUNNING]
+    rows = [rig.table.get(id) for id in (ran, runs)]
+    assert [None if row is None else rig.table.ran_s(row) for row in rows] == [pytest.approx(180), pytest.approx(360)]
+    # Each goes when its own time is over.
+    rig.now += 20_000
+    await rig.table.tidy()
+    assert [rig.status(id) for id in (earlier, ran, runs)] == [None, None, RUNNING]
+
+
+async def test_a_result_of_an_earlier_run_stays_until_the_clock_is_believed(rig: Rig) -> None:
+    id = await rig.add()
+    await rig.end(id)
+    rig.ahead_s = 365 * 86_400.0
+    rig.again()
+    rig.now += BELIEVED_AFTER_S - 1
+    await rig.table.tidy()
+    assert rig.status(id) is DONE
+    rig.now += 1
+    await rig.table.tidy()
+    assert rig.status(id) is None
+
+
 async def test_a_result_that_is_being_read_outlives_its_row(rig: Rig) -> None:
     id = await rig.add()
     await rig.end(id, b"x" * 200)
@@ -330,7 +376,7 @@ class HeldFiles(OperationFiles):
 
 async def test_a_start_whose_caller_leaves_is_not_written_over_the_end(rig: Rig) -> None:
     held = HeldFiles(rig.folder)
-    rig.table = OperationTable(held, lambda: rig.limits, rig._tell, lambda: rig.now)
+    rig.table = rig.of(held)
     id = await rig.add(retry=True)
     starting = asyncio.create_task(rig.table.start(id))
     await asyncio.to_thread(held.begun.wait, 10.0)

@@ -16,6 +16,7 @@ import pytest
 
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.record.usage_store import FILE_NAME, HOURS_KEPT_S, By, UsageQuestion, UsageStore
+from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
 from greenroom.telemetry.activity import DAY_S, FIGURES, HOUR_S, Record, UsageCounts
 from tests.full_disk import full_disk
 from tests.waiting import until
@@ -29,8 +30,15 @@ class Run:
 
     def __init__(self, folder: Path, *, now: float = NOW, days: int = 400, write_every_s: float = 3600.0) -> None:
         self.now = now
-        self.counts = UsageCounts(lambda tenant: False, lambda: self.now)
-        self.store = UsageStore(folder, self.counts, days, write_every_s=write_every_s, wall=lambda: self.now)
+        # How far the wall clock is set ahead of its time.
+        self.ahead_s = 0.0
+        self.counts = UsageCounts(lambda tenant: False, self.wall)
+        self.store = UsageStore(
+            folder, self.counts, days, write_every_s=write_every_s, wall=self.wall, clock=lambda: self.now
+        )
+
+    def wall(self) -> float:
+        return self.now + self.ahead_s
 
     def used(self, key: str = "k", tenant: str = "t", model: str = "m", prompt: int | None = 10) -> None:
         record = Record(id="r", model=model, asked_as=model, tenant=tenant, route="chat", arrived_at=self.now)
@@ -124,6 +132,44 @@ async def test_hours_become_days_with_the_same_sums_and_days_are_dropped(tmp_pat
     await run.store.write()
     dropped = [day for day in by_day if int(str(day)) < run.now - run.now % DAY_S - 20 * DAY_S]
     assert dropped and set(await run.asked("day")) == set(by_day) - set(dropped)
+
+
+@pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
+async def test_a_clock_that_jumps_and_comes_back_drops_and_merges_nothing(tmp_path: Path, jump_s: float) -> None:
+    run = Run(tmp_path, days=20)
+    await run.store.open()
+    for _ in range(10):
+        run.used()
+        await run.store.write()
+        run.now += DAY_S
+    before = await run.asked("day")
+    for ahead_s in (jump_s, 0.0, 0.0):
+        run.ahead_s = ahead_s
+        for _ in range(5):
+            await run.store.write()
+            run.now += 60
+    assert await run.asked("day") == before and len(before) == 10
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        assert db.execute("SELECT COUNT(*) FROM usage WHERE hours = 1").fetchone()[0] == 8
+
+
+@pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
+async def test_a_start_with_a_wrong_clock_that_is_soon_set_drops_nothing(tmp_path: Path, jump_s: float) -> None:
+    run = Run(tmp_path, days=20)
+    await run.store.open()
+    run.used()
+    await run.store.close()
+    again = Run(tmp_path, days=20)
+    again.ahead_s = jump_s
+    await again.store.open()
+    for ahead_s in (jump_s, 0.0, 0.0):
+        again.ahead_s = ahead_s
+        again.now += BELIEVED_AFTER_S - 1
+        await again.store.write()
+    assert await again.asked() == {"m": 10}
+    again.now += 30 * DAY_S
+    await again.store.write()
+    assert await again.asked() == {}, "what is old goes"
 
 
 async def test_a_full_disk_loses_nothing_and_harms_nothing(tmp_path: Path) -> None:

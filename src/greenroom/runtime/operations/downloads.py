@@ -257,6 +257,10 @@ class Downloads:
         read = await facts_of(self._table, ended, DownloadFacts)
         return [live.get(row.id) or read.get(row.id) or DownloadFacts() for row in rows]
 
+    def ran_s(self, row: Operation) -> float | None:
+        """How long it runs, or ran; None if it never did."""
+        return self._table.ran_s(row)
+
     # --- running ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -3,7 +3,8 @@
 Owns every row, the only way from one status to the next, and how much is kept. A status is seen only once it is on
 disk, so that no crash takes it back. Never runs anything: jobs are run by `server/inference/jobs/jobs.py`, downloads by
 `downloads.py`, loads and unloads by `loads.py`. Jobs and all other kinds are counted apart, so that neither pushes out
-the other.
+the other. Durations, and how old a row of this run is, go by the clock that is never set: of a row that has changed in
+this run, each time is told as the time before it and the seconds since.
 
     queued → running → done | failed | cancelled          queued → failed | cancelled
     running → queued, at a restart, if the operation may run again; a load or unload fails then
@@ -34,6 +35,7 @@ from greenroom.runtime.operations.files import (
     ResultPart,
     disk_failed,
 )
+from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")
@@ -70,13 +72,18 @@ class OperationTable:
         limits: Callable[[], KeepLimits],
         publish: Callable[[Operation], None],
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`publish` is called for each status that a row gets."""
         self._files = stored
         self._limits = limits
         self._publish = publish
         self._wall = wall
+        self._clock = clock
+        self._steady = SteadyClock(wall, clock)
         self._rows: dict[str, Operation] = {}
+        # When a row of this run changed last, by the clock that is never set.
+        self._changed_at: dict[str, float] = {}
         # Bytes of results that are being written.
         self._parts: dict[str, int] = {}
         # Of all jobs and their parts together.
@@ -130,6 +137,18 @@ class OperationTable:
 
     def get(self, id: str) -> Operation | None:
         return self._rows.get(id)
+
+    def ran_s(self, row: Operation) -> float | None:
+        """How long it runs, or ran; None if it never did."""
+        if row.started is None:
+            return None
+        until = row.ended if row.ended is not None else self._time_of(row)
+        return max(0.0, until - row.started)
+
+    def _time_of(self, row: Operation) -> float:
+        """Now, as the next time of this row."""
+        since = self._changed_at.get(row.id)
+        return self._wall() if since is None else (row.started or row.created) + self._clock() - since
 
     def read_request(self, id: str, about: type[About]) -> tuple[About, Iterator[bytes]]:
         """Blocks. Raises OSError or msgspec.MsgspecError."""
@@ -188,7 +207,7 @@ class OperationTable:
             row = self._rows.get(id)
             if row is None or row.status.is_over:
                 raise NotFound(f"The operation {id} has ended.")
-            row = replace(row, status=OperationStatus.RUNNING, started=self._wall(), runs=row.runs + 1)
+            row = replace(row, status=OperationStatus.RUNNING, started=self._time_of(row), runs=row.runs + 1)
             row = replace(row, request_id=request_id)
             try:
                 await run_detached(lambda: self._files.write_row(row), "write operation")
@@ -227,7 +246,7 @@ class OperationTable:
                     result.discard()
                 return row
             size = 0 if result is None else result.size
-            row = replace(row, status=status, ended=self._wall(), error=error, request_bytes=0, result_bytes=size)
+            row = replace(row, status=status, ended=self._time_of(row), error=error, request_bytes=0, result_bytes=size)
             row = replace(row, request_id=request_id or row.request_id)
             if status is OperationStatus.DONE:
                 # The result first: if the gateway dies now, the next one finds it and counts this as done.
@@ -311,7 +330,11 @@ class OperationTable:
 
     def _is_old(self, row: Operation) -> bool:
         keep_s = self._limits().keep_s if row.kind is OperationKind.JOB else OTHERS_KEEP_S
-        return row.ended is not None and row.ended < self._wall() - keep_s
+        if row.ended is None:
+            return False
+        if (ended := self._changed_at.get(row.id)) is not None:
+            return ended < self._clock() - keep_s
+        return (now := self._steady.now()) is not None and row.ended < now - keep_s
 
     def _expect_room(self, size: int, tenant: str, kind: OperationKind) -> None:
         """For one more operation of this tenant. Raises OperationsFull or OperationStoreFull."""
@@ -365,10 +388,12 @@ class OperationTable:
         before = self._rows.get(row.id)
         self._used_bytes += _weight(row) - (0 if before is None else _weight(before))
         self._rows[row.id] = row
+        self._changed_at[row.id] = self._clock()
         self._publish(row)
 
     def _drop(self, row: Operation) -> None:
         del self._rows[row.id]
+        self._changed_at.pop(row.id, None)
         self._used_bytes -= _weight(row)
         self._files.remove(row.id, files.ROW, files.REQUEST, files.RESULT)
 

@@ -3,7 +3,7 @@
 Owns the file, how often it is written and how long its rows live. Counts of the last seconds wait in memory
 (`telemetry/activity.py`) and are added in one transaction, in a thread: kill -9 loses those seconds and nothing else,
 and what a full disk does not take waits for the next try. A row is one name in one hour. Hours become days after
-`HOURS_KEPT_S`; days are dropped after `days`.
+`HOURS_KEPT_S`; days are dropped after `days`, by a clock that was not set just now.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final, Literal
 
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger
 
@@ -85,11 +86,13 @@ class UsageStore:
         *,
         write_every_s: float = WRITE_EVERY_S,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = UsageFile(folder / FILE_NAME, days)
         self._counts = counts
         self._write_every_s = write_every_s
         self._wall = wall
+        self._steady = SteadyClock(wall, clock)
         # What was taken to be written is neither in memory nor in the file until it is.
         self._lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -130,14 +133,14 @@ class UsageStore:
     async def write(self) -> None:
         """Write what is new, if anything is."""
         async with self._lock:
-            taken, now = self._counts.take(), int(self._wall())
+            taken, now = self._counts.take(), self._steady.now()
             try:
                 if taken:
                     await run_detached(lambda: self._file.add(taken), "write usage")
                     taken = {}
-                if now // DAY_S != self._rolled_on:
-                    await run_detached(lambda: self._file.roll(now), "tidy usage")
-                    self._rolled_on = now // DAY_S
+                if now is not None and int(now // DAY_S) != self._rolled_on:
+                    await run_detached(lambda: self._file.roll(int(now)), "tidy usage")
+                    self._rolled_on = int(now // DAY_S)
             except (OSError, sqlite3.Error) as error:
                 self._counts.put_back(taken)
                 self._warn_once(error)

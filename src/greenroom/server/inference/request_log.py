@@ -71,7 +71,9 @@ class RequestLog:
         self._metrics = metrics
         self._write_down = write_down
         self._usage = usage
+        # For people; and for durations, the clock by which tickets tell when they arrived.
         self._wall: Callable[[], float] = time.time
+        self._clock: Callable[[], float] = time.monotonic
 
     def begin(self, ask: Ask, request_id: str) -> Record:
         """The record of a request that begins now. `ended` completes it."""
@@ -114,7 +116,7 @@ class RequestLog:
 
     def ended(self, served: Served, error: GreenroomError | None) -> None:
         ask, record, ticket, relay = served.ask, served.record, served.ticket, served.relay
-        record.total_s = total_s = max(0.0, self._wall() - record.arrived_at)
+        record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
         record.status = _status(served.exchange, relay, error)
         if error is not None:
             record.error_code = error.code

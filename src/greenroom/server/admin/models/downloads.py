@@ -6,7 +6,6 @@ Owns the shapes of requests and answers, and the words of statuses: `pending`, `
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Final, Literal
@@ -129,9 +128,7 @@ class DownloadRoutes:
     ) -> DownloadList:
         """The newest first. Those that have ended are kept for an hour."""
         wanted = (row for row in self._downloads().newest_first() if status in (None, _STATUS[row.status]))
-        rows = list(islice(wanted, limit))
-        facts = await self._downloads().facts(rows)
-        return DownloadList(data=[view(row, one) for row, one in zip(rows, facts, strict=True)])
+        return DownloadList(data=await self._views(list(islice(wanted, limit))))
 
     async def show_download(self, job_id: str) -> DownloadView:
         """One download as it is now."""
@@ -142,7 +139,12 @@ class DownloadRoutes:
         return await self._view(await self._downloads().cancel(self._found(job_id).id))
 
     async def _view(self, row: Operation) -> DownloadView:
-        return view(row, (await self._downloads().facts([row]))[0])
+        return (await self._views([row]))[0]
+
+    async def _views(self, rows: list[Operation]) -> list[DownloadView]:
+        downloads = self._downloads()
+        facts = await downloads.facts(rows)
+        return [view(row, one, downloads.ran_s(row)) for row, one in zip(rows, facts, strict=True)]
 
     def _found(self, job_id: str) -> Operation:
         row = self._downloads().get(job_id)
@@ -151,9 +153,8 @@ class DownloadRoutes:
         return row
 
 
-def view(row: Operation, facts: DownloadFacts) -> DownloadView:
+def view(row: Operation, facts: DownloadFacts, ran_s: float | None) -> DownloadView:
     is_done, is_running = row.status is OperationStatus.DONE, row.status is OperationStatus.RUNNING
-    until = row.ended if row.status.is_over else time.time()
     return DownloadView(
         job_id=row.id,
         status=_STATUS[row.status],
@@ -170,7 +171,7 @@ def view(row: Operation, facts: DownloadFacts) -> DownloadView:
         files_downloaded=facts.files_downloaded,
         files_total=facts.files_total,
         created=round(row.created, 3),
-        duration_seconds=None if row.started is None or until is None else round(max(0.0, until - row.started), 3),
+        duration_seconds=None if ran_s is None else round(ran_s, 3),
         error=None if row.error is None else DownloadError(code=row.error.code, message=row.error.message),
     )
 

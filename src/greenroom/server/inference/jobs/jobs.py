@@ -91,7 +91,6 @@ class JobServices:
     is_draining: Callable[[], bool]
     learned: Callable[[], Mapping[ModelId, Learned]]
     events: ProgressEvents
-    wall: Callable[[], float]
     clock: Callable[[], float]
 
 
@@ -234,8 +233,8 @@ class Jobs:
         if row.status is OperationStatus.QUEUED:
             position, begins_s = (None, None) if request_id is None else self._inference.outlook(request_id)
             return JobFacts(place if position is None else position, 0.0, _sum(begins_s, usual_s), request_id)
-        if row.status is OperationStatus.RUNNING and row.started is not None and job is not None:
-            ran_s = max(0.0, self._services.wall() - row.started)
+        ran_s = self._table.ran_s(row)
+        if row.status is OperationStatus.RUNNING and ran_s is not None and job is not None:
             progress, left_s = job.progress.shown(ran_s, usual_s)
             return JobFacts(None, progress, left_s, request_id)
         return JobFacts(progress=1.0 if row.status is OperationStatus.DONE else None, request_id=request_id)
