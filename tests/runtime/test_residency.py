@@ -29,9 +29,23 @@ def _shown(residency: Residency, since: float = 0.0) -> list[tuple[str, float, f
     return [(one.phase, one.began, one.ended, dict(one.devices)) for one in residency.spans(since, {"s1", "s2"})]
 
 
+def test_a_span_is_as_long_as_it_was_whatever_the_wall_clock_does() -> None:
+    wall, clock = Clock(), Clock()
+    residency = Residency(wall, clock)
+    for kind, jump_s in ((MoveKind.LOAD, 3_600.0), (MoveKind.SLEEP, -7_200.0), (MoveKind.WAKE, 3_600.0)):
+        residency.moving(_move(kind, {GPU: 10}), "a", {})
+        clock.now += 2
+        wall.now += jump_s + 2
+        residency.moved(_move(kind, {GPU: 10}), "a", Outcome.DONE)
+        clock.now += 5
+        wall.now += 5
+    lasted = [ended - began for _, began, ended, _ in _shown(residency, -1e6) if ended is not None]
+    assert lasted == [2, 5, 2, 5, 2]
+
+
 def test_a_swap_to_the_green_room_and_back() -> None:
     clock = Clock()
-    residency = Residency(clock)
+    residency = Residency(clock, clock)
     _play(residency, clock, _move(MoveKind.LOAD, {GPU: 10}))
     _play(residency, clock, _move(MoveKind.SLEEP, {HOST: 10}))
     _play(residency, clock, _move(MoveKind.WAKE, {GPU: 10}))
@@ -50,7 +64,7 @@ def test_a_swap_to_the_green_room_and_back() -> None:
 
 def test_a_load_that_fails_leads_nowhere_and_a_wake_back_to_sleep() -> None:
     clock = Clock()
-    residency = Residency(clock)
+    residency = Residency(clock, clock)
     _play(residency, clock, _move(MoveKind.LOAD, {GPU: 10}), Outcome.FAILED)
     assert [one.outcome for one in residency.spans(0.0, {"s1"})] == ["failed"]
     _play(residency, clock, _move(MoveKind.WAKE, {GPU: 10}), Outcome.ABORTED)
@@ -59,7 +73,7 @@ def test_a_load_that_fails_leads_nowhere_and_a_wake_back_to_sleep() -> None:
 
 def test_a_lost_engine_ends_its_span() -> None:
     clock = Clock()
-    residency = Residency(clock)
+    residency = Residency(clock, clock)
     _play(residency, clock, _move(MoveKind.LOAD, {GPU: 10}))
     residency.lost("s1")
     residency.lost("s1")
@@ -68,7 +82,7 @@ def test_a_lost_engine_ends_its_span() -> None:
 
 def test_a_move_that_ends_after_its_engine_was_lost_leads_nowhere() -> None:
     clock = Clock()
-    residency = Residency(clock)
+    residency = Residency(clock, clock)
     wake = _move(MoveKind.WAKE, {GPU: 10})
     residency.moving(wake, "a", {})
     residency.lost("s1")
@@ -78,7 +92,7 @@ def test_a_move_that_ends_after_its_engine_was_lost_leads_nowhere() -> None:
 
 def test_a_slot_that_is_gone_without_a_word_ends_where_it_is_noticed() -> None:
     clock = Clock()
-    residency = Residency(clock)
+    residency = Residency(clock, clock)
     _play(residency, clock, _move(MoveKind.LOAD, {GPU: 10}, "s9"))
     clock.now = 200.0
     assert [(phase, ended) for phase, _, ended, _ in _shown(residency)] == [("load", 107.0), ("ready", 200.0)]
@@ -86,7 +100,7 @@ def test_a_slot_that_is_gone_without_a_word_ends_where_it_is_noticed() -> None:
 
 def test_spans_are_bounded_and_old_ones_left_out() -> None:
     clock = Clock()
-    residency = Residency(clock, spans_max=4)
+    residency = Residency(clock, clock, spans_max=4)
     for _ in range(10):
         _play(residency, clock, _move(MoveKind.LOAD, {GPU: 10}))
     assert len(list(residency.spans(0.0, {"s1"}))) == 5

@@ -38,12 +38,18 @@ _Said = TypeVar("_Said")
 
 
 class Observer:
-    def __init__(self, hub: Hub, metrics: Metrics, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        metrics: Metrics,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._hub = hub
         self._metrics = metrics
         self._wall = wall
         self._numbers = itertools.count(1)
-        self.residency = Residency(wall)
+        self.residency = Residency(wall, clock)
         # Moves under way, to name the model of an abort.
         self._moving: dict[MoveId, Move] = {}
         self._of_models: deque[Decision] = deque(maxlen=DECISIONS_MAX)
@@ -172,6 +178,7 @@ class SlotSpan:
     phase: str
     devices: Mapping[str, int]
     began: float
+    began_clock: float
     ended: float | None = None
     outcome: str | None = None
     why: Mapping[str, Any] = field(default_factory=dict)
@@ -180,8 +187,9 @@ class SlotSpan:
 class Residency:
     """A bounded list of spans: one for each time that a slot loads, is ready, is asleep or leaves."""
 
-    def __init__(self, wall: Callable[[], float], spans_max: int = SPANS_MAX) -> None:
+    def __init__(self, wall: Callable[[], float], clock: Callable[[], float], spans_max: int = SPANS_MAX) -> None:
         self._wall = wall
+        self._clock = clock
         self._ended: deque[SlotSpan] = deque(maxlen=spans_max)
         # By slot: the memory it holds, and the span that goes on.
         self._open: dict[str, SlotSpan] = {}
@@ -215,12 +223,13 @@ class Residency:
 
     def _begin(self, slot: str, model: str, phase: str, devices: Mapping[Any, int], why: Mapping[str, Any]) -> None:
         held = {str(device): mib for device, mib in devices.items()}
-        self._open[slot] = SlotSpan(slot, model, phase, held, self._wall(), why=why)
+        self._open[slot] = SlotSpan(slot, model, phase, held, self._wall(), self._clock(), why=why)
 
     def _end(self, slot: str, outcome: str | None = None) -> None:
         span = self._open.pop(slot, None)
         if span is not None:
-            span.ended, span.outcome = self._wall(), outcome
+            # So that it is as long as it was: the wall clock may have been set meanwhile.
+            span.ended, span.outcome = span.began + self._clock() - span.began_clock, outcome
             self._ended.append(span)
 
 

@@ -60,6 +60,8 @@ class ModelCounts:
 class Sample:
     at: float
     """Unix time."""
+    clock: float
+    """The same moment by the clock that is never set: rates go by it."""
     totals: Totals
     queue: int
     in_flight: int

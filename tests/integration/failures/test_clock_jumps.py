@@ -1,4 +1,5 @@
-"""A gateway whose wall clock jumps while it runs, by an hour and by a year: it serves on, and no token works twice.
+"""A gateway whose wall clock jumps while it runs, by an hour and by a year: it serves on, no token works twice, and no
+jump is told as a duration.
 
 Its clock is set by libfaketime; its other clock, by which all durations are measured, runs on as it does on a machine
 whose time is corrected.
@@ -10,6 +11,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.harness import fake, gateway_process
 from tests.integration.governance.test_governance import now, with_key
 from tests.redis_server import clock_env
 from tests.tenancy.governance.token_rig import shared_token
+from tests.waiting import until_now
 
 HOUR, YEAR = 3_600, 365 * 86_400
 
@@ -64,6 +67,40 @@ def test_a_clock_that_jumps_lets_no_token_be_used_again(
             assert call(gate.url, "/v1/chat/completions", body)[0] == 200
             status, health = call(gate.url, "/health")
             assert status == 200 and 0 <= health["uptime"] <= time.monotonic() - began + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jump_s", [YEAR, -YEAR])
+def test_a_clock_that_jumps_during_an_answer_makes_it_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: int
+) -> None:
+    clock = tmp_path / "clock"
+    set_clock(clock, 0)
+    for name, value in clock_env(clock).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with gateway_process(tmp_path, {"m": fake("m")}) as gate, ThreadPoolExecutor() as pool:
+        body = {"model": "m", "messages": [], "tokens": 4, "token_s": 0.5}
+        answer = pool.submit(call, gate.url, "/v1/chat/completions", body)
+        job = call(gate.url, "/v1/jobs", {"route": "/v1/chat/completions", "body": body})[1]["id"]
+        until_now(lambda: shown(gate.url, f"/v1/jobs/{job}")["status"] == "running", "the job runs")
+        set_clock(clock, jump_s)
+        assert answer.result()[0] == 200
+        until_now(lambda: shown(gate.url, f"/v1/jobs/{job}")["status"] == "done", "the job is done")
+        asked = shown(gate.url, "/api/v1/requests")["requests"]
+        used = shown(gate.url, "/api/v1/usage?by=model&since=730d")
+        spans = [one for one in shown(gate.url, "/api/v1/timeline")["spans"] if one["ended"] is not None]
+        told, passed_s = shown(gate.url, f"/v1/jobs/{job}"), time.monotonic() - began + 1
+    assert len(asked) == 2 and all(1.5 <= one["total_s"] <= passed_s for one in asked)
+    assert 0 <= told["ended"] - told["started"] <= passed_s
+    assert all(0 <= one["ended"] - one["began"] <= passed_s for one in spans)
+    assert used["total"]["answer_s"] <= 2 * passed_s
+
+
+def shown(url: str, path: str) -> Any:
+    status, said = call(url, path)
+    assert status == 200, said
+    return said
 
 
 def set_clock(file: Path, seconds: int) -> None:

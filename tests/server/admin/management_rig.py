@@ -134,7 +134,7 @@ class FakeFailures:
 @dataclass
 class FakeDecided:
     decisions: deque[Mapping[str, Any]] = field(default_factory=deque)
-    residency: Residency = field(default_factory=lambda: Residency(lambda: 1_700_000_000.0))
+    residency: Residency = field(default_factory=lambda: Residency(lambda: 1_700_000_000.0, lambda: 0.0))
 
 
 @dataclass
@@ -247,6 +247,8 @@ class FakeGateway:
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
         self.now = NOW
+        # How far the wall clock is set ahead.
+        self.wall_ahead_s = 0.0
         self.requestors = Requestors(self.clock)
         self.limiter = Limiter(wall=self.clock)
         self.cloud_fallback = CloudFallback(Path("/nowhere"), _write_nothing, environ={})
@@ -260,7 +262,7 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
-        self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW))
+        self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
         self.library = Library(Roots(()), None, run_detached, replace_file)
         self.resolver = Resolver(
             self.catalog,

@@ -65,6 +65,16 @@ async def test_history_goes_on_when_the_clock_is_set_back() -> None:
     assert (await client.get("/api/v1/history")).json["at"] == [back - 20, back - 10, back, back + 10]
 
 
+async def test_rates_do_not_mind_that_the_clock_was_set() -> None:
+    gateway = FakeGateway({"a": model()})
+    for jump_s in (0.0, 3_600.0, -7_200.0):
+        gateway.now += 10
+        gateway.wall_ahead_s += jump_s
+        gateway.metrics.tokens("a", "", 100, 50, 10)
+        gateway.history.look()
+    assert (await Client(gateway).get("/api/v1/history")).json["prompt_tokens_per_s"] == [10.0, 10.0]
+
+
 async def test_history_is_bounded() -> None:
     gateway = FakeGateway({"a": model()})
     for _ in range(1_000):

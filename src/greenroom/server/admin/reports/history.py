@@ -153,6 +153,7 @@ def sample(gateway: Gateway, wall: Callable[[], float] = time.time) -> Sample:
             held[str(device)] += holding.on(device)
     return Sample(
         at=round(wall(), 3),
+        clock=gateway.clock(),
         totals=gateway.metrics.totals(),
         queue=state.waitlist.depth,
         in_flight=sum(len(slot.in_flight) for slot in slots),
@@ -170,7 +171,7 @@ def _view(every_s: float, samples: Sequence[Sample]) -> HistoryView:
     pairs, shown = list(pairwise(samples)), samples[1:]
 
     def per_s(name: str, factor: float = 1.0) -> Rates:
-        return [_share(factor * _more(a, b, name), b.at - a.at) for a, b in pairs]
+        return [_share(factor * _more(a, b, name), b.clock - a.clock) for a, b in pairs]
 
     def mean(amount: str, count: str) -> Rates:
         return [_share(_more(a, b, amount), _more(a, b, count)) for a, b in pairs]
