@@ -12,7 +12,15 @@ from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.runtime.record.line_file import replace_file
-from greenroom.runtime.remote.spending import ANSWER_TOKENS, DAY_S, FILE_NAME, TOKENS_MAX, Spending, SpendingMeter
+from greenroom.runtime.remote.spending import (
+    ANSWER_TOKENS,
+    DAY_S,
+    DAYS_KEPT,
+    FILE_NAME,
+    TOKENS_MAX,
+    Spending,
+    SpendingMeter,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -72,6 +80,29 @@ async def test_a_new_day_has_its_own_budget_and_a_clock_that_jumps_opens_no_seco
     await spending.close()
     again, _ = opened(tmp_path, clock)
     assert again.spent("acme") == 9.0
+
+
+@pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
+async def test_a_restart_while_the_clock_is_wrong_opens_no_second_budget(tmp_path: Path, jump_s: int) -> None:
+    clock = Clock()
+    for now, tokens in ((NOON, 10), (NOON + jump_s, 1)):
+        clock.now = now
+        spending, meter = opened(tmp_path, clock)
+        meter.begin(body(tokens)).settle(0, tokens)
+        await spending.close()
+    clock.now = NOON
+    assert opened(tmp_path, clock)[0].spent("acme") == 10.0
+
+
+async def test_the_file_holds_the_last_days_only(tmp_path: Path) -> None:
+    clock = Clock()
+    spending, meter = opened(tmp_path, clock)
+    for _ in range(3 * DAYS_KEPT):
+        clock.now += DAY_S
+        meter.begin(body(1)).settle(0, 1)
+    await spending.close()
+    days = json.loads((tmp_path / FILE_NAME).read_text())["days"]
+    assert list(days) == [str(int(clock.now // DAY_S) - age) for age in reversed(range(DAYS_KEPT))]
 
 
 async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> None:

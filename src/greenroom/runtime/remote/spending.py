@@ -38,7 +38,8 @@ FILE_NAME: Final = "spending.json"
 VERSION: Final = 1
 FILE_BYTES_MAX: Final = 1024 * 1024
 DAY_S: Final = 86_400
-# A clock that was wrong for a while must neither open a new budget for today nor keep the old one for ever.
+# The last days of a gateway, in the order in which they began here, whatever the clock says: one that was wrong for a
+# while must neither open a new budget for today nor keep the old one for ever.
 DAYS_KEPT: Final = 7
 # Where a request does not say how long its answer may be, or what its body holds.
 ANSWER_TOKENS: Final = 1_000
@@ -254,8 +255,8 @@ class Spending:
 
     def _text(self) -> str:
         today = self._today
-        days = {day: sums for day, sums in self._spent.items() if abs(day - today) <= DAYS_KEPT}
-        names = {*days.get(today, {}), *(bill.name for bill in self._open)}
+        days = dict([one for one in self._spent.items() if one[0] != today][1 - DAYS_KEPT :])
+        names = {*self._spent.get(today, {}), *(bill.name for bill in self._open)}
         days[today] = {name: self._own(name) for name in names}
         return json.dumps({"version": VERSION, "days": days})
 
