@@ -359,6 +359,15 @@ async def test_what_a_large_request_did_not_come_back_for_is_given_to_others(red
         await until(lambda: other.ask(large), "others can have it")
 
 
+async def test_a_clock_that_is_set_back_keeps_nothing_from_others_for_a_large_request(redis: RedisServer) -> None:
+    async with gateways(redis, 2, period_s=2 * PERIOD_S) as made:
+        one, other = made
+        large = 6 * one.window.block
+        await until(lambda: one.window.has(large, one.clock()), "the store has given it")
+        one.clock = lambda: time.time() - HOUR_S
+        await until(lambda: other.ask(large), "others can have it")
+
+
 async def test_what_was_not_used_is_taken_off_the_minute_for_which_it_was_counted(early: RedisServer) -> None:
     async with gateways(early, 1, period_s=LONG_S) as made:
         (one,) = made

@@ -125,7 +125,8 @@ class SharedWindow(Budget):
             self._store.wake(self)
 
     def _forget_large(self, now: float) -> None:
-        if now >= self._large_until:
+        # Also if the clock was set back since: it would last for as long as that.
+        if not 0.0 < self._large_until - now <= 2 * self._store.period_s * LARGE:
             self._large = self._refused = 0
 
     def reservable(self, now: float) -> int:
