@@ -372,22 +372,32 @@ class Connection(asyncio.Protocol):
         if self._complete:
             return
         status = self._parser.get_status_code()
-        if status < 200 and status != 101:
-            self._interim = True
-            return
-        self._status = status
         if status == 101:
             # Overruled by the parser where the answer says to which protocol.
             self._fault = "switched protocols without saying to which"
+            return
+        if not 100 <= status <= 599:
+            self._fault = f"answered with {status}, which is no status of HTTP"
+            return
+        if status < 200:
+            self._interim = True
+            return
         # The parser knows this only now; after the end of the message it says no.
         self._keep_alive = self._parser.should_keep_alive()
+        types = 0
         for name, value in self._headers:
-            if name == b"content-length":
+            if name == b"content-type":
+                types += 1
+            elif name == b"content-length":
                 self._framed = True
             elif name == b"transfer-encoding":
                 self._framed = True
                 if value.lower() != b"chunked":
                     self._fault = "used a transfer encoding other than chunked"
+                    return
+        if types > 1:
+            self._headers = _with_one_type(self._headers)
+        self._status = status
 
     def on_message_complete(self) -> None:
         if self._interim:
@@ -396,3 +406,9 @@ class Connection(asyncio.Protocol):
         elif not self._complete:
             self._complete = True
             self._parts_own = len(self._parts)
+
+
+def _with_one_type(headers: Headers) -> Headers:
+    """With the first Content-Type only: by it the answer is read here, and no client may read it by another."""
+    first = next(header for header in headers if header[0] == b"content-type")
+    return [header for header in headers if header[0] != b"content-type" or header is first]

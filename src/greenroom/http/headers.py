@@ -1,7 +1,6 @@
 """Which headers pass between clients and engines, and the heads that we write to both.
 
-Owns the two lists: client headers reach an engine only by name (allow-list), engine headers reach a client unless they
-belong to the hop between the engine and us. Never touches bodies.
+Owns the lists: client headers reach an engine, and engine headers a client, only by name. Never touches bodies.
 """
 
 from __future__ import annotations
@@ -41,20 +40,49 @@ NEVER_FORWARDED: Final = frozenset(
         b"x-request-id",
     )
 )
-_HOP_BY_HOP: Final = frozenset(
+# Headers of an engine's answer that reach a client. All others stay here: cookies and orders to browsers for our origin,
+# names of the hop to the engine, and those by which we tell something ourselves.
+ANSWER_ALLOWED: Final = frozenset(
     (
-        b"connection",
-        b"content-length",
-        b"date",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-connection",
-        b"server",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
+        # What describes the body. We write its length ourselves.
+        b"content-disposition",
+        b"content-encoding",
+        b"content-language",
+        b"content-range",
+        b"content-type",
+        # What clients go by.
+        b"accept-ranges",
+        b"allow",
+        b"cache-control",
+        b"etag",
+        b"last-modified",
+        b"location",
+        b"retry-after",
+        b"vary",
+        # What engines tell of their work.
+        b"x-audio-seconds",
+        b"x-cache-hit",
+        b"x-cache-tokens-reused",
+        b"x-gpu-time-ms",
+        b"x-pictures",
+        # Pages below /upstream only bind themselves by these.
+        b"content-security-policy",
+        b"cross-origin-embedder-policy",
+        b"cross-origin-opener-policy",
+        b"cross-origin-resource-policy",
+        b"permissions-policy",
+        b"referrer-policy",
+        b"x-content-type-options",
+        b"x-frame-options",
     )
+)
+# The answer to a WebSocket handshake also has these.
+UPGRADE_ANSWER_ALLOWED: Final = frozenset(
+    (b"sec-websocket-accept", b"sec-websocket-extensions", b"sec-websocket-protocol")
+)
+# Headers of a provider's answer that describe its body. All others belong to the gateway's account there.
+REMOTE_ANSWER_ALLOWED: Final = frozenset(
+    (b"content-type", b"content-length", b"content-encoding", b"content-language", b"transfer-encoding")
 )
 _WITH_BODY: Final = frozenset((b"POST", b"PUT", b"PATCH"))
 
@@ -133,23 +161,18 @@ def _expect_lines(block: bytes, lines: int) -> None:
         raise GatewayBug("A header holds a line break or NUL.")
 
 
-def response_headers(headers: Headers, extra: Headers, defaults: Headers | None = None) -> Headers:
+def response_headers(
+    headers: Headers,
+    extra: Headers,
+    defaults: Headers | None = None,
+    allowed: Collection[bytes] = ANSWER_ALLOWED,
+) -> Headers:
     """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name.
 
     `defaults` are added where the engine sends no header of that name.
     """
-    kept: Headers = []
     ours = [name for name, _ in extra]
-    for header in headers:
-        name = header[0]
-        if name in _HOP_BY_HOP:
-            if name == b"connection" and header[1].lower() not in (b"close", b"keep-alive"):
-                ours += [token.strip().lower() for token in header[1].split(b",")]
-        elif name not in ours and not name.startswith(b"access-control-"):
-            kept.append(header)
-    if len(ours) > len(extra):
-        # Names listed in Connection belong to that hop too.
-        kept = [header for header in kept if header[0] not in ours]
+    kept = [header for header in headers if header[0] in allowed and header[0] not in ours]
     kept += extra
     if defaults:
         said = [name for name, _ in kept]

@@ -20,13 +20,9 @@ from typing import Final
 from greenroom.errors import EngineLost, GatewayBug, RemoteBusy, RemoteFailed, RemoteRefused, RemoteTimeout
 from greenroom.http.body import Payload
 from greenroom.http.engine_connection import Connection, Sink
-from greenroom.http.headers import REQUEST_ALLOWED, Headers, build_request
+from greenroom.http.headers import REMOTE_ANSWER_ALLOWED, REQUEST_ALLOWED, Headers, build_request
 from greenroom.http.upstream import EngineAddress, Pool
 
-# Headers of an answer that describe its body. All others belong to the provider and the gateway's account there.
-ANSWER_ALLOWED: Final = frozenset(
-    (b"content-type", b"content-length", b"content-encoding", b"content-language", b"transfer-encoding")
-)
 # The first wait before a request is sent again; each further one is twice as long.
 BACKOFF_S: Final = 0.5
 BACKOFF_MAX_S: Final = 8.0
@@ -300,7 +296,7 @@ class _Attempts:
 
 
 def _shown(headers: Headers) -> Headers:
-    return [header for header in headers if header[0] in ANSWER_ALLOWED]
+    return [header for header in headers if header[0] in REMOTE_ANSWER_ALLOWED]
 
 
 def _failure(name: str, status: int, headers: Headers) -> RemoteFailed | None:

@@ -115,6 +115,22 @@ async def test_engine_that_declines_is_answered_as_http(engines: Engines, behind
     assert not tunnel_of(proxy).is_open
 
 
+@pytest.mark.parametrize("named", [b"Upgrade: other\r\n", b"Upgrade: echo\r\nUpgrade: other\r\n"])
+async def test_engine_that_agrees_to_another_protocol_is_lost(
+    named: bytes, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(AGREE.replace(b"Upgrade: echo\r\n", named) + b"hello ")
+        await call.left()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: bool(proxy.relays))
+        assert await tunnel_of(proxy).wait() is RelayOutcome.ENGINE_LOST
+
+
 async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(
     engines: Engines, behind: Behind, connect: Connect
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange, answer_head
-from greenroom.http.headers import Headers, response_headers
+from greenroom.http.headers import UPGRADE_ANSWER_ALLOWED, Headers, response_headers
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 
 # An engine that does not read is given this long for the last bytes of a client.
@@ -40,8 +40,11 @@ class Tunnel(Relay):
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
         """The engine agreed: pass its 101 on, then every byte of both sides."""
-        engine = self.upstream
+        engine, asked = self.upstream, self.exchange.head.upgrade or b""
         assert engine is not None
+        if [value.lower() for name, value in headers if name == b"upgrade"] != [asked.lower()]:
+            engine.lose("switched to another protocol than it was asked for")
+            return
         self._engine = engine
         head = self._switching_head(headers)
         self._engine_transport = engine.take_over(self)
@@ -97,8 +100,8 @@ class Tunnel(Relay):
             self._client.resume_reading()
 
     def _switching_head(self, headers: Headers) -> bytes:
-        kept = response_headers(headers, self._options.extra_headers)
-        kept += [header for header in headers if header[0] == b"upgrade"]
+        kept = response_headers(headers, self._options.extra_headers, allowed=UPGRADE_ANSWER_ALLOWED)
+        kept.append((b"upgrade", self.exchange.head.upgrade or b""))
         return answer_head(self.exchange.head, 101, kept, b"connection: upgrade\r\n", b"")
 
     def _end(self) -> None:
