@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.errors import ConfigError, StoreDown
+from greenroom.errors import HOLDS_SOMETHING_ELSE, ConfigError, StoreDown
 from greenroom.leases.records import LeaseAsk
+from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.redis_rig import DEVICES, Opener, ask, slot
 from tests.redis_server import RedisServer, redis_server
@@ -38,6 +39,22 @@ async def test_a_redis_that_stands_still_is_given_up_soon(client: Opener, server
     finally:
         server.go_on()
     assert (await store.renew("a", lease.token)).token == lease.token
+
+
+@pytest.mark.parametrize("key", stored.keys("box"))
+async def test_a_key_of_another_program_is_said_plainly_at_each_heartbeat(
+    client: Opener, server: RedisServer, key: str
+) -> None:
+    store = client()
+    await store.publish("g", DEVICES, {})
+    await store.hold(slot("g/s", 1), gateway="g")
+    server.say("DEL", key)
+    server.say("LPUSH", key, "theirs")
+    for _ in range(2):
+        with pytest.raises(StoreDown, match=HOLDS_SOMETHING_ELSE):
+            await store.publish("g", DEVICES, {})
+    server.say("DEL", key)
+    assert await store.publish("g", DEVICES, {})
 
 
 async def test_a_wait_goes_on_while_redis_is_away(client: Opener, server: RedisServer) -> None:

@@ -14,6 +14,7 @@ import pytest
 from redis import Redis
 from redis import asyncio as aioredis
 
+from greenroom.errors import HOLDS_SOMETHING_ELSE
 from greenroom.tenancy.shared_limits import SharedLimits
 from greenroom.tenancy.shared_window import SharedWindow
 from tests.redis_server import RedisServer, redis_server
@@ -48,6 +49,7 @@ class Gateway:
     def __init__(self, url: str, name: str, *, limit: int = LIMIT, period_s: float = PERIOD_S) -> None:
         # What it was told of the store, and in which minute.
         self.told: list[tuple[bool, int]] = []
+        self.whys: list[str | None] = []
         self.clock: Callable[[], float] = time.time
         self.store = SharedLimits(url, name, self._told, wall=lambda: self.clock(), period_s=period_s)
         self.window: SharedWindow = self.store.window("rate_limit:lab", limit)
@@ -55,8 +57,9 @@ class Gateway:
         # Minutes in whose second half it asked: by then its share is no longer held back by what it used before.
         self.asked_late: set[int] = set()
 
-    def _told(self, is_down: bool) -> None:
-        self.told.append((is_down, self.minute))
+    def _told(self, why: str | None) -> None:
+        self.whys.append(why)
+        self.told.append((why is not None, self.minute))
 
     @property
     def minute(self) -> int:
@@ -208,6 +211,19 @@ async def test_a_store_whose_clock_is_set_back_by_an_hour_gives_permits(early: R
         await until(lambda: one.ask() and sum(one.used.values()) == LIMIT, "it used all of a minute")
         early.set_clock(early.clock_s - HOUR_S)
         await until(one.ask, "it has permits of another minute")
+
+
+@pytest.mark.parametrize("key", ["rate_limit_epoch", "rate_limit_gateways"])
+async def test_a_key_of_another_program_is_told_once_and_the_share_is_held(early: RedisServer, key: str) -> None:
+    early.say("LPUSH", key, "theirs")
+    async with gateways(early, 1, period_s=LONG_S) as made:
+        (one,) = made
+        for _ in range(5):
+            assert one.ask()
+            await asyncio.sleep(2 * one.store.tick_s)
+        assert one.whys == [HOLDS_SOMETHING_ELSE]
+        early.say("DEL", key)
+        await until(lambda: one.whys == [HOLDS_SOMETHING_ELSE, None], "it is used again")
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ NEVER_FORWARDED: Final = frozenset(
         b"x-request-id",
     )
 )
-# Headers of an engine's answer that reach a client. All others stay here: cookies and orders to browsers for our origin,
+# Headers of an engine's answer that reach a client. All others stay here: cookies, orders to browsers for our origin,
 # names of the hop to the engine, and those by which we tell something ourselves.
 ANSWER_ALLOWED: Final = frozenset(
     (

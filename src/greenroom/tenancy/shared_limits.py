@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from greenroom.errors import store_fault
 from greenroom.tenancy.budgets import MINUTE_S
 from greenroom.tenancy.shared_window import Asked, SharedWindow
 
@@ -82,13 +83,13 @@ return reply
 
 
 class SharedLimits:
-    """The store, and the task that takes permits from it. `told` hears when the store goes (True) and is back."""
+    """The store, and the task that takes permits from it. `told` hears why it cannot be used; None: it can be again."""
 
     def __init__(
         self,
         url: str,
         gateway: str,
-        told: Callable[[bool], None],
+        told: Callable[[str | None], None],
         *,
         wall: Callable[[], float] = time.time,
         period_s: float = MINUTE_S,
@@ -204,17 +205,17 @@ class SharedLimits:
                 reply = await self._take(
                     args=[self.period_s, self._gateway, self._epoch, json.dumps([needs for _, needs in part])]
                 )
-            except (RedisError, OSError):
-                self._lost(part)
+            except (RedisError, OSError) as error:
+                self._lost(part, store_fault(error))
                 return
             self._heard(part, reply)
 
-    def _lost(self, part: list[tuple[SharedWindow, Asked]]) -> None:
+    def _lost(self, part: list[tuple[SharedWindow, Asked]], why: str) -> None:
         for window, asked in part:
             window.lost(asked)
         if not self.is_down:
             self.is_down = True
-            self._told(True)
+            self._told(why)
 
     def _heard(self, part: list[tuple[SharedWindow, Asked]], reply: list[Any]) -> None:
         now = self._wall()
@@ -226,7 +227,7 @@ class SharedLimits:
             self._share_minute = self.minute(now)
         if self.is_down:
             self.is_down = False
-            self._told(False)
+            self._told(None)
         self._gateways = max(gateways, self._gateways) if self.holds_share(now) else gateways
         if is_new:
             for window in self._windows:

@@ -257,9 +257,9 @@ def _limits(common: CommonParts, gateway: Gateway) -> tuple[Limiter, SharedLimit
     except ImportError as error:
         raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
 
-    def told(is_down: bool) -> None:
-        if is_down:
-            _log.warning("the store of limits does not answer; this gateway holds its share")
+    def told(why: str | None) -> None:
+        if why is not None:
+            _log.warning("the store of limits cannot be used; this gateway holds its share", why=f"it {why}")
         else:
             _log.info("the store of limits is back")
 

@@ -364,7 +364,7 @@ async def test_a_tenant_at_a_hundred_times_the_rate_is_refused_and_the_others_ar
 
 
 def told_of_loss(capsys: pytest.CaptureFixture[str]) -> bool:
-    return "the store of limits does not answer" in capsys.readouterr().err
+    return "the store of limits cannot be used" in capsys.readouterr().err
 
 
 async def test_two_gateways_that_share_a_store_admit_the_limit_together(

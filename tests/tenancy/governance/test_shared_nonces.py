@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from greenroom.errors import GreenroomError, NoncesUnavailable, TokenReplayed
+from greenroom.errors import HOLDS_SOMETHING_ELSE, GreenroomError, NoncesUnavailable, TokenReplayed
 from greenroom.tenancy.governance.nonces import KEEP_S
 from greenroom.tenancy.governance.shared_nonces import AFTER, CALLS, USED, SharedNonces
 from tests.redis_server import RedisServer, redis_server
@@ -49,6 +49,17 @@ async def test_no_jump_of_its_clock_lets_a_token_be_used_again(
     with pytest.raises(GreenroomError) as refused:
         await nonces.consume("once", now, now)
     assert refused.value.code in ("token_replayed", "token_issued_before_start")
+
+
+@pytest.mark.parametrize("key", [CALLS, USED])
+async def test_a_key_of_another_program_is_said_plainly_and_lets_no_token_pass(
+    redis: RedisServer, nonces: SharedNonces, key: str
+) -> None:
+    redis.say("DEL", key)
+    redis.say("LPUSH", key, "theirs")
+    now = int(time.time())
+    with pytest.raises(NoncesUnavailable, match=HOLDS_SOMETHING_ELSE):
+        await nonces.consume("once", now, now)
 
 
 async def test_a_silent_jump_of_its_clock_does_the_same(redis: RedisServer, nonces: SharedNonces) -> None:

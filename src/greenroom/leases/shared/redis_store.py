@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 
 from greenroom.config import kinds
 from greenroom.errors import (
+    HOLDS_SOMETHING_ELSE,
     BadRequest,
     ConfigError,
     GatewayBug,
@@ -67,6 +68,7 @@ _BY_WORD = (
     ("MISCONF", "cannot save to its disk and refuses to write"),
     ("OOM", "has used up its maxmemory"),
     ("BUSY", "is busy with a script that does not end"),
+    ("WRONGTYPE", HOLDS_SOMETHING_ELSE),
 )
 
 

@@ -19,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from greenroom.errors import store_fault
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import SharedSpending, Spending
 from greenroom.telemetry.logs import get_logger
@@ -145,7 +146,7 @@ class SharedRemote:
             await self._recall()
             return await self._exchanged()
         except (RedisError, OSError, ValueError, TypeError) as error:
-            self._lost(f"{type(error).__name__}: {str(error)[:200]}")
+            self._lost(store_fault(error))
             return False
 
     async def _recall(self) -> None:
@@ -175,10 +176,10 @@ class SharedRemote:
             await self._fallback.hear(said == "true")
         return True
 
-    def _lost(self, error: str) -> None:
+    def _lost(self, why: str) -> None:
         if not self._spending.is_store_away:
             _log.error(
-                "the store of what remote models cost does not answer; this gateway spends its share", error=error
+                "the store of what remote models cost cannot be used; this gateway spends its share", why=f"it {why}"
             )
         self._spending.is_store_away = True
 

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from greenroom.errors import ConfigError, NoncesUnavailable, TokenExpired
+from greenroom.errors import ConfigError, NoncesUnavailable, TokenExpired, store_fault
 from greenroom.tenancy.governance.nonces import KEEP_S, NONCES_MAX, before_start, full, key_of, replayed
 
 PREFIX: Final = "greenroom:governance:"
@@ -100,10 +100,8 @@ class SharedNonces:
             args = (*self._bounds, issued_at, key, secrets.token_hex(16))
             answer = await self._script(keys=(CALLS, USED), args=args)
         except (RedisError, OSError) as error:
-            # Redis' own words may quote what was sent.
             raise NoncesUnavailable(
-                f"The store of used tokens at {self._where} does not answer ({type(error).__name__}); no token is "
-                "accepted meanwhile.",
+                f"The store of used tokens at {self._where} {store_fault(error)}; no token is accepted meanwhile.",
                 retry_after_s=1.0,
             ) from None
         return str(answer, "ascii") if isinstance(answer, bytes) else str(answer)

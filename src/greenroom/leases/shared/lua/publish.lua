@@ -1,5 +1,11 @@
 -- A gateway's heartbeat: how much of each device may be planned with, and what freeing memory there would cost it. It
 -- is told for which leases it must make room, and whether anything changed; a recall is a change too.
+--
+-- A key that another program uses for something else is found here, by each heartbeat, and not by some operations only.
+for _, key in ipairs({ LEASES, USABLE, TAKEN, GATEWAYS }) do
+  redis.call('HLEN', key)
+end
+redis.call('ZCARD', LINE)
 local is_different = false
 for device, mib in pairs(arg.devices) do
   if redis.call('HGET', USABLE, device) ~= digits(mib) then
