@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -280,6 +281,28 @@ def test_a_terminal_without_letters_beyond_ascii_is_served(gateway: FakeGateway)
     ascii_only = {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, timeout=60, env=ascii_only, check=True)
     assert done.stdout == b"gr\\xf6\\xdfe \\ud83d\n"
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONIOENCODING": "utf-8"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_json_is_valid_whatever_the_locale(gateway: FakeGateway, locale: dict[str, str]) -> None:
+    said = {"é 漢 😀": ["\ud83d", "\x9b2J", "\udcff"], "none": [float("nan"), {"m": float("-inf")}]}
+    gateway.on("GET", "/api/v1/usage", answer(said))
+    command = [sys.executable, "-m", "greenroom.cli.main", "usage", "--json", "--url", gateway.url]
+    done = subprocess.run(command, capture_output=True, timeout=60, env=locale, check=True)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    told = json.loads(done.stdout.decode("utf-8"), parse_constant=refuse)
+    assert told == {"é 漢 😀": ["\ud83d", "\x9b2J", "\udcff"], "none": [None, {"m": None}]}
 
 
 def test_the_entry_point_of_the_package_is_this_main() -> None:

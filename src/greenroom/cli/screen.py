@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from greenroom.cli.failures import CommandFailed, OutputLost
@@ -72,7 +73,19 @@ def dim(text: str) -> str:
 
 
 def say_json(value: Any, *, on_one_line: bool = False) -> None:
-    write(f"{json.dumps(value, indent=None if on_one_line else 2, ensure_ascii=False)}\n")
+    """Valid JSON, whatever the locale. Half a surrogate pair is escaped by the stream (`main`), as JSON would."""
+    is_ascii = sys.stdout.encoding.lower().replace("-", "") != "utf8"
+    text = json.dumps(_finite(value), indent=None if on_one_line else 2, ensure_ascii=is_ascii, allow_nan=False)
+    write(f"{text}\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def hush() -> None:
