@@ -46,6 +46,10 @@ class Faults:
     drip_s: float = 0.0
     """Between two pieces."""
     etag: str | None = None
+    """Empty: none is sent."""
+    ignores_if_range: bool = False
+    never_says_length: bool = False
+    """The end of the connection is the end of the bytes."""
 
     def takes(self, name: str) -> bool:
         left = getattr(self, name)
@@ -187,14 +191,17 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[:-1] + bytes([data[-1] ^ 1])
         if faults.takes("wrong_size"):
             data += b"more"
-        etag = faults.etag or f'"{hashlib.md5(data).hexdigest()}"'
+        etag = f'"{hashlib.md5(data).hexdigest()}"' if faults.etag is None else faults.etag
         start, asked = 0, self.headers.get("range", "")
-        if asked and not faults.no_ranges and self.headers.get("if-range", etag) == etag:
+        is_same = faults.ignores_if_range or self.headers.get("if-range", etag) == etag
+        if asked and not faults.no_ranges and is_same:
             start = int(asked.removeprefix("bytes=").rstrip("-"))
         if start and start >= len(data):
             self._say(416, {})
             return
         headers = {"Content-Length": str(len(data) - start), "ETag": etag, **about}
+        if faults.never_says_length:
+            headers |= {"Content-Length": "", "Connection": "close"}
         if start:
             said = start + 1 if faults.takes("wrong_range") else start
             headers["Content-Range"] = f"bytes {said}-{len(data) - 1}/{len(data)}"
@@ -228,7 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self, status: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
-            self.send_header(name, value)
+            if value:
+                self.send_header(name, value)
         self.end_headers()
 
 

@@ -359,6 +359,35 @@ def test_a_file_that_changed_or_cannot_be_told_apart_begins_anew(hub: StandinHub
     assert hub.asked_for("n.gguf")[-1].headers.get("range") is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "size"),
+    [
+        pytest.param(None, None, 100_000, id="another ETag"),
+        pytest.param(None, 'W/"weak"', 100_000, id="a weak one"),
+        pytest.param(None, "", 100_000, id="none"),
+        pytest.param('"same"', '"same"', 120_000, id="another length"),
+    ],
+)
+def test_a_range_of_another_content_is_not_added_to_what_is_here(
+    hub: StandinHub, tmp_path: Path, before: str | None, after: str | None, size: int
+) -> None:
+    hub.plain["/m.gguf"], hub.faults.etag = b"a" * 100_000, before
+    hub.faults.cut = 99
+    asked = {"url": f"{hub.url}/m.gguf", "folder": str(tmp_path / "f")}
+    assert failed(fetch(hub, tmp_path, **asked)) == "hub_unreachable"
+    hub.plain["/m.gguf"], hub.faults.cut = b"b" * size, 0
+    hub.faults.etag, hub.faults.ignores_if_range = after, True
+    assert last(fetch(hub, tmp_path, **asked))["event"] == "done"
+    assert (tmp_path / "f" / "m.gguf").read_bytes() == b"b" * size
+
+
+def test_a_file_whose_end_cannot_be_told_from_a_cut_is_not_taken(hub: StandinHub, tmp_path: Path) -> None:
+    hub.plain["/m.gguf"] = b"a" * 100_000
+    hub.faults.never_says_length, hub.faults.cut = True, 99
+    assert failed(fetch(hub, tmp_path, url=f"{hub.url}/m.gguf", folder=str(tmp_path / "f"))) == "not_the_file"
+    assert not (tmp_path / "f" / "m.gguf").exists()
+
+
 # --- several at once, and ends ----------------------------------------------------------------------------------------
 
 

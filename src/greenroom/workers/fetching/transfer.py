@@ -8,8 +8,10 @@ file its real name: `places.py` does.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,9 @@ ATTEMPTS_MAX: Final = 6
 WRONG_MAX: Final = 2
 BACKOFF_S: Final = 1.0
 BACKOFF_MAX_S: Final = 60.0
+# Of the note about a part.
+NOTE_BYTES_MAX: Final = 4096
+_STRONG_ETAG: Final = re.compile(r'"[\x21\x23-\x7e]{0,1024}"')
 _WRONG: Final = ("wrong_size", "wrong_hash", "not_the_file")
 
 
@@ -159,7 +164,7 @@ class Transfer:
     def _resumed(self, file: RemoteFile, fd: int, part: Path) -> tuple[int, Hasher]:
         """How much is here, and its hash so far."""
         size = os.fstat(fd).st_size
-        if (file.size is not None and size > file.size) or (file.digest is None and _etag_of(part) is None):
+        if (file.size is not None and size > file.size) or (file.digest is None and _validator_of(part) is None):
             self._disk.truncate(fd, 0)
             size = 0
         hasher, have = file.hasher(), 0
@@ -171,14 +176,18 @@ class Transfer:
         return have, hasher
 
     def _receive(self, file: RemoteFile, fd: int, part: Path, have: int, hasher: Hasher) -> tuple[int, Hasher]:
-        with self._web.get(file.url, have, _etag_of(part) if file.digest is None else None) as answer:
+        known = _validator_of(part) if file.digest is None else None
+        with self._web.get(file.url, have, None if known is None else known.etag) as answer:
             total = _expected(file, answer)
             if answer.start != have:
                 self._disk.truncate(fd, 0)
                 os.lseek(fd, 0, os.SEEK_SET)
                 have, hasher = 0, file.hasher()
             if file.digest is None:
-                self._keep_etag(part, answer.etag)
+                if have and Validator.of(answer) != known:
+                    # Nothing else would tell: such a file has no hash.
+                    raise FetchError("wrong_size", f"{file.path} has changed while it was fetched.", passes=True)
+                self._keep_validator(part, answer)
             looked = have
             self._expect_room(part, have, total)
             for piece in answer.pieces(self._rate.piece_bytes):
@@ -199,16 +208,35 @@ class Transfer:
     def _expect_room(self, part: Path, have: int, total: int | None) -> None:
         self._disk.expect_room(part.parent, 0 if total is None else total - have)
 
-    def _keep_etag(self, part: Path, etag: str | None) -> None:
-        """What tells a later process that the part is of the same content: a strong validator only."""
-        note = _note(part)
-        if etag is None or etag.startswith("W/"):
-            remove(note)
-        elif _etag_of(part) != etag:
-            self._disk.write_file(note, etag.encode("latin-1", "replace"))
+    def _keep_validator(self, part: Path, answer: HubAnswer) -> None:
+        """What tells a later process that the part is of the same content. Without it, that process begins anew."""
+        validator = Validator.of(answer)
+        if validator is None:
+            remove(_note(part))
+        elif _validator_of(part) != validator:
+            said = json.dumps({"etag": validator.etag, "bytes": validator.size})
+            self._disk.write_file(_note(part), said.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """By what two answers are known to be of one content: a strong ETag, and the size of the whole."""
+
+    etag: str
+    size: int
+
+    @classmethod
+    def of(cls, answer: HubAnswer) -> Validator | None:
+        """None for a weak ETag, none at all, or an unknown size."""
+        if answer.etag is None or answer.total is None or not _STRONG_ETAG.fullmatch(answer.etag):
+            return None
+        return cls(answer.etag, answer.total)
 
 
 def _expected(file: RemoteFile, answer: HubAnswer) -> int | None:
+    if file.digest is None and not answer.is_delimited:
+        why = f"The server does not say how long {file.path} is: a part of it could not be told from the whole."
+        raise FetchError("not_the_file", why, passes=True)
     if file.size is not None and answer.total is not None and answer.total != file.size:
         raise FetchError(
             "wrong_size",
@@ -222,11 +250,15 @@ def _note(part: Path) -> Path:
     return part.with_name(part.name + ".etag")
 
 
-def _etag_of(part: Path) -> str | None:
+def _validator_of(part: Path) -> Validator | None:
+    """None if there is no note of it that can be read."""
     try:
-        return _note(part).read_bytes()[:1024].decode("latin-1") or None
-    except OSError:
+        said = json.loads(_note(part).read_bytes()[:NOTE_BYTES_MAX])
+        etag, size = said["etag"], said["bytes"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+    is_one = isinstance(etag, str) and _STRONG_ETAG.fullmatch(etag) and type(size) is int
+    return Validator(etag, size) if is_one else None
 
 
 def discard_note(part: Path) -> None:

@@ -66,6 +66,11 @@ class HubAnswer:
     """Bytes of the whole file; None if the server does not say."""
     etag: str | None
 
+    @property
+    def is_delimited(self) -> bool:
+        """False if nothing but the end of the connection ends the body: a cut looks the same."""
+        return self.response.length is not None or self.response.chunked
+
     def pieces(self, size: int) -> Iterator[bytes]:
         """The body as it comes. Raises FetchError if the connection is cut or silent."""
         with explained():
