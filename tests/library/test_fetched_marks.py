@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.library.fetched_marks import FOLDER, FetchedMarks, close_all, disown
+from greenroom.library.fetched_marks import FOLDER, MARK_BYTES_MAX, FetchedMarks, close_all, disown
 from greenroom.library.roots import Roots
 
 
@@ -237,13 +239,33 @@ def test_disowned_weights_are_not_deleted(tmp_path: Path) -> None:
     assert other.take(str(neighbour)) is not None
 
 
-def test_a_mark_for_which_the_disk_has_no_room_is_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_for_which_the_disk_has_no_room_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    one, path = fetched(tmp_path, "a.gguf")
-    assert one.take(str(path)) is not None
+    one, path = marks(tmp_path), tmp_path / "a.gguf"
+    path.write_bytes(b"weights")
+    one.mark(str(path))
+    assert not one.use(str(path)) and one.take(str(path)) is None
+
+
+PLANTED = [
+    *(b"", b"{", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff\xfe", b" " * (MARK_BYTES_MAX + 1)),
+    *(json.dumps(said).encode() for said in ({"gone.gguf": [7, 7]}, {".": [7, 7]}, {"a.gguf": [7, 7]}, {".": None})),
+]
+
+
+@pytest.mark.parametrize("content", PLANTED, ids=lambda content: str(content[:20]))
+@pytest.mark.parametrize("name", ["mine", "mine/a.gguf"])
+def test_a_mark_that_does_not_tell_what_lies_there_is_none(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.gguf").write_bytes(b"weights")
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / hashlib.sha256(name.encode()).hexdigest()).write_bytes(content)
+    one, path = marks(tmp_path), str(tmp_path / name)
+    assert not one.use(path) and one.take(path) is None
+    assert not one.use(path), "it is asked again"
 
 
 def test_a_folder_of_marks_that_is_gone_or_not_writable_deletes_nothing(tmp_path: Path) -> None:

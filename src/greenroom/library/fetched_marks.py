@@ -2,7 +2,7 @@
 
 Owns the folder `.greenroom` of a root. A file there, named by the hash of a path below the root, says that an update
 has fetched what lies at that path, so that it may be deleted. Its content says what lay there: files that were replaced
-since are not deleted. A gateway that uses the weights holds a shared lock on it, and one that deletes them an exclusive
+since are not deleted, and a mark that names no file which lies there counts as none. A gateway that uses the weights holds a shared lock on it, and one that deletes them an exclusive
 one, so none deletes what another uses. A gateway that fetches holds a shared lock on the file `fetching` until what it
 fetched is marked and in use. Nothing is deleted meanwhile, because it may be what is fetched. Locks end with their
 process. Everything here blocks.
@@ -25,6 +25,8 @@ from greenroom.library.roots import Roots, is_below
 
 FOLDER: Final = ".greenroom"
 FETCHING: Final = "fetching"
+MARK_BYTES_MAX: Final = 16 * 1024 * 1024
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FetchedMarks:
@@ -54,11 +56,12 @@ class FetchedMarks:
         if (fd := self._open(path, os.O_CREAT)) is None:
             return
         try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(_contents(path)).encode(), 0)
-        except OSError:
-            # An empty mark is a mark: without room on the disk it matters most that these can be deleted.
-            pass
+            # A mark that is not whole is none: without room on the disk these are never deleted.
+            with contextlib.suppress(OSError):
+                content = json.dumps(_contents(path)).encode()
+                # In this order another gateway that reads the same mark meanwhile finds it whole.
+                os.pwrite(fd, content, 0)
+                os.ftruncate(fd, len(content))
         finally:
             os.close(fd)
 
@@ -69,7 +72,7 @@ class FetchedMarks:
         Raises BlockingIOError if another gateway is just deleting them.
         """
         if self._uses(path):
-            return True
+            return _is_fetched(path, self._held[path])
         fd = self._open(path)
         if fd is None:
             return False
@@ -84,8 +87,9 @@ class FetchedMarks:
             # A volume without locks: nothing on it is ever deleted.
             os.close(fd)
             return False
+        # Also without a mark that can be read: it may just be written.
         self._held[path] = fd
-        return True
+        return _is_fetched(path, fd)
 
     def _uses(self, path: str) -> bool:
         """True if this gateway holds the lock of these weights. If their mark was deleted, there may be others now."""
@@ -147,7 +151,7 @@ class FetchedMarks:
         locks = [fd]
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink > 0 and _is_unchanged(path, fd):
+            if os.fstat(fd).st_nlink > 0 and (not os.path.lexists(path) or _is_fetched(path, fd)):
                 self._expect_no_fetch(path, locks)
                 return locks
         except _Fetched as reason:
@@ -274,9 +278,9 @@ def _opened(file: str, flags: int) -> int | None:
     with contextlib.suppress(OSError):
         if flags & os.O_CREAT:
             os.makedirs(os.path.dirname(file), exist_ok=True)
-        return os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o664)
+        return os.open(file, os.O_RDWR | _FLAGS | flags, 0o664)
     with contextlib.suppress(OSError):
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(file, os.O_RDONLY | _FLAGS)
     return None
 
 
@@ -297,11 +301,15 @@ def _contents(path: str) -> dict[str, list[int]]:
     return seen
 
 
-def _is_unchanged(path: str, fd: int) -> bool:
-    """Whether nothing that was there when it was marked was replaced; some of it may be deleted. Raises OSError."""
+def _is_fetched(path: str, fd: int) -> bool:
+    """Whether what was marked lies there, and nothing of it was replaced; some of it may be deleted."""
     try:
-        then: Any = json.loads(os.pread(fd, os.fstat(fd).st_size, 0) or b"{}")
-    except ValueError:
-        return True
-    now = _contents(path)
-    return not isinstance(then, dict) or all(now.get(name, seen) == seen for name, seen in then.items())
+        content = os.pread(fd, MARK_BYTES_MAX + 1, 0)
+        then: Any = json.loads(content) if len(content) <= MARK_BYTES_MAX else None
+        now = _contents(path)
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(then, dict):
+        return False
+    left = {name: seen for name, seen in now.items() if name in then}
+    return bool(left) and all(then[name] == seen for name, seen in left.items())

@@ -122,6 +122,39 @@ def test_parts_of_an_older_content_go_when_the_new_one_is_there(hub: StandinHub,
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("where", ["cache", "folder"])
+def test_names_that_begin_with_a_dot_are_not_fetched(hub: StandinHub, tmp_path: Path, where: str) -> None:
+    planted = (".greenroom/00", "a/.greenroom/00", ".GreenRoom/00", "\uff0egreenroom/00", "\u2024greenroom/00", "a/.. /b")
+    own = (".greenroom.lock", f".a.gguf.{'0' * 16}.whole", ".gitattributes", ".no_exist/x")
+    hub.repos[REPO] = {name: name.encode() for name in (*planted, *own, "a.gguf", "a/b.gguf")}
+    asked = {"repo": REPO, where: str(tmp_path / "f"), "include": ["*"]}
+    reports = fetch(hub, tmp_path, **asked)
+    assert last(reports)["event"] == "done"
+    place = Path(last(reports)["path"])
+    assert {str(path.relative_to(place)) for path in place.rglob("*")} == {"a.gguf", "a", "a/b.gguf"}
+    assert failed(fetch(hub, tmp_path, url=f"{hub.url}/x/.greenroom", folder=str(tmp_path / "g"))) == "bad_url"
+
+
+@pytest.mark.parametrize(
+    ("where", "names"), [("folder", ("a.bin", "a.bin/b.bin")), ("cache", ("z", "z/y/x/w")), ("folder", ("a/b", "a/b"))]
+)
+def test_files_that_cannot_lie_beside_each_other_are_refused_before_anything_is_written(
+    hub: StandinHub, tmp_path: Path, where: str, names: tuple[str, str]
+) -> None:
+    hub.repos[REPO] = {"0": b"0", "1": b"1"}
+    hub.listed = {number: {"rfilename": name} for number, name in zip("01", names, strict=True)}
+    reports = fetch(hub, tmp_path, repo=REPO, **{where: str(tmp_path / "f")})
+    assert failed(reports) == "bad_repo" and names[0] in last(reports)["message"]
+    assert not (tmp_path / "f").exists()
+
+
+def test_a_folder_at_the_name_of_a_file_is_told_before_anything_is_written(hub: StandinHub, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    (folder / "model.safetensors").mkdir(parents=True)
+    assert failed(fetch(hub, tmp_path, repo=REPO, folder=str(folder))) == "disk_error"
+    assert list(folder.iterdir()) == [folder / "model.safetensors"] and hub.sent == 0
+
+
 # --- faults that pass -------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +266,9 @@ def test_what_the_hub_does_not_have(
         {"rfilename": "a\\..\\b"},
         {"rfilename": "a\nb"},
         {"rfilename": ""},
+        {"rfilename": "a/\uff0e\uff0e/b"},
+        {"rfilename": "\u200c.greenroom/00"},
+        {"rfilename": "x" * 220},
         {"size": None, "lfs": None},
         {"size": -1, "lfs": None},
         {"lfs": {"size": 1, "sha256": "../../x", "pointerSize": 1}},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +24,8 @@ FILES_MAX: Final = 20_000
 # A question about a repository; a hub that takes longer is asked again.
 LOOK_MAX_S: Final = 15.0
 PATH_CHARS_MAX: Final = 512
+# A part of it has a longer one, and 255 is what disks take.
+NAME_BYTES_MAX: Final = 200
 # Of files in an error.
 NAMED_MAX: Final = 20
 # The same weights in formats that run code when they are read, or that no engine here reads.
@@ -151,13 +154,14 @@ def _repository(info: Any, repo: str, package: Any) -> Repository:
     def url(path: str) -> str:
         return str(package.hf_hub_url(name, path, revision=info.sha, endpoint=endpoint()))
 
-    return Repository(name, info.sha, tuple(_file(sibling, url) for sibling in siblings))
+    files = (_file(sibling, url) for sibling in siblings)
+    return Repository(name, info.sha, tuple(file for file in files if not is_hidden(file.path)))
 
 
 def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:
     path, lfs = sibling.rfilename, sibling.lfs
     if not is_inside(path):
-        raise FetchError("bad_repo", f"The hub names a file that would lie outside of its folder: {path!r:.100}.")
+        raise FetchError("bad_repo", f"The hub names a file that no folder could hold: {path!r:.100}.")
     size = sibling.size if lfs is None else lfs.size
     sha256, git_sha1 = (None, sibling.blob_id) if lfs is None else (lfs.sha256, None)
     if not isinstance(size, int) or size < 0 or not _is_hash(sha256, git_sha1):
@@ -172,10 +176,22 @@ def _is_hash(sha256: object, git_sha1: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """True for a relative path of plain names. Names that begin with a dot are the hub's own business, but for one."""
-    if not isinstance(path, str) or len(path) > PATH_CHARS_MAX or "\\" in path or not path.isprintable():
+    """True for a relative path of names that a folder can hold, also in the other forms that Unicode has for them."""
+    if not isinstance(path, str) or len(path) > PATH_CHARS_MAX or not path.isprintable():
         return False
-    return not _NO_NAME & set(path.split("/"))
+    names = {*path.split("/"), *_plain(path).split("/")}
+    return "\\" not in path and not _NO_NAME & names and all(len(name.encode()) <= NAME_BYTES_MAX for name in names)
+
+
+def is_hidden(path: str) -> bool:
+    """True if a name in it begins with a dot. Such files are of no model, and some are of Greenroom: its marks, locks
+    and parts."""
+    return any(name.startswith(".") for name in _plain(path).split("/"))
+
+
+def _plain(path: str) -> str:
+    """The path as a volume may read it that does not tell forms of a character apart."""
+    return unicodedata.normalize("NFKC", path)
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
@@ -195,7 +211,19 @@ def choose(
     chosen = [file for file in chosen if not _matches(file.path, exclude)]
     if not chosen:
         raise FetchError("no_files", f"No file is left by these patterns. There are: {_named(files)}.")
+    _expect_apart(chosen)
     return chosen
+
+
+def _expect_apart(files: Sequence[RemoteFile]) -> None:
+    """Raises FetchError if a name is given twice, or is also that of a folder."""
+    seen: set[str] = set()
+    folders = {str(folder) for file in files for folder in PurePosixPath(file.path).parents}
+    for file in files:
+        if file.path in seen or file.path in folders:
+            why = f"Two files cannot both be at {file.path}, by what the hub says; name one of them in `exclude`."
+            raise FetchError("bad_repo", why)
+        seen.add(file.path)
 
 
 def _quantized(files: Sequence[RemoteFile], quantization: str) -> list[RemoteFile]:

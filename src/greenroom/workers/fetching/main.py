@@ -149,8 +149,8 @@ def _of_url(
 ) -> tuple[FetchTarget, Sequence[RemoteFile], str | None]:
     """One file, without a token: it is of no repository."""
     name = unquote(urlsplit(url).path.rpartition("/")[2])
-    if not hub.is_inside(name) or "/" in name:
-        raise FetchError("bad_url", "The address does not end with the name of a file.")
+    if not hub.is_inside(name) or hub.is_hidden(name) or "/" in name:
+        raise FetchError("bad_url", "The address does not end with the name of a file, which begins with no dot.")
     if HubOrigin.of(url).scheme != "https" and HubOrigin.of(hub.endpoint()).scheme != "http":
         raise FetchError("bad_url", "A file is fetched over https.")
     files = [RemoteFile(name, url)]

@@ -140,15 +140,18 @@ class FolderPlace:
         self._root = root
 
     def prepare(self, files: Sequence[RemoteFile]) -> Path:
-        """Raises FetchError if a link leads out of the root, or out of the folder."""
+        """Raises FetchError if a link leads out of the root or out of the folder, or a folder has a file's name."""
         if self._root is not None and not is_below(self._given, self._root):
             raise _outside(self._given)
         self._disk.make_folder(self._given)
         self._folder = self._given.resolve(strict=True)
         for file in files:
-            folder = (self._folder / file.path).parent
-            if not is_below(folder, self._folder):
-                raise _outside(folder)
+            path = self._folder / file.path
+            if not is_below(path.parent, self._folder):
+                raise _outside(path.parent)
+            if path.is_dir() and not path.is_symlink():
+                raise FetchError("disk_error", f"{path} is a folder, where a file of this name is to lie: move it away.")
+        for folder in {(self._folder / file.path).parent for file in files}:
             self._disk.make_folder(folder)
         return self._folder
 
