@@ -43,6 +43,11 @@ class Faults:
     """Every caller may look at the repository, but not every one at its files."""
     api_refuse: int = 0
     api_with: int = 503
+    api_body: bytes | None = None
+    """The answer about a repository, instead of the right one."""
+    api_headers: dict[str, str] = field(default_factory=dict)
+    drips: str | None = None
+    """Of the answer about a repository, `head` or `body` comes byte by byte, and never ends."""
     drip_s: float = 0.0
     """Between two pieces."""
     etag: str | None = None
@@ -154,7 +159,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(403, {"X-Error-Code": "GatedRepo"})
         if revision not in ("", "main", hub.commit(repo), *hub.tags):
             return self._say(404, {"X-Error-Code": "RevisionNotFound"})
-        return self._say(200, {"Content-Type": "application/json"}, json.dumps(hub.info(repo)).encode())
+        if hub.faults.drips is not None:
+            return self._drip(hub.faults.drips)
+        body = json.dumps(hub.info(repo)).encode() if hub.faults.api_body is None else hub.faults.api_body
+        return self._say(200, {"Content-Type": "application/json", **hub.faults.api_headers}, body)
+
+    def _drip(self, part: str) -> None:
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+        if part == "body":
+            self.wfile.write(b"Content-Length: 1000000\r\n\r\n[")
+        while not self.hub.stopping.wait(0.02):
+            self.wfile.write(b" " if part == "body" else b"X: y\r\n")
+            self.wfile.flush()
 
     def _file(self, path: str) -> None:
         hub, faults = self.hub, self.hub.faults

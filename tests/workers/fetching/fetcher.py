@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ def environment(hub: StandinHub, home: Path, token: str | None = None) -> dict[s
 
 
 class Fetcher:
-    def __init__(self, hub: StandinHub, home: Path, *, token: str | None = None, **order: Any) -> None:
+    def __init__(
+        self, hub: StandinHub, home: Path, *, token: str | None = None, memory_max: int | None = None, **order: Any
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(LAUNCH), "fetching.main"],
             stdin=subprocess.PIPE,
@@ -32,6 +35,9 @@ class Fetcher:
             stderr=subprocess.PIPE,
             env=environment(hub, home, token),
         )
+        if memory_max is not None:
+            # Before it has its order.
+            resource.prlimit(self.process.pid, resource.RLIMIT_AS, (memory_max, memory_max))
         asked = {"include": [], "exclude": [], "stall_s": 5.0, "backoff_s": 0.01, **order}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked).encode() + b"\n")

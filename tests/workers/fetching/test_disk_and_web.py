@@ -156,6 +156,7 @@ def test_a_revision_stays_below_its_folder(tmp_path: Path, revision: str) -> Non
     [
         *("127.0.0.1", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
         *("::1", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "224.0.0.1"),
+        *("192.0.0.192", "168.63.129.16", "::127.0.0.1", "::ffff:0:10.0.0.1", "64:ff9b:1::7f00:1", "fec0::1"),
     ],
 )
 def test_private_addresses_are_not_public(address: str) -> None:
@@ -193,6 +194,8 @@ class PublicHub(Network):
         ("https://user:secret@example.com", "bad_url"),
         ("file:///etc", "bad_url"),
         ("http://hub.example", "redirect_refused"),
+        ("https://[::1", "redirect_refused"),
+        (f"https://{'a' * 70}.example", "hub_unreachable"),
     ],
 )
 def test_redirects_to_private_addresses_are_refused(hub: StandinHub, target: str, code: str) -> None:
@@ -202,6 +205,34 @@ def test_redirects_to_private_addresses_are_refused(hub: StandinHub, target: str
         pass
     assert told.value.code == code
     assert "hf_token" not in told.value.message
+
+
+class Inside(Network):
+    """Names are addresses, and nothing is connected to."""
+
+    def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
+        raise OSError(errno.ECONNREFUSED, "reached")
+
+
+@pytest.mark.parametrize(
+    ("hub", "target", "code"),
+    [
+        ("10.0.0.1", "192.168.0.1", "hub_unreachable"),
+        ("10.0.0.1", "127.0.0.1", "address_refused"),
+        ("10.0.0.1", "[::1]", "address_refused"),
+        ("10.0.0.1", "169.254.169.254", "address_refused"),
+        ("10.0.0.1", "0.0.0.0", "address_refused"),
+        ("127.0.0.1", "127.0.0.2", "hub_unreachable"),
+        ("127.0.0.1", "10.0.0.1", "hub_unreachable"),
+        ("127.0.0.1", "169.254.169.254", "address_refused"),
+        ("169.254.1.1", "169.254.169.254", "hub_unreachable"),
+    ],
+)
+def test_a_hub_inside_leads_inside_and_never_to_this_machine_or_its_provider(hub: str, target: str, code: str) -> None:
+    web = Web(f"http://{hub}", None, 5.0, Inside())
+    with pytest.raises(FetchError) as told, web.get(redirected(f"http://{hub}/x", f"http://{target}/y", web.hub)):
+        pass
+    assert told.value.code == code
 
 
 def test_a_proxy_is_used_and_never_sees_the_token(hub: StandinHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +336,7 @@ def test_redirects_leave_https_only_where_the_hub_never_had_it() -> None:
     hub, url = HubOrigin.of("https://hub.example"), "https://hub.example/a/b"
     assert redirected(url, "/c", hub) == "https://hub.example/c"
     assert redirected(url, "https://cdn.example/x?y=1", hub) == "https://cdn.example/x?y=1"
-    for location in ("http://cdn.example/x", "http://hub.example/x", None, ""):
+    for location in ("http://cdn.example/x", "http://hub.example/x", "https://[::1", None, ""):
         with pytest.raises(FetchError) as told:
             redirected(url, location, hub)
         assert told.value.code == "redirect_refused"
@@ -314,7 +345,15 @@ def test_redirects_leave_https_only_where_the_hub_never_had_it() -> None:
 
 @pytest.mark.parametrize(
     ("said", "seconds"),
-    [("7", 7.0), ("99999999999", 300.0), ("soon", None), (None, None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
+    [
+        ("7", 7.0),
+        ("99999999999", 300.0),
+        ("soon", None),
+        (None, None),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
+        ("9" * 400, 300.0),
+    ],
 )
 def test_retry_after_is_read_and_bounded(said: str | None, seconds: float | None) -> None:
     assert retry_after_s(said) == seconds

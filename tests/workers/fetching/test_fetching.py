@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,14 @@ def test_parts_of_an_older_content_go_when_the_new_one_is_there(hub: StandinHub,
 
 @pytest.mark.parametrize("where", ["cache", "folder"])
 def test_names_that_begin_with_a_dot_are_not_fetched(hub: StandinHub, tmp_path: Path, where: str) -> None:
-    planted = (".greenroom/00", "a/.greenroom/00", ".GreenRoom/00", "\uff0egreenroom/00", "\u2024greenroom/00", "a/.. /b")
+    planted = (
+        ".greenroom/00",
+        "a/.greenroom/00",
+        ".GreenRoom/00",
+        "\uff0egreenroom/00",
+        "\u2024greenroom/00",
+        "a/.. /b",
+    )
     own = (".greenroom.lock", f".a.gguf.{'0' * 16}.whole", ".gitattributes", ".no_exist/x")
     hub.repos[REPO] = {name: name.encode() for name in (*planted, *own, "a.gguf", "a/b.gguf")}
     asked = {"repo": REPO, where: str(tmp_path / "f"), "include": ["*"]}
@@ -271,6 +279,9 @@ def test_what_the_hub_does_not_have(
         {"rfilename": "x" * 220},
         {"size": None, "lfs": None},
         {"size": -1, "lfs": None},
+        {"size": True, "lfs": None},
+        {"size": 2**60, "lfs": None},
+        {"lfs": [1, 2]},
         {"lfs": {"size": 1, "sha256": "../../x", "pointerSize": 1}},
         {"lfs": None, "blobId": "x"},
     ],
@@ -282,6 +293,47 @@ def test_what_a_hub_says_of_files_is_checked(
     hub.listed["model.safetensors"] = said
     assert failed(fetch(hub, tmp_path, repo=REPO, cache=str(cache))) == "bad_repo"
     assert not cache.exists()
+
+
+def _gzipped(mib: int) -> bytes:
+    return gzip.compress(b"[" + b" " * (mib * 2**20) + b"]", 1)
+
+
+def _many(field: str) -> bytes:
+    return json.dumps({"sha": "0" * 40, "siblings": [{"rfilename": "a"}], field: [0] * 2_000_000}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        pytest.param(lambda: _gzipped(1500), {"Content-Encoding": "gzip"}, "not_the_file", id="gzip of 1.5 GB"),
+        pytest.param(lambda: b"[" + b" " * (40 * 2**20), {}, "bad_repo", id="40 MiB", marks=pytest.mark.slow),
+        pytest.param(lambda: _many("tags"), {}, "bad_repo", id="2 million values"),
+        pytest.param(lambda: b"[" * 1_000_000, {}, "bad_repo", id="deep", marks=pytest.mark.slow),
+        pytest.param(lambda: b'{"siblings": {}}', {}, "bad_repo", id="no list", marks=pytest.mark.slow),
+        pytest.param(lambda: b"[1e999]", {}, "bad_repo", id="no object", marks=pytest.mark.slow),
+        pytest.param(lambda: b"<h1>", {"Content-Type": "text/html"}, "bad_repo", id="a page", marks=pytest.mark.slow),
+    ],
+)
+def test_the_answer_about_a_repository_is_bounded(
+    hub: StandinHub, cache: Path, tmp_path: Path, body: Callable[[], bytes], headers: dict[str, str], code: str
+) -> None:
+    hub.faults.api_body, hub.faults.api_headers = body(), headers
+    assert failed(fetch(hub, tmp_path, memory_max=2**30, repo=REPO, cache=str(cache))) == code
+
+
+@pytest.mark.parametrize("part", ["head", pytest.param("body", marks=pytest.mark.slow)])
+def test_a_hub_that_answers_bit_by_bit_does_not_hold_the_place(
+    hub: StandinHub, cache: Path, tmp_path: Path, part: str
+) -> None:
+    hub.faults.drips = part
+    assert failed(fetch(hub, tmp_path, repo=REPO, cache=str(cache), stall_s=0.2)) == "stalled"
+
+
+def test_a_file_that_comes_bit_by_bit_does_not_hold_the_place(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
+    hub.repos[REPO] = {"a.gguf": b"a" * 4096 * 50_000}
+    hub.faults.drip_s = 0.2
+    assert failed(fetch(hub, tmp_path, repo=REPO, cache=str(cache), stall_s=0.3)) == "stalled"
 
 
 # --- which files ------------------------------------------------------------------------------------------------------

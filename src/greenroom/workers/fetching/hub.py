@@ -1,28 +1,39 @@
-"""What a repository of the hub holds, asked with huggingface_hub: its commit, and its files with sizes and hashes.
+"""What a repository of the hub holds: its commit, and its files with sizes and hashes.
 
-Owns the meaning of the hub's refusals, and which of the files are fetched. What the hub says is checked: a path that
-would leave its folder, a size that is none or a hash that is none is an error.
+Owns the meaning of the hub's refusals, and which of the files are fetched. What the hub says is bounded and checked: a
+path that would leave its folder, a size that is none or a hash that is none is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from http.client import HTTPMessage
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
+from urllib.parse import quote
 
 from .failures import FetchError
 from .transfer import FetchPatience, RemoteFile
-from .web import HubOrigin, retry_after_s
+from .web import HubOrigin, Web, retry_after_s
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 FILES_MAX: Final = 20_000
-# A question about a repository; a hub that takes longer is asked again.
-LOOK_MAX_S: Final = 15.0
+# A question about a repository and its whole answer; a hub that takes longer is asked again.
+LOOK_MAX_S: Final = 30.0
+ANSWER_BYTES_MAX: Final = 32 * 1024 * 1024
+# In the answer: a file has eight.
+VALUES_MAX: Final = 1_000_000
+# Of the paths of all files: they are reported in one line.
+PATHS_CHARS_MAX: Final = 2 * 1024 * 1024
+# Of all files. Larger numbers lose digits in JSON.
+BYTES_MAX: Final = 2**53
 PATH_CHARS_MAX: Final = 512
 # A part of it has a longer one, and 255 is what disks take.
 NAME_BYTES_MAX: Final = 200
@@ -58,20 +69,46 @@ def token() -> str | None:
 
 def look(repo: str, revision: str | None, answer_max_s: float, patience: FetchPatience) -> Repository:
     """Raises FetchError."""
-    package = _package()
-    hub = _origin()
-    _stay_at(hub, package)
-    api = package.HfApi(endpoint=endpoint(), token=token())
+    hub, package = _origin(), _package()
+    if package.constants.HF_HUB_OFFLINE:
+        raise FetchError("offline", "HF_HUB_OFFLINE is set: nothing is fetched.")
+    try:
+        package.utils.validate_repo_id(repo)
+    except package.errors.HFValidationError:
+        raise FetchError("bad_repo", f"{repo} is no name of a repository.") from None
+    web = Web(endpoint(), token(), min(answer_max_s, LOOK_MAX_S))
     failures = 0
     while True:
         try:
-            info = api.model_info(repo, revision=revision, files_metadata=True, timeout=min(answer_max_s, LOOK_MAX_S))
-            return _repository(info, repo, package)
-        except FetchError:
-            raise
-        except Exception as error:
+            return _repository(_asked(web, hub.host, repo, revision), repo, package)
+        except FetchError as error:
             failures += 1
-            patience.wait(failures, _refusal(error, repo, revision, package))
+            patience.wait(failures, error)
+
+
+def _asked(web: Web, host: str, repo: str, revision: str | None) -> dict[str, Any]:
+    """What the hub says of it. Raises FetchError."""
+    of = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+    try:
+        status, headers, body = web.whole(f"{endpoint()}/api/models/{repo}{of}?blobs=true", ANSWER_BYTES_MAX)
+    except FetchError as error:
+        if not error.passes:
+            raise
+        why = f"{host} cannot be asked: {error.message}" + _endpoint_hint()
+        raise FetchError(error.code, why, passes=True) from None
+    if status != 200:
+        raise _refusal(status, headers, host, repo, revision)
+    return _read(body, host)
+
+
+def _read(body: bytes, host: str) -> dict[str, Any]:
+    # Counted first: an empty object is two bytes here, and many more in memory.
+    if body.count(b",") <= VALUES_MAX:
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(body)
+            if isinstance(said, dict):
+                return said
+    raise FetchError("bad_repo", f"What {host} says of the repository cannot be read." + _endpoint_hint())
 
 
 def _origin() -> HubOrigin:
@@ -84,10 +121,10 @@ def _origin() -> HubOrigin:
 
 
 def _package() -> Any:
-    # Otherwise the package tells the hub how it is used.
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
-        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
     except ImportError:
         raise FetchError(
             "hub_missing", "The package huggingface_hub is not installed. Type: pip install 'greenroom[hub]'"
@@ -95,40 +132,19 @@ def _package() -> Any:
     return huggingface_hub
 
 
-def _stay_at(hub: HubOrigin, package: Any) -> None:
-    """Questions about a repository go to the hub alone, whatever it redirects to."""
-
-    def check(request: Any) -> None:
-        if HubOrigin.of(str(request.url)) != hub:
-            raise FetchError("redirect_refused", f"{hub.host} redirects a question about the repository elsewhere.")
-
-    session = package.get_session()
-    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks.get("request", ()), check]}
-
-
-def _refusal(error: Exception, repo: str, revision: str | None, package: Any) -> FetchError:
-    kinds, host = package.errors, HubOrigin.of(endpoint()).host
-    if isinstance(error, kinds.GatedRepoError):
-        return FetchError(
-            "gated",
-            f"{repo} is given only to users that its owner has let in: ask at {endpoint()}/{repo}, set HF_TOKEN.",
-        )
-    if isinstance(error, kinds.RevisionNotFoundError):
+def _refusal(status: int, headers: HTTPMessage, host: str, repo: str, revision: str | None) -> FetchError:
+    told = headers.get("x-error-code")
+    if told == "GatedRepo":
+        why = f"{repo} is given only to users that its owner has let in: ask at {endpoint()}/{repo}, set HF_TOKEN."
+        return FetchError("gated", why)
+    if told == "RevisionNotFound":
         return FetchError("revision_not_found", f"{repo} has no revision {revision}.")
-    if isinstance(error, kinds.RepositoryNotFoundError):
+    if told == "RepoNotFound" or status == 404:
         why = f"{host} has no {repo}, or it is private and HF_TOKEN does not open it."
         return FetchError("repo_not_found", why + _endpoint_hint())
-    if isinstance(error, kinds.HFValidationError):
-        return FetchError("bad_repo", f"{repo} is no name of a repository.")
-    if isinstance(error, kinds.OfflineModeIsEnabled):
-        return FetchError("offline", "HF_HUB_OFFLINE is set: nothing is fetched.")
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is None:
-        why = f"{host} cannot be asked: {type(error).__name__}."
-        return FetchError("hub_unreachable", why + _endpoint_hint(), passes=True)
     if status in (401, 403):
         return FetchError("not_authorised", f"{host} does not let us see {repo} ({status}); set HF_TOKEN.")
-    wait_s = retry_after_s(error.response.headers.get("retry-after"))  # type: ignore[attr-defined]
+    wait_s = retry_after_s(headers.get("retry-after"))
     code = "hub_busy" if status == 429 else "hub_error"
     why = f"{host} answers {status}." + _endpoint_hint()
     return FetchError(code, why, passes=status == 429 or status >= 500, retry_after_s=wait_s)
@@ -142,29 +158,34 @@ def _endpoint_hint() -> str:
 # --- what it holds ----------------------------------------------------------------------------------------------------
 
 
-def _repository(info: Any, repo: str, package: Any) -> Repository:
-    siblings = info.siblings or []
-    if len(siblings) > FILES_MAX:
+def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
+    siblings, commit = said.get("siblings") or [], said.get("sha")
+    if not isinstance(siblings, list) or len(siblings) > FILES_MAX:
         raise FetchError("bad_repo", f"{repo} has more than {FILES_MAX:,} files.")
-    if not isinstance(info.sha, str) or not _SHA1.fullmatch(info.sha):
+    if not isinstance(commit, str) or not _SHA1.fullmatch(commit):
         raise FetchError("bad_repo", f"The hub does not say which commit of {repo} this is.")
     # A repository that was renamed answers to its old name.
-    name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
+    id = said.get("id")
+    name = id if isinstance(id, str) and id.lower() == repo.lower() else repo
 
     def url(path: str) -> str:
-        return str(package.hf_hub_url(name, path, revision=info.sha, endpoint=endpoint()))
+        return str(package.hf_hub_url(name, path, revision=commit, endpoint=endpoint()))
 
-    files = (_file(sibling, url) for sibling in siblings)
-    return Repository(name, info.sha, tuple(file for file in files if not is_hidden(file.path)))
+    files = [_file(sibling, url) for sibling in siblings]
+    if sum(len(file.path) for file in files) > PATHS_CHARS_MAX or sum(file.size or 0 for file in files) > BYTES_MAX:
+        raise FetchError("bad_repo", f"{repo} has files of more bytes, or with longer names, than can be.")
+    return Repository(name, commit, tuple(file for file in files if not is_hidden(file.path)))
 
 
 def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:
-    path, lfs = sibling.rfilename, sibling.lfs
+    said = sibling if isinstance(sibling, dict) else {}
+    path, lfs = said.get("rfilename"), said.get("lfs")
     if not is_inside(path):
         raise FetchError("bad_repo", f"The hub names a file that no folder could hold: {path!r:.100}.")
-    size = sibling.size if lfs is None else lfs.size
-    sha256, git_sha1 = (None, sibling.blob_id) if lfs is None else (lfs.sha256, None)
-    if not isinstance(size, int) or size < 0 or not _is_hash(sha256, git_sha1):
+    told = said if lfs is None else lfs if isinstance(lfs, dict) else {}
+    size = told.get("size")
+    sha256, git_sha1 = (None, said.get("blobId")) if lfs is None else (told.get("sha256"), None)
+    if type(size) is not int or not 0 <= size <= BYTES_MAX or not _is_hash(sha256, git_sha1):
         raise FetchError("bad_repo", f"The hub does not say how large {path} is, or what hash it has.")
     return RemoteFile(path, url(path), size, sha256, git_sha1)
 
@@ -175,7 +196,7 @@ def _is_hash(sha256: object, git_sha1: object) -> bool:
     return isinstance(git_sha1, str) and _SHA1.fullmatch(git_sha1) is not None
 
 
-def is_inside(path: object) -> bool:
+def is_inside(path: object) -> TypeGuard[str]:
     """True for a relative path of names that a folder can hold, also in the other forms that Unicode has for them."""
     if not isinstance(path, str) or len(path) > PATH_CHARS_MAX or not path.isprintable():
         return False

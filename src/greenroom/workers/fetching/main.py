@@ -227,8 +227,8 @@ class Reporter:
 
     def _say(self, line: dict[str, Any]) -> None:
         with self._lock:
-            sys.stdout.write(json.dumps(line) + "\n")
-            sys.stdout.flush()
+            sys.stdout.buffer.write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+            sys.stdout.buffer.flush()
 
 
 def main(argv: Sequence[str]) -> None:

@@ -150,7 +150,9 @@ class FolderPlace:
             if not is_below(path.parent, self._folder):
                 raise _outside(path.parent)
             if path.is_dir() and not path.is_symlink():
-                raise FetchError("disk_error", f"{path} is a folder, where a file of this name is to lie: move it away.")
+                raise FetchError(
+                    "disk_error", f"{path} is a folder, where a file of this name is to lie: move it away."
+                )
         for folder in {(self._folder / file.path).parent for file in files}:
             self._disk.make_folder(folder)
         return self._folder

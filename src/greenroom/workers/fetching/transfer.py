@@ -1,8 +1,8 @@
 """One file, from the first byte to a checked whole, through faults and restarts.
 
 Owns the part file: it only ever holds a prefix of one content, so that any later process resumes it. A part is whole
-when its size and hash are those that the hub names. Retries are bounded, and begin anew when bytes came. Never gives a
-file its real name: `places.py` does.
+when its size and hash are those that the hub names. Retries are bounded, and begin anew when enough bytes came. Never
+gives a file its real name: `places.py` does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Final, Protocol
 
 from .disk import Disk, explained, remove
 from .failures import FetchError
-from .web import HubAnswer, Web
+from .web import PROGRESS_BYTES, HubAnswer, Web
 
 PIECE_BYTES: Final = 256 * 1024
 PIECE_BYTES_MIN: Final = 1024
 # How often the room that is left is looked at.
 LOOK_EVERY_BYTES: Final = 256 * 1024 * 1024
-# In a row, without a byte in between.
+# In a row, with next to nothing in between.
 ATTEMPTS_MAX: Final = 6
 # Of a file that came whole and was wrong.
 WRONG_MAX: Final = 2
@@ -146,7 +146,7 @@ class Transfer:
                     wrongs += 1
                     self._patience.wait(wrongs, error)
                 else:
-                    failures = 1 if _size(part) > before else failures + 1
+                    failures = 1 if _size(part) >= before + PROGRESS_BYTES else failures + 1
                     self._patience.wait(failures, error)
 
     def _attempt(self, file: RemoteFile, part: Path) -> None:
