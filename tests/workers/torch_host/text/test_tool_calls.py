@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from greenroom.workers.torch_host.text.tool_calls import CallReader, ToolCall, parse_calls
+from greenroom.workers.torch_host.text.tool_calls import CallReader, ToolCall, parse_calls, read_tools
 
 A = '{"name": "look", "arguments": {"at": "x"}}'
 LLAMA = '{"name": "look", "parameters": {"at": "x"}}'
@@ -72,3 +72,9 @@ def test_what_is_no_call_is_none(text: str) -> None:
 
 def test_arguments_are_json_as_they_were() -> None:
     assert parse_calls('{"name": "a", "arguments": {"city": "Köln"}}') == [ToolCall("a", '{"city": "Köln"}')]
+
+
+def test_tools_of_other_types_are_left_out() -> None:
+    look = {"type": "function", "function": {"name": "look"}}
+    assert read_tools({"tools": [{"type": "web_search"}, look, {"type": "custom", "name": "patch"}]}).names == {"look"}
+    assert not read_tools({"tools": [{"type": "web_search"}]}).may_be_called

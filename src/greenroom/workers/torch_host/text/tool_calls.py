@@ -239,9 +239,9 @@ class Tools:
 
 
 def read_tools(body: Body) -> Tools:
-    """The tools of a body. Raises ApiError for a tool that is not a named function, and for an unknown choice."""
+    """The functions of a body. Raises ApiError for one without a name, and for an unknown choice."""
     said = body.get("tools")
-    definitions = tuple(map(_checked, _as_list(said)))
+    definitions = tuple(_checked(tool) for tool in _as_list(said) if not _is_of_others(tool))
     names = frozenset(tool["function"]["name"] for tool in definitions)
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
@@ -279,6 +279,11 @@ def _as_list(said: object) -> list[Any]:
     if len(said) > TOOLS_MAX:
         raise ApiError(f"At most {TOOLS_MAX} tools may be offered.", param="tools")
     return said
+
+
+def _is_of_others(tool: object) -> bool:
+    """True for a type that only others' servers and models know. It is left out."""
+    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
 
 
 def _checked(tool: object) -> Mapping[str, Any]:
