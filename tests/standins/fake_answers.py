@@ -86,8 +86,8 @@ def told_deltas(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if kind == "think":
         yield {"reasoning_content": rest}
     elif kind == "tool":
-        name, _, town = rest.partition(":")
-        arguments = json.dumps({"town": town})
+        name, _, said = rest.partition(":")
+        arguments = said if said.startswith("{") else json.dumps({"town": said})
         call = {"index": 0, "id": "call-7", "type": "function", "function": {"name": name, "arguments": arguments[:5]}}
         yield {"tool_calls": [call]}
         yield {"tool_calls": [{"index": 0, "function": {"arguments": arguments[5:]}}]}

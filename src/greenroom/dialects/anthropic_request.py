@@ -1,13 +1,14 @@
 """A request to Anthropic's Messages, read as a conversation.
 
-What only Anthropic's own servers can do (their tools, files and containers) is refused by name;
-hints for a cache are ignored, because prefixes are kept without them.
+Tools, servers of tools and containers that only Anthropic's own servers can use are left out, and so is what the
+assistant wrote of them. What the user sends and no model here can read (a file, a PDF) is refused. Hints for a cache
+are ignored, because prefixes are kept without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import msgspec
 from msgspec import Raw
@@ -25,68 +26,44 @@ from greenroom.dialects.neutral import (
     ToolResult,
     ToolUse,
     Turn,
+    decoded,
+    expect_choice,
     is_object,
     json_text,
     read,
-    refuse_fields,
 )
 from greenroom.errors import BadRequest
 
 
-class _TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
+class _Source(msgspec.Struct):
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
 
 
-class _Base64(msgspec.Struct, tag_field="type", tag="base64"):
-    data: str
-    media_type: str
+class _Block(msgspec.Struct):
+    """A part of a content, of any type. What a type of ours does not have is not read."""
 
-
-class _Url(msgspec.Struct, tag_field="type", tag="url"):
-    url: str
-
-
-class _PlainText(msgspec.Struct, tag_field="type", tag="text"):
-    data: str
-
-
-class _ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    source: _Base64 | _Url
-
-
-class _DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """A text; other documents would have to be read by an engine that reads none."""
-
-    source: _PlainText
+    type: str
+    text: str | None = None
+    source: Raw = NOTHING
     title: str | None = None
-
-
-class _ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    thinking: str
-
-
-class _RedactedBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Nothing but Anthropic's servers can read it."""
-
-
-class _ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
     input: Raw = Raw(b"{}")
-
-
-class _ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: str | list[_TextBlock | _ImageBlock | _DocumentBlock] | None = None
+    tool_use_id: str | None = None
+    content: Raw = Raw(b"null")
     is_error: bool | None = None
 
 
-_Block = _TextBlock | _ImageBlock | _DocumentBlock | _ThinkingBlock | _RedactedBlock | _ToolUseBlock | _ToolResultBlock
+_Blocks = str | list[_Block]
 
 
 class _AnthropicMessage(msgspec.Struct):
     role: str
-    content: str | list[_Block]
+    content: _Blocks
 
 
 class _AnthropicTool(msgspec.Struct):
@@ -117,7 +94,9 @@ class _Output(msgspec.Struct):
     format: _AnthropicFormat | None = None
 
 
-_system: Final = msgspec.json.Decoder(str | list[_TextBlock] | None)
+_system: Final = msgspec.json.Decoder(_Blocks | None)
+_result_content: Final = msgspec.json.Decoder(_Blocks | None)
+_source: Final = msgspec.json.Decoder(_Source)
 _messages: Final = msgspec.json.Decoder(list[_AnthropicMessage])
 _tools: Final = msgspec.json.Decoder(list[_AnthropicTool] | None)
 _choice: Final = msgspec.json.Decoder(_AnthropicChoice | None)
@@ -130,6 +109,10 @@ _strings: Final = msgspec.json.Decoder(list[str] | None)
 _ROLES: Final = ("user", "assistant", "system")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
+_SOURCED: Final = ("image", "document")
+_SHOWN: Final = ("text", *_SOURCED)
+# Blocks that hold nothing for a model here: reasoning that is encrypted, and the names of tools that were found.
+_UNREAD: Final = ("redacted_thinking", "tool_reference")
 _THINKS: Final = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -148,17 +131,19 @@ def read_to_count(fields: Fields) -> Conversation:
 
 
 def _read(fields: Fields) -> Conversation:
-    refuse_fields(fields, ("mcp_servers", "container"), "works on Anthropic's servers only; leave it out.")
     messages = read(fields, "messages", _messages)
     if not messages:
         raise BadRequest("messages is missing or empty.", param="messages")
     choice, output = read(fields, "tool_choice", _choice), read(fields, "output_config", _output)
     numbers = {name: value for name in _SAMPLING if (value := read(fields, name, _number)) is not None}
     thinking = read(fields, "thinking", _thinking)
+    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
+    chosen = _tool_choice(choice)
+    expect_choice(chosen, tools)
     return Conversation(
         turns=tuple(_turns(read(fields, "system", _system), messages)),
-        tools=tuple(map(_tool, read(fields, "tools", _tools) or ())),
-        tool_choice=_tool_choice(choice),
+        tools=tools,
+        tool_choice=chosen,
         one_tool_at_once=choice is not None and choice.disable_parallel_tool_use is True,
         tokens_max=_tokens_max(fields),
         stops=tuple(read(fields, "stop_sequences", _strings) or ()),
@@ -195,40 +180,47 @@ def _tool_choice(choice: _AnthropicChoice | None) -> str | NamedChoice | None:
     return _CHOICES[choice.type]
 
 
-def _tool(tool: _AnthropicTool) -> Tool:
-    if tool.type not in (None, "custom") or not is_object(tool.input_schema):
-        kind = f"of type {tool.type}" if tool.type not in (None, "custom") else "without an input_schema"
-        raise BadRequest(f"tools: {tool.name} is a tool {kind}, which models here cannot use.", param="tools")
-    return Tool(tool.name, tool.description, tool.input_schema, tool.strict)
+def _tools_of(tools: Iterable[_AnthropicTool]) -> Iterator[Tool]:
+    """The caller's own. Those of other types have no schema, and only Anthropic's models know how to call them."""
+    for tool in tools:
+        if tool.type not in (None, "custom"):
+            continue
+        if not is_object(tool.input_schema):
+            raise BadRequest(f"tools: {tool.name} is a tool without an input_schema.", param="tools")
+        yield Tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
-def _turns(system: str | list[_TextBlock] | None, messages: list[_AnthropicMessage]) -> Iterator[Turn]:
+def _turns(system: _Blocks | None, messages: list[_AnthropicMessage]) -> Iterator[Turn]:
     if system:
-        yield Turn("system", tuple(_parts(system)))
+        yield Turn("system", tuple(_parts("system", system, "system")))
     for message in messages:
         if message.role not in _ROLES:
             raise BadRequest(f"messages: a role is one of {', '.join(_ROLES)}.", param="messages")
-        yield Turn(message.role, tuple(_parts(message.content)))
+        yield Turn(message.role, tuple(_parts(message.role, message.content, "messages")))
 
 
-def _parts(content: str | list[Any]) -> Iterator[Part]:
+def _parts(role: str, content: _Blocks, param: str) -> Iterator[Part]:
     if isinstance(content, str):
         yield Text(content)
         return
     for block in content:
-        if isinstance(block, _ToolUseBlock):
+        if block.type == "tool_use":
+            if block.id is None or block.name is None:
+                raise BadRequest(f"{param}: a tool_use has id and name.", param=param)
             yield ToolUse(block.id, block.name, json_text(block.input))
-        elif isinstance(block, _ToolResultBlock):
-            yield ToolResult(block.tool_use_id, tuple(_result(block)))
-        elif isinstance(block, _ThinkingBlock):
-            yield Thought(block.thinking)
-        elif not isinstance(block, _RedactedBlock):
-            yield _shown_part(block)
+        elif block.type == "tool_result":
+            if block.tool_use_id is None:
+                raise BadRequest(f"{param}: a tool_result has tool_use_id.", param=param)
+            yield ToolResult(block.tool_use_id, tuple(_result(block, param)))
+        elif block.type == "thinking":
+            yield Thought(block.thinking or "")
+        elif block.type in _SHOWN or role != "assistant":
+            yield from _shown_part(block, param)
 
 
-def _result(block: _ToolResultBlock) -> Iterator[Text | Image]:
+def _result(block: _Block, param: str) -> Iterator[Text | Image]:
     """Chat has no field for an error, so the text says it."""
-    shown = _shown(block.content)
+    shown = _shown(decoded(block.content, param, _result_content), param)
     if block.is_error:
         first = next(shown, Text(""))
         yield Text(f"Error: {first.text}" if isinstance(first, Text) else "Error:")
@@ -237,18 +229,31 @@ def _result(block: _ToolResultBlock) -> Iterator[Text | Image]:
     yield from shown
 
 
-def _shown(content: str | list[_TextBlock | _ImageBlock | _DocumentBlock] | None) -> Iterator[Text | Image]:
+def _shown(content: _Blocks | None, param: str) -> Iterator[Text | Image]:
     if content is None or isinstance(content, str):
         yield Text(content or "")
         return
     for block in content:
-        yield _shown_part(block)
+        yield from _shown_part(block, param)
 
 
-def _shown_part(block: _TextBlock | _ImageBlock | _DocumentBlock) -> Text | Image:
-    if isinstance(block, _TextBlock):
-        return Text(block.text)
-    if isinstance(block, _DocumentBlock):
-        return Text(block.source.data if block.title is None else f"{block.title}\n{block.source.data}")
-    source = block.source
-    return Image(source.url if isinstance(source, _Url) else f"data:{source.media_type};base64,{source.data}")
+def _shown_part(block: _Block, param: str) -> Iterator[Text | Image]:
+    """Raises BadRequest if it holds what no model here can read."""
+    if block.type in _UNREAD:
+        return
+    if block.text is not None:
+        yield Text(block.text)
+        return
+    source = decoded(block.source, param, _source) if block.type in _SOURCED else None
+    if block.type == "image" and source is not None:
+        if source.type == "url" and source.url is not None:
+            yield Image(source.url)
+            return
+        if source.type == "base64" and source.data is not None and source.media_type is not None:
+            yield Image(f"data:{source.media_type};base64,{source.data}")
+            return
+    if block.type == "document" and source is not None and source.type == "text" and source.data is not None:
+        yield Text(source.data if block.title is None else f"{block.title}\n{source.data}")
+        return
+    of = "" if source is None else f" with a source of type {source.type}"
+    raise BadRequest(f"{param}: a block of type {block.type}{of} cannot be read by models here.", param=param)

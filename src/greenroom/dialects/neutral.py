@@ -75,10 +75,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
+    """`name` is the engine's. Where a dialect groups its tools, `group` and `member` are the dialect's names."""
+
     name: str
     description: str | None
     schema: Raw
     is_strict: bool | None = None
+    group: str | None = None
+    member: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,11 @@ def read(fields: Fields, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
         return None
     if _has_too_many_objects(bytes(raw)):
         raise BadRequest(f"{name} has more than {OBJECTS_MAX:,} objects, which is the limit.", param=name)
+    return decoded(raw, name, decoder)
+
+
+def decoded(raw: Raw, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """A value of the field `name`, or a part of one. Raises BadRequest, which names the field."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -182,6 +191,19 @@ def refuse_fields(fields: Fields, names: tuple[str, ...], why: str) -> None:
         raw = fields.get(name)
         if raw is not None and bytes(raw).strip() not in (b"null", b"false", b"[]", b"{}", b'""'):
             raise BadRequest(f"{name} {why}", param=name)
+
+
+def expect_choice(choice: str | NamedChoice | None, tools: tuple[Tool, ...]) -> None:
+    """Raises BadRequest if a tool must be called that models here are not offered. Tools of unknown types are not."""
+    if choice == "required" and not tools:
+        raise BadRequest(
+            "tool_choice asks for a call, and tools has none that models here can use.", param="tool_choice"
+        )
+    if isinstance(choice, NamedChoice) and all(tool.name != choice.tool for tool in tools):
+        raise BadRequest(
+            f"tool_choice names {choice.tool}, and tools has none of this name that models here can use.",
+            param="tool_choice",
+        )
 
 
 def is_object(raw: Raw) -> bool:

@@ -7,7 +7,7 @@ What would need another template, or the tokens of an earlier answer, is refused
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -61,7 +61,7 @@ class _OllamaFunction(msgspec.Struct):
 
 
 class _OllamaTool(msgspec.Struct):
-    function: _OllamaFunction
+    function: _OllamaFunction | None = None
     type: str | None = None
 
 
@@ -107,7 +107,7 @@ def read_chat(fields: Fields) -> Conversation | None:
     if not messages:
         return None
     _check_pictures(sum(len(message.images or ()) for message in messages), "messages")
-    tools = tuple(_tool(tool) for tool in read(fields, "tools", _tools) or ())
+    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
     return _conversation(fields, tuple(_turns(messages)), tools)
 
 
@@ -212,9 +212,15 @@ def _format(fields: Fields) -> tuple[Raw | None, bool]:
     return None, True
 
 
-def _tool(tool: _OllamaTool) -> Tool:
-    schema = tool.function.parameters
-    return Tool(tool.function.name, tool.function.description, schema if is_object(schema) else Raw(b"{}"))
+def _tools_of(tools: Iterable[_OllamaTool]) -> Iterator[Tool]:
+    """The functions. Tools of other types are left out."""
+    for tool in tools:
+        if tool.type not in (None, "function"):
+            continue
+        if tool.function is None:
+            raise BadRequest("tools: a tool has a function with a name.", param="tools")
+        schema = tool.function.parameters
+        yield Tool(tool.function.name, tool.function.description, schema if is_object(schema) else Raw(b"{}"))
 
 
 def _turns(messages: list[_OllamaMessage]) -> Iterator[Turn]:

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, ToolPiece
+from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, Tool, ToolPiece
 from greenroom.dialects.responses_request import read_response
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import ChatTranslation
@@ -51,11 +51,13 @@ class _Open(NamedTuple):
 class ResponseAnswer:
     """One response. In a stream, a text is open until another kind of piece comes, and calls are until the end."""
 
-    __slots__ = ("_calls", "_cut", "_echo", "_frame", "_output", "_said", "_tokens", "number")
+    __slots__ = ("_calls", "_cut", "_echo", "_frame", "_grouped", "_output", "_said", "_tokens", "number")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._echo: dict[str, Any] = {}
+        # The tools of namespaces, by the names that the engine calls them by.
+        self._grouped: dict[str | None, Tool] = {}
         # Events so far, all items, and those that are open: what is said or thought, and the calls by their places.
         self.number = 0
         self._output: list[dict[str, Any]] = []
@@ -69,6 +71,7 @@ class ResponseAnswer:
         asked = read_response(fields)
         sent = {name: fields[name] for name in _ECHOED if name in fields and bytes(fields[name]) != _NULL}
         self._echo = {**_ECHOED, **sent}
+        self._grouped = {tool.name: tool for tool in asked.tools if tool.group is not None}
         return asked
 
     def whole(self, answer: Piece) -> bytes:
@@ -205,6 +208,8 @@ class ResponseAnswer:
     def _call(self, tool: ToolPiece, arguments: str) -> dict[str, Any]:
         call = tool.id or f"call_{self._frame.id}_{tool.place}"
         said = {"call_id": call, "name": tool.name or "", "arguments": arguments}
+        if (grouped := self._grouped.get(tool.name)) is not None:
+            said |= {"name": grouped.member or "", "namespace": grouped.group or ""}
         return {**self._head("function_call", "fc"), **said}
 
     def _head(self, kind: str, prefix: str) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """A request to OpenAI's Responses, read as a conversation.
 
-Nothing is stored here: what would need an earlier response, or keep this one, is refused by name, and so are the tools
-of OpenAI's own servers.
+Nothing is stored here: what would need an earlier response, or keep this one, is refused by name. Tools of other types
+than functions are left out, and so are items that hold nothing for a model to read. Items, parts of contents and
+outputs that hold something which cannot be shown to it are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -25,11 +26,15 @@ from greenroom.dialects.neutral import (
     ToolResult,
     ToolUse,
     Turn,
+    decoded,
+    expect_choice,
     is_object,
     read,
     refuse_fields,
 )
 from greenroom.errors import BadRequest
+
+_NULL: Final = Raw(b"null")
 
 
 class _Content(msgspec.Struct):
@@ -40,24 +45,34 @@ class _Content(msgspec.Struct):
 
 
 class _Item(msgspec.Struct):
-    """A message, a call, its result, or what was thought. A message need not say that it is one."""
+    """A message, a call, its result, or reasoning. A message need not say that it is one.
+
+    What a type other than these has in its fields is not read.
+    """
 
     type: str = "message"
     role: str | None = None
-    content: str | list[_Content] | None = None
-    summary: list[_Content] | None = None
+    content: Raw = _NULL
+    summary: Raw = _NULL
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[_Content] | None = None
+    namespace: str | None = None
+    arguments: Raw = NOTHING
+    input: Raw = NOTHING
+    action: Raw = NOTHING
+    output: Raw = _NULL
+    encrypted_content: Raw = _NULL
 
 
 class _ResponsesTool(msgspec.Struct):
+    """`tools` are those of a namespace."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: Raw = NOTHING
     strict: bool | None = None
+    tools: list[_ResponsesTool] = []
 
 
 class _ResponsesChoice(msgspec.Struct):
@@ -79,6 +94,8 @@ class _Reasoning(msgspec.Struct):
 
 
 _input: Final = msgspec.json.Decoder(str | list[_Item])
+_content: Final = msgspec.json.Decoder(str | list[_Content] | None)
+_summary: Final = msgspec.json.Decoder(list[_Content] | None)
 _tools: Final = msgspec.json.Decoder(list[_ResponsesTool] | None)
 _choice: Final = msgspec.json.Decoder(str | _ResponsesChoice | None)
 _text_config: Final = msgspec.json.Decoder(_TextConfig | None)
@@ -87,12 +104,16 @@ _text: Final = msgspec.json.Decoder(str | None)
 _flag: Final = msgspec.json.Decoder(bool | None)
 _whole: Final = msgspec.json.Decoder(int | None)
 _number: Final = msgspec.json.Decoder(int | float | None)
+_encode: Final = msgspec.json.Encoder().encode
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _CHOICES: Final = ("auto", "none", "required")
 _SAMPLING: Final = ("temperature", "top_p")
-# Parts of one assistant's turn, which come as items of their own.
-_ASSISTANTS: Final = ("function_call", "reasoning")
+# How the types of calls and of their results end. Their items belong to the assistant's turn, and to the user's.
+_CALL: Final = "_call"
+_OUTPUT: Final = "_output"
+# Between the names of a namespace and of a tool in it, in the one name that chat has.
+_JOINT: Final = "__"
 
 
 def read_response(fields: Fields) -> Conversation:
@@ -110,10 +131,13 @@ def read_response(fields: Fields) -> Conversation:
         raise BadRequest("input is missing or empty.", param="input")
     schema, any_json = _format(fields)
     effort = read(fields, "reasoning", _reasoning)
+    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
+    choice = _tool_choice(read(fields, "tool_choice", _choice))
+    expect_choice(choice, tools)
     return Conversation(
         turns=tuple(_turns(read(fields, "instructions", _text), said)),
-        tools=tuple(map(_tool, read(fields, "tools", _tools) or ())),
-        tool_choice=_tool_choice(read(fields, "tool_choice", _choice)),
+        tools=tools,
+        tool_choice=choice,
         one_tool_at_once=read(fields, "parallel_tool_calls", _flag) is False,
         tokens_max=_tokens_max(fields),
         sampling={name: value for name in _SAMPLING if (value := read(fields, name, _number)) is not None},
@@ -150,11 +174,21 @@ def _tool_choice(choice: str | _ResponsesChoice | None) -> str | NamedChoice | N
     raise BadRequest("tool_choice is auto, none, required, or a function with a name.", param="tool_choice")
 
 
-def _tool(tool: _ResponsesTool) -> Tool:
-    if tool.type != "function" or tool.name is None:
-        raise BadRequest(f"tools: models here can use functions with a name, and no {tool.type}.", param="tools")
-    schema = tool.parameters if is_object(tool.parameters) else Raw(b'{"type":"object"}')
-    return Tool(tool.name, tool.description, schema, tool.strict)
+def _tools_of(tools: Iterable[_ResponsesTool], group: str | None = None) -> Iterator[Tool]:
+    """The functions, those in namespaces too. Other types belong to OpenAI's own servers and models, or are unknown."""
+    for tool in tools:
+        if tool.type == "namespace" and group is None:
+            yield from _tools_of(tool.tools, tool.name)
+        elif tool.type == "function":
+            if tool.name is None:
+                raise BadRequest("tools: a function has a name.", param="tools")
+            schema = tool.parameters if is_object(tool.parameters) else Raw(b'{"type":"object"}')
+            name = _joined(group, tool.name)
+            yield Tool(name, tool.description, schema, tool.strict, group, None if group is None else tool.name)
+
+
+def _joined(group: str | None, name: str) -> str:
+    return name if group is None else f"{group}{_JOINT}{name}"
 
 
 def _turns(instructions: str | None, said: str | list[_Item]) -> Iterator[Turn]:
@@ -166,7 +200,9 @@ def _turns(instructions: str | None, said: str | list[_Item]) -> Iterator[Turn]:
     # What the assistant thought, said and called is one turn of chat.
     assistant: list[Part] = []
     for item in said:
-        role = "assistant" if item.type in _ASSISTANTS else _role(item)
+        role = _role(item)
+        if role is None:
+            continue
         if role == "assistant":
             assistant += _parts(item)
             continue
@@ -178,35 +214,59 @@ def _turns(instructions: str | None, said: str | list[_Item]) -> Iterator[Turn]:
         yield Turn("assistant", tuple(assistant))
 
 
-def _role(item: _Item) -> str:
-    if item.type == "function_call_output":
+def _role(item: _Item) -> str | None:
+    """None for an item that holds nothing for a model to read. Raises BadRequest if what it holds cannot be read."""
+    if item.type == "message":
+        if item.role not in _ROLES:
+            raise BadRequest(f"input: the role of a message is one of {', '.join(_ROLES)}.", param="input")
+        return _ROLES[item.role]
+    if item.type == "reasoning" or _is_call(item):
+        return "assistant"
+    if item.type.endswith(_OUTPUT):
         return "user"
-    if item.type != "message":
-        raise BadRequest(f"input: an item of type {item.type} cannot be used here.", param="input")
-    if item.role not in _ROLES:
-        raise BadRequest(f"input: the role of a message is one of {', '.join(_ROLES)}.", param="input")
-    return _ROLES[item.role]
+    if item.type == "item_reference" or item.content != _NULL or item.encrypted_content != _NULL:
+        raise BadRequest(
+            f"input: what an item of type {item.type} holds cannot be read here; send it as messages.", param="input"
+        )
+    return None
+
+
+def _is_call(item: _Item) -> bool:
+    """Calls without `call_id` were carried out by OpenAI's own servers: what came of them is in the messages."""
+    return item.type == "function_call" or (item.type.endswith(_CALL) and item.call_id is not None)
 
 
 def _parts(item: _Item) -> Iterator[Part]:
+    if item.type == "message":
+        yield from _shown(item.content)
+    elif item.type == "reasoning":
+        # Encrypted reasoning can be read by OpenAI's servers alone.
+        content = decoded(item.content, "input", _content)
+        thought = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
+        if text := "\n".join(part.text for part in thought or () if part.text):
+            yield Thought(text)
+    elif _is_call(item):
+        yield _call(item)
+    else:
+        if item.call_id is None:
+            raise BadRequest(f"input: a {item.type} has call_id.", param="input")
+        yield ToolResult(item.call_id, tuple(_shown(item.output)))
+
+
+def _call(item: _Item) -> ToolUse:
+    """A call of a function, or another one, whose arguments become an object."""
     if item.type == "function_call":
         if item.call_id is None or item.name is None:
             raise BadRequest("input: a function_call has call_id and name.", param="input")
-        yield ToolUse(item.call_id, item.name, item.arguments or "{}")
-    elif item.type == "function_call_output":
-        if item.call_id is None:
-            raise BadRequest("input: a function_call_output has call_id.", param="input")
-        yield ToolResult(item.call_id, tuple(_shown(item.output)))
-    elif item.type == "reasoning":
-        # Encrypted thoughts can be read by OpenAI's servers alone.
-        thought = item.content if isinstance(item.content, list) and item.content else item.summary or []
-        if text := "\n".join(part.text for part in thought if part.text):
-            yield Thought(text)
-    else:
-        yield from _shown(item.content)
+        arguments = decoded(item.arguments or _NULL, "input", _text)
+        return ToolUse(item.call_id, _joined(item.namespace, item.name), arguments or "{}")
+    sent = {"arguments": item.arguments, "input": item.input, "action": item.action}
+    arguments = _encode({name: raw for name, raw in sent.items() if raw}).decode()
+    return ToolUse(item.call_id or "", item.name or item.type.removesuffix(_CALL), arguments)
 
 
-def _shown(content: str | list[_Content] | None) -> Iterator[Text | Image]:
+def _shown(raw: Raw) -> Iterator[Text | Image]:
+    content = decoded(raw, "input", _content)
     if content is None or isinstance(content, str):
         yield Text(content or "")
         return

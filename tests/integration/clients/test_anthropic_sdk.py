@@ -177,13 +177,20 @@ async def test_errors_have_the_shape_that_the_package_reads(app: App, client: an
     with pytest.raises(anthropic.BadRequestError) as refused:
         await client.messages.create(model="bag", messages=HELLO, max_tokens=5)
     assert "does not do chat" in str(refused.value)
-    with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
+    pdf: Any = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERg=="}}
+    with pytest.raises(anthropic.BadRequestError, match="document with a source of type base64"):
+        await client.messages.create(model="alpha", messages=[{"role": "user", "content": [pdf]}], max_tokens=5)
+
+
+async def test_tools_of_anthropics_own_servers_are_left_out(client: anthropic.AsyncAnthropic) -> None:
+    tool: Any = {"type": "web_search_20250305", "name": "web_search"}
+    servers = {"mcp_servers": [{"type": "url", "name": "x", "url": "https://example.org"}]}
+    answer = await client.messages.create(model="alpha", messages=HELLO, max_tokens=5, tools=[tool], extra_body=servers)
+    assert answer.content[0].text == " alpha says hello"  # type: ignore[union-attr]
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
         await client.messages.create(
-            model="alpha", messages=HELLO, max_tokens=5, extra_body={"mcp_servers": [{"url": "x"}]}
+            model="alpha", messages=HELLO, max_tokens=5, tools=[tool], tool_choice={"type": "any"}
         )
-    with pytest.raises(anthropic.BadRequestError, match="web_search"):
-        tool: Any = {"type": "web_search_20250305", "name": "web_search"}
-        await client.messages.create(model="alpha", messages=HELLO, max_tokens=5, tools=[tool])
 
 
 async def test_an_engines_own_error_keeps_its_status_and_words(client: anthropic.AsyncAnthropic) -> None:
