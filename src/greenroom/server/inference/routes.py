@@ -24,6 +24,8 @@ from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import Translate
 from greenroom.errors import NotAllowed
 from greenroom.http.sse import StreamShape
+from greenroom.server.inference.body import body_check
+from greenroom.server.inference.body.body_check import BodyCheck
 from greenroom.tenancy.keys import Caller
 
 PATH_SHOWN_MAX: Final = 100
@@ -47,6 +49,7 @@ class Route:
     `is_native`: a route of engines, open to models whose engine has it. `is_promptless`: it computes no prompt.
     `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
     `sent_to`: the path of engines for it; None: the caller's. `is_twin`: another name of a documented route.
+    `check`: what its body must hold, where it is passed on as it is.
     `has_prompt`: its engine may keep what it computed for the request, and find it again for another one.
     """
 
@@ -65,6 +68,7 @@ class Route:
     streams_unless_told: bool = False
     sent_to: bytes | None = None
     is_twin: bool = False
+    check: BodyCheck | None = None
     has_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,19 +88,21 @@ def _native(name: str, *, is_text: bool = False, is_promptless: bool = False) ->
 
 
 # A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
-GENERATE: Final = Route("generate", Ability.COMPLETIONS, is_text=True, sent_to=b"/v1/completions")
+GENERATE: Final = Route(
+    "generate", Ability.COMPLETIONS, is_text=True, sent_to=b"/v1/completions", check=body_check.COMPLETION
+)
 # As llama.cpp, vLLM and llama-swap call it too.
-_RERANK_TWIN: Final = Route("rerank", Ability.RERANK, sent_to=b"/v1/rerank", is_twin=True)
+_RERANK_TWIN: Final = Route("rerank", Ability.RERANK, sent_to=b"/v1/rerank", is_twin=True, check=body_check.RERANK)
 MODEL_ROUTES: Final[dict[bytes, Route]] = {
     b"/generate": GENERATE,
-    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True),
-    b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True),
-    b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
-    b"/v1/rerank": Route("rerank", Ability.RERANK),
+    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True, check=body_check.CHAT),
+    b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True, check=body_check.COMPLETION),
+    b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS, check=body_check.EMBEDDING),
+    b"/v1/rerank": Route("rerank", Ability.RERANK, check=body_check.RERANK),
     b"/v1/reranking": _RERANK_TWIN,
     b"/rerank": _RERANK_TWIN,
     b"/reranking": _RERANK_TWIN,
-    b"/v1/images/generations": Route("images", Ability.IMAGES, makes_pictures=True),
+    b"/v1/images/generations": Route("images", Ability.IMAGES, makes_pictures=True, check=body_check.PICTURE),
     b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, form=("image", "prompt"), makes_pictures=True),
     b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, form=("image",), makes_pictures=True),
     b"/v1/audio/transcriptions": Route(
@@ -105,7 +111,7 @@ MODEL_ROUTES: Final[dict[bytes, Route]] = {
     b"/v1/audio/translations": Route(
         "translations", Ability.TRANSLATION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
     ),
-    b"/v1/audio/speech": Route("speech", Ability.SPEECH, is_sound=True),
+    b"/v1/audio/speech": Route("speech", Ability.SPEECH, is_sound=True, check=body_check.SPEECH),
     b"/v1/messages": Route(
         "messages",
         Ability.CHAT,
