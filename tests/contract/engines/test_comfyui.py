@@ -21,7 +21,7 @@ from tests.integration import orders
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive
 from tests.integration.jobs.test_jobs import ended, job, submit
-from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.integration.raw import Answer, Raw, asking, http, request_bytes
 from tests.standins.comfyui_installation import INPUTS, STAND_IN, WORKFLOW, Installation
 from tests.standins.fake_comfyui import PNG
 from tests.waiting import PATIENCE_S, until
@@ -70,7 +70,7 @@ async def test_start_is_answered_when_comfyui_answers(tmp_path: Path) -> None:
         assert is_alive(worker) and is_alive(comfy)
         cards = (await http(studio.app, "GET", "/v1/models")).json()["data"]
         assert cards[0]["capabilities"] == ["images"]
-        refused = await http(studio.app, "POST", "/v1/chat/completions", {"model": "m", "messages": []})
+        refused = await http(studio.app, "POST", "/v1/chat/completions", asking("m"))
         assert (refused.status, refused.error["code"]) == (400, "unsupported")
 
 

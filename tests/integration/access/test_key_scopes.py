@@ -14,7 +14,7 @@ import pytest_asyncio
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
-from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
+from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.models import tiny as tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -84,7 +84,7 @@ async def test_another_model_is_answered_like_one_that_does_not_exist(app: App, 
         ("/v1/models/load", {"modelId": "llama-1", "evictModel": model}),
         ("/v1/models/unload", {"modelId": model}),
         ("/api/v1/models/llama-1/load", {"evict": [model]}),
-        ("/v1/jobs", {"route": CHAT, "body": {"model": model}}),
+        ("/v1/jobs", {"route": CHAT, "body": asking(model)}),
     ):
         other = json.loads(json.dumps(body).replace(model, unknown))
         known, missing = [await call(app, "some", "POST", path, one) for one in (body, other)]
@@ -135,7 +135,7 @@ async def test_requests_and_jobs_of_the_tenants_other_keys_are_seen_if_their_mod
     for model in ("llama-1", "qwen"):
         answer = await say(app, "all", model)
         path = f"/api/v1/requests/{answer.headers['x-request-id']}"
-        job = (await call(app, "all", "POST", "/v1/jobs", {"route": CHAT, "body": {"model": model}})).json()["id"]
+        job = (await call(app, "all", "POST", "/v1/jobs", {"route": CHAT, "body": asking(model)})).json()["id"]
         paths = (path, f"/v1/jobs/{job}")
         shown.append([(await call(app, "some", "GET", one)).status for one in paths])
         assert [(await call(app, "all", "GET", one)).status for one in paths] == [200, 200]
@@ -176,15 +176,14 @@ async def test_routes_are_all_that_a_key_may_call(app: App) -> None:
     assert (await say(app, "chat", "qwen")).status == 200
     assert (await call(app, "chat", "GET", "/v1/models/qwen")).status == 200
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/upstream/qwen/echo/x")):
-        refused = await call(app, "chat", method, path, {"model": "qwen"} if method == "POST" else None)
+        refused = await call(app, "chat", method, path, asking("qwen") if method == "POST" else None)
         assert refused.status == 403 and f"may not call {path}" in refused.error["message"]
     for spelled in ("/v1/models/../completions", "/v1/models/%2e%2e/completions", "/v1/models//qwen"):
         assert (await call(app, "chat", "GET", spelled)).status == 403, spelled
     # A job's route is as good as a request's.
     wanted = {CHAT: 202, "/v1/completions": 403, "/upstream/qwen/echo/x": 403}
     jobs = {
-        route: await call(app, "chat", "POST", "/v1/jobs", {"route": route, "body": {"model": "qwen"}})
-        for route in wanted
+        route: await call(app, "chat", "POST", "/v1/jobs", {"route": route, "body": asking("qwen")}) for route in wanted
     }
     assert {route: answer.status for route, answer in jobs.items()} == wanted
     assert (await call(app, "chat", "POST", "/v1/embeddings", {"model": "qwen"}, Prefer="respond-async")).status == 403
@@ -237,9 +236,7 @@ async def test_a_key_in_the_address_is_not_accepted(app: App, name: str) -> None
 
 async def test_a_tenant_that_a_keys_holder_names_is_ignored(app: App) -> None:
     for named in ({"X-Tenant-ID": "boss"}, {"x-tenant-id": "t" * 999}):
-        answer = await call(
-            app, "all", "POST", CHAT, {"model": "qwen", "messages": [], "tenant": "boss", "user": "boss"}, **named
-        )
+        answer = await call(app, "all", "POST", CHAT, asking("qwen", tenant="boss", user="boss"), **named)
         shown = await call(app, "boss", "GET", f"/api/v1/requests/{answer.headers['x-request-id']}")
         assert shown.json()["tenant"] == "lab"
 

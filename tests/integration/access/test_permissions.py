@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId
 from greenroom.server.admin.management import make_management
 from greenroom.server.inference.routes import MODEL_ROUTES
 from tests.harness import fake, gateway, write_config
-from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.integration.raw import Answer, Raw, asking, http, request_bytes
 from tests.waiting import until
 
 KEYS = [
@@ -95,7 +95,7 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/models/{model_id:path}"): everyone(),
     ("GET", "/api/v1/requests/{request_id}"): everyone(404),
     ("GET", "/v1/jobs"): everyone(),
-    ("POST", "/v1/jobs"): everyone(202, {"route": "/v1/chat/completions", "body": {"model": "m"}}),
+    ("POST", "/v1/jobs"): everyone(202, {"route": "/v1/chat/completions", "body": asking("m")}),
     ("GET", "/v1/jobs/{job_id}"): everyone(404),
     ("DELETE", "/v1/jobs/{job_id}"): everyone(404),
     ("GET", "/v1/jobs/{job_id}/result"): everyone(404),
@@ -153,11 +153,12 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/openapi.json"): admins(),
     ("GET", "/api/v1/docs"): admins(),
 }
-SAID = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "input": "hi"}
-MORE = {b"/api/embeddings": {"prompt": "hi"}}
+SAID = asking("m", max_tokens=9, input="hi", query="hi", documents=["hi"])
+PROMPTED = (b"/api/embeddings", b"/generate", b"/v1/completions", b"/v1/images/generations")
+MORE = {path: {"prompt": "hi"} for path in PROMPTED}
 # A form without a boundary is let in and then not understood.
 ASKING = {
-    ("POST", path.decode()): everyone(400 if route.form else 200, {"model": "m", **SAID, **MORE.get(path, {})})
+    ("POST", path.decode()): everyone(400 if route.form else 200, {**SAID, **MORE.get(path, {})})
     for path, route in MODEL_ROUTES.items()
 }
 UPSTREAM = {
@@ -268,7 +269,7 @@ async def test_a_path_that_is_not_open_loads_nothing(app: App) -> None:
 
 async def test_listings_are_of_what_a_key_may_see(app: App) -> None:
     assert (await call(app, "GET", "/v1/models", "plain")).status == 200
-    assert (await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})).status == 200
+    assert (await call(app, "POST", "/v1/chat/completions", "plain", asking("m"))).status == 200
     plain, admin = [(await call(app, "GET", "/api/v1/models", key)).json()["models"] for key in ("plain", "admin")]
     assert [model["id"] for model in plain] == ["m"] and {model["id"] for model in admin} == set(MODELS)
     assert plain[0]["pid"] is None and next(model["pid"] for model in admin if model["id"] == "m") > 0
@@ -276,7 +277,7 @@ async def test_listings_are_of_what_a_key_may_see(app: App) -> None:
 
 
 async def test_a_key_sees_its_own_requests_and_no_others(app: App) -> None:
-    asked = await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})
+    asked = await call(app, "POST", "/v1/chat/completions", "plain", asking("m"))
     path = f"/api/v1/requests/{asked.headers['x-request-id']}"
     assert (await call(app, "GET", path, "plain")).json()["tenant"] == "plain"
     assert (await call(app, "GET", path, "admin")).json()["slot"] is not None
@@ -341,15 +342,15 @@ async def test_a_tenants_leases_are_called_as_it_called_them_in_errors_too(app: 
 
 
 async def test_figures_name_unlisted_models_to_admins_only(app: App) -> None:
-    assert (await call(app, "POST", "/v1/chat/completions", "admin", {"model": "shy", "messages": []})).status == 200
-    assert (await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})).status == 200
+    assert (await call(app, "POST", "/v1/chat/completions", "admin", asking("shy"))).status == 200
+    assert (await call(app, "POST", "/v1/chat/completions", "plain", asking("m"))).status == 200
     plain, admin = [(await call(app, "GET", "/metrics", key)).body.decode() for key in ("plain", "admin")]
     assert 'model="m"' in plain and 'model="shy"' in admin
     assert "shy" not in plain
 
 
 async def test_what_an_admin_was_told_is_not_told_to_its_tenants_other_keys(app: App) -> None:
-    asked = await call(app, "POST", "/v1/chat/completions", "boss", {"model": "broken", "messages": []})
+    asked = await call(app, "POST", "/v1/chat/completions", "boss", asking("broken"))
     assert asked.status == 503 and "/nowhere/engine" in asked.error["message"]
     path = f"/api/v1/requests/{asked.headers['x-request-id']}"
     assert "/nowhere/engine" in (await call(app, "GET", path, "boss")).json()["reason"]
@@ -374,7 +375,7 @@ async def test_a_path_that_is_closed_while_the_body_comes_is_not_reached(tmp_pat
 
 async def test_a_program_with_a_key_may_name_any_page(app: App) -> None:
     """No page knows a key, so what has one is refused for no `Referer`; what has none is refused for that."""
-    body = json.dumps({"model": "m", "messages": []}).encode()
+    body = json.dumps(asking("m")).encode()
     for said in ({"Referer": "https://app.example/"}, {"Sec-Fetch-Site": "cross-site"}):
         async with await Raw.open(app) as raw:
             raw.send(request_bytes("POST", "/v1/chat/completions", body, {**PLAIN, **said}))

@@ -30,6 +30,8 @@ API_KEYS: list[dict[str, Any]] = [
     },
 ]
 
+# Holds what each of the routes of models needs.
+ASKED = asking("plain", prompt="a", input="a", query="a", documents=["b"])
 # Paths that every key may use, and those that only an admin's may.
 FOR_CALLERS = [
     ("GET", "/v1/models"),
@@ -94,8 +96,8 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App
 
 async def call(app: App, method: str, path: str, key: str | None, **headers: str) -> Answer:
     named = headers if key is None else {"Authorization": f"Bearer {key}", **headers}
-    body = b'{"model": "plain"}' if method == "POST" and not path.startswith("/api/") else None
-    return await http(app, method, path, body=body, headers=named)
+    body = ASKED if method == "POST" and not path.startswith("/api/") else None
+    return await http(app, method, path, body, headers=named)
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------

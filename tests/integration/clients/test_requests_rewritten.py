@@ -15,7 +15,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway, tiny
 from tests.integration.facts import Journal, at_rest
-from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
+from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding
 
@@ -59,6 +59,8 @@ async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Journa
         yield JournaledGateway(app, journal)
 
 
+HI = b'"messages": [{"role": "user", "content": "hi"}]'
+
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 # Values that a decode and encode would change: a huge integer, floats, escapes, spaces, key order, an inner duplicate.
@@ -87,15 +89,15 @@ async def test_values_reach_the_engine_byte_by_byte(gate: JournaledGateway) -> N
 
 async def test_our_own_fields_are_not_forwarded(gate: JournaledGateway) -> None:
     ours = b'"x_priority": "high", "x_client_id": "me", "x_budget_s": 100, "x_anything": [1]'
-    answer, sent = await gate.post(b'{"model": "plain", %b, "messages": []}' % ours)
-    assert json.loads(sent["body"]) == {"model": "plain", "messages": []}
+    answer, sent = await gate.post(b'{"model": "plain", %b, %b}' % (ours, HI))
+    assert json.loads(sent["body"]) == {"model": "plain", "messages": [{"role": "user", "content": "hi"}]}
     record = gate.app.activity.get(answer.headers["x-request-id"])
     assert record is not None
     assert (record.priority, record.client) == (0, "me")
 
 
 async def test_repeated_model_cannot_route_one_and_ask_for_another(gate: JournaledGateway) -> None:
-    answer, sent = await gate.post(b'{"model": "org/name", "messages": [], "model": "plain", "mod\\u0065l": "plain"}')
+    answer, sent = await gate.post(b'{"model": "org/name", %b, "model": "plain", "mod\\u0065l": "plain"}' % HI)
     assert answer.text.startswith("plain")
     assert sent["body"].count("plain") == 1
     assert "org/name" not in sent["body"]
@@ -103,19 +105,21 @@ async def test_repeated_model_cannot_route_one_and_ask_for_another(gate: Journal
 
 @pytest.mark.parametrize("alias", ["other-name", "with/slash:q4"])
 async def test_alias_is_routed_and_sent_as_it_was_asked(gate: JournaledGateway, alias: str) -> None:
-    answer, sent = await gate.post(json.dumps({"model": alias, "messages": []}).encode())
+    answer, sent = await gate.post(json.dumps(asking(alias)).encode())
     assert answer.text.startswith("plain")
     assert sent["model"] == alias
 
 
 async def test_use_model_name_is_what_the_engine_is_asked_for(gate: JournaledGateway) -> None:
-    _, sent = await gate.post(b'{"model": "renamed", "messages": []}')
+    _, sent = await gate.post(b'{"model": "renamed", %b}' % HI)
     assert sent["model"] == "the-real-one"
 
 
 async def test_parameters_are_stripped_and_set(gate: JournaledGateway) -> None:
-    _, sent = await gate.post(b'{"model": "edited", "top_k": 1, "user": "me", "temperature": 2.0, "seed": 1}')
-    assert json.loads(sent["body"]) == {"model": "edited", "seed": 1, "temperature": 0.5, "extra": {"a": [1]}}
+    asked = b'{"model": "edited", "top_k": 1, "user": "me", "temperature": 2.0, "seed": 1, %b}' % HI
+    _, sent = await gate.post(asked)
+    body = json.loads(sent["body"])
+    assert body.pop("messages") and body == {"model": "edited", "seed": 1, "temperature": 0.5, "extra": {"a": [1]}}
 
 
 # --- usage ----------------------------------------------------------------------------------------------------------
@@ -125,7 +129,7 @@ async def test_parameters_are_stripped_and_set(gate: JournaledGateway) -> None:
 async def test_usage_is_asked_for_and_its_event_dropped_when_the_caller_did_not_ask(
     gate: JournaledGateway, model: str
 ) -> None:
-    body = {"model": model, "messages": [], "stream": True, "stream_options": {"keep": 1}}
+    body = asking(model, stream=True, stream_options={"keep": 1})
     answer, sent = await gate.post(json.dumps(body).encode())
     assert json.loads(sent["body"])["stream_options"] == {"keep": 1, "include_usage": True}
     assert answer.data[-1] == "[DONE]"
@@ -139,7 +143,7 @@ async def test_usage_is_asked_for_and_its_event_dropped_when_the_caller_did_not_
 @pytest.mark.parametrize("model", ["plain", "split"])
 async def test_usage_event_stays_when_the_caller_asked(gate: JournaledGateway, model: str) -> None:
     options = {"include_usage": True}
-    body = {"model": model, "messages": [], "stream": True, "stream_options": options}
+    body = asking(model, stream=True, stream_options=options)
     answer, sent = await gate.post(json.dumps(body).encode())
     assert json.loads(sent["body"])["stream_options"] == options
     assert answer.data[-2]["choices"] == []
@@ -147,7 +151,7 @@ async def test_usage_event_stays_when_the_caller_asked(gate: JournaledGateway, m
 
 
 async def test_usage_is_not_asked_for_without_a_stream(gate: JournaledGateway) -> None:
-    _, sent = await gate.post(b'{"model": "plain", "messages": []}')
+    _, sent = await gate.post(b'{"model": "plain", %b}' % HI)
     assert "stream_options" not in sent["body"]
 
 
@@ -171,7 +175,7 @@ async def test_headers_reach_the_engine_by_allow_list_only(gate: JournaledGatewa
         "Connection": "keep-alive, x-trace-2",
         "X-Trace-2": "not named",
     }
-    answer, sent = await gate.post(b'{"model": "plain", "messages": []}', headers=said)
+    answer, sent = await gate.post(b'{"model": "plain", %b}' % HI, headers=said)
     got = dict(sent["headers"])
     # Named in forward_headers or not: keys and cookies are never forwarded.
     assert set(got) == {"host", "content-length", "content-type", "accept", "x-trace", "x-request-id"}
@@ -259,7 +263,7 @@ async def test_upgrade_is_passed_through_in_both_directions(gate: JournaledGatew
 
 
 async def test_unknown_model_with_control_characters_is_shown_escaped(gate: JournaledGateway) -> None:
-    body = b'{"model": "plain\\u0000", "messages": []}'
+    body = b'{"model": "plain\\u0000", "messages": [{"role": "user", "content": "hi"}]}'
     answer = await http(gate.app, "POST", "/v1/chat/completions", body=body)
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
     assert r"There is no model 'plain\x00'." in answer.error["message"]

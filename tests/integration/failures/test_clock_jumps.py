@@ -19,6 +19,7 @@ import pytest
 
 from tests.harness import fake, gateway_process
 from tests.integration.governance.test_governance import now, with_key
+from tests.integration.raw import asking
 from tests.redis_server import clock_env
 from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until_now
@@ -63,7 +64,7 @@ def test_a_clock_that_jumps_lets_no_token_be_used_again(
             assert codes <= {"token_replayed", "token_issued_before_start", "token_expired", "token_not_yet_valid"}
             assert load(gate.url, used[0]) != "loading"
             # Requests, health and durations do not mind.
-            body = {"model": "m", "messages": []}
+            body = asking("m")
             assert call(gate.url, "/v1/chat/completions", body)[0] == 200
             status, health = call(gate.url, "/health")
             assert status == 200 and 0 <= health["uptime"] <= time.monotonic() - began + 1

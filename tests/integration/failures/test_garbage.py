@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import fake, gateway
-from tests.integration.raw import Raw, request_bytes
+from tests.integration.raw import Raw, asking, request_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ REQUESTS = 100
 async def test_answered_requests_leave_nothing_to_the_collector(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a")}) as app, await Raw.open(app) as raw:
         for stream in (False, True):
-            body = json.dumps({"model": "a", "messages": [], "stream": stream}).encode()
+            body = json.dumps(asking("a", stream=stream)).encode()
             asked = request_bytes("POST", "/v1/chat/completions", body)
             for _ in range(5):
                 raw.send(asked)

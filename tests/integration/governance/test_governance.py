@@ -27,7 +27,7 @@ from greenroom.tenancy.governance.canonical_json import sha256_of
 from greenroom.tenancy.governance.shared_nonces import AFTER, CALLS
 from greenroom.tenancy.governance.tokens import as_text
 from tests.harness import GatewayProcess, fake, gateway, tiny, write_config
-from tests.integration.raw import Answer, chat, http
+from tests.integration.raw import Answer, asking, chat, http
 from tests.models import tiny as tiny_model
 from tests.redis_server import redis_server
 from tests.tenancy.governance.token_rig import PUBLIC, key_file, shared_token, signed_token
@@ -124,7 +124,7 @@ async def test_every_governed_route_refuses_without_a_token_and_does_nothing(app
 
 async def test_reading_and_inference_need_none(app: App) -> None:
     assert (await ask(app, "GET", "/api/v1/status")).status == 200
-    body = {"model": "m", "messages": []}
+    body = asking("m")
     assert (await ask(app, "POST", "/v1/chat/completions", body, key="plain")).status == 200
     assert (await ask(app, "POST", "/api/v1/leases", {"mib": 1})).status == 201
     assert (await ask(app, "POST", "/api/v1/explain", {"model": "m"})).status == 200

@@ -20,7 +20,7 @@ from greenroom.tenancy.governance.tokens import as_text
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
 from tests.integration.governance.test_governance import KEYS, ask, audited, now, with_key
-from tests.integration.raw import Answer, Raw, http
+from tests.integration.raw import Answer, Raw, asking, http
 from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until
 
@@ -203,7 +203,7 @@ async def test_a_key_that_is_over_starts_no_job_and_what_waits_does_not_run(tmp_
     keys = [*KEYS, {"name": "short", "key": "short-key", "expires": soon.isoformat()}]
     models = {"m": fake("m", "--load-s", "10")}
     async with gateway(tmp_path, models, server={"api_keys": keys}, governance=with_key(tmp_path)) as app:
-        order = {"route": "/v1/chat/completions", "body": {"model": "m", "messages": []}}
+        order = {"route": "/v1/chat/completions", "body": asking("m")}
         taken = await ask(app, "POST", "/v1/jobs", order, key="short")
         assert taken.status == 202, taken.body
         path = f"/v1/jobs/{taken.json()['id']}"

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway, url
-from tests.integration.raw import http
+from tests.integration.raw import asking, http
 from tests.later import Later
 from tests.waiting import PATIENCE_S
 
@@ -127,5 +127,5 @@ async def test_many_speak_at_once(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_other_routes_are_refused(app: App) -> None:
-    answer = await http(app, "POST", "/v1/chat/completions", {"model": "voice", "messages": []})
+    answer = await http(app, "POST", "/v1/chat/completions", asking("voice"))
     assert (answer.status, answer.error["code"]) == (400, "unsupported")

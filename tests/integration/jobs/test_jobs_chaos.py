@@ -20,7 +20,7 @@ import pytest
 from tests.harness import GatewayProcess, fake, left_behind, write_config
 from tests.integration.facts import Journal
 from tests.integration.faults import dial
-from tests.integration.raw import CHAT, Answer, request_bytes
+from tests.integration.raw import CHAT, Answer, asking, request_bytes
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ class Chaos:
 
     async def submit(self, number: int) -> None:
         retry = number % 3 == 0
-        body = {"model": MODELS[number % 3], "messages": [], "user": f"no {number}", "tokens": 2 + number % 17}
+        body = asking(MODELS[number % 3], user=f"no {number}", tokens=2 + number % 17)
         body["stream"] = number % 5 == 0
         answer = await self.ask("POST", "/v1/jobs", {"route": CHAT, "body": body, "retry": retry})
         if answer is not None:

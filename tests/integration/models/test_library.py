@@ -16,7 +16,7 @@ from greenroom.library.fetched_marks import FOLDER, FetchedMarks
 from greenroom.library.library import LOOK_TIMES
 from greenroom.library.roots import Roots
 from tests.harness import fake, gateway, tiny, write_config
-from tests.integration.raw import http
+from tests.integration.raw import asking, http
 from tests.library.hub_cache import add_snapshot, folder_files, put
 from tests.models import tiny as tiny_gguf
 from tests.models import tiny_hf, tiny_projector
@@ -86,7 +86,7 @@ async def test_loaded_lists_what_is_in_memory(app: App) -> None:
 
 async def test_stats_count_hits_misses_and_loads(app: App) -> None:
     for _ in range(3):
-        await ask(app, "POST", "/v1/chat/completions", body={"model": "shy", "messages": []})
+        await ask(app, "POST", "/v1/chat/completions", body=asking("shy"))
     _, told = await ask(app, "GET", "/v1/models/stats")
     assert (told["hits"], told["misses"], told["loads"], told["hit_rate"]) == (2, 1, 1, 0.6667)
     assert told["load_seconds_mean"] > 0

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway, tiny
-from tests.integration.raw import CHAT, http
+from tests.integration.raw import CHAT, asking, http
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding, tiny_lora, tiny_projector, tiny_reranker
 
@@ -105,7 +105,7 @@ async def test_models_whose_files_say_so_embed_and_rank(app: App) -> None:
     assert vectors.json()["data"][0]["embedding"]
     ranks = await http(app, "POST", "/v1/rerank", {"model": "ranks", "query": "a", "documents": ["bad", "good"]})
     assert {row["index"] for row in ranks.json()["results"]} == {0, 1}
-    assert (await http(app, "POST", CHAT, {"model": "vectors", "messages": []})).status == 400
+    assert (await http(app, "POST", CHAT, asking("vectors"))).status == 400
 
 
 async def test_what_the_files_tell_is_shown(app: App) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from tests.harness import gateway
+from tests.integration.raw import asking
 from tests.integration.versions.test_versions import models, options
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S
@@ -16,7 +17,7 @@ CALLERS = 8
 
 async def first_answer(port: int) -> tuple[int, str | None]:
     """The status and the version of the first answer that this port gives, asked without a pause until it is there."""
-    body = json.dumps({"model": "m", "messages": [], "max_tokens": 2}).encode()
+    body = json.dumps(asking("m", max_tokens=2)).encode()
     sent = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     sent += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     while True:

@@ -16,7 +16,7 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, nothing_left
-from tests.integration.raw import CHAT, Answer, Raw, chat, http, request_bytes
+from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -206,7 +206,7 @@ async def test_lines_of_the_revision_that_still_serves_are_not_those_of_the_next
             path.write_text(path.read_text().replace("--talkative", "--talkative\n    - --load-s\n    - '1.5'"))
             assert (await http(app, "POST", "/api/v1/reload", headers=HEADERS[OPS])).status == 200
             async with await Raw.open(app) as second:
-                second.ask({"model": "alpha", "messages": []}, headers=HEADERS[SHOP])
+                second.ask(asking("alpha"), headers=HEADERS[SHOP])
                 failed = await second.answer()
         assert failed.error["code"] == "model_load_failed"
         found = await reason(app, failed)

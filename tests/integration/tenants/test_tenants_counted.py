@@ -11,7 +11,7 @@ from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
 from greenroom.tenancy.keys import LIVE_MAX
 from tests.harness import fake, gateway, served
 from tests.integration.facts import Journal, at_rest
-from tests.integration.raw import Raw, chat, http
+from tests.integration.raw import Raw, asking, chat, http
 
 KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice", "admin": True}]
 
@@ -67,7 +67,7 @@ async def test_tenants_beyond_those_that_are_told_apart_share_no_prefixes(tmp_pa
     async with gateway(tmp_path, {"v": served("vllm", tmp_path / "vllm", *journal.switches)}) as app:
         async with await Raw.open(app) as raw:
             for number in range(LIVE_MAX):
-                raw.ask({"model": "none", "messages": []}, headers={"X-Tenant-ID": f"t{number}"})
+                raw.ask(asking("none"), headers={"X-Tenant-ID": f"t{number}"})
                 if number % 50 == 49:
                     assert {(await raw.answer()).status for _ in range(50)} == {404}
         for tenant in ("t0", "t0", "late", "later", "late"):

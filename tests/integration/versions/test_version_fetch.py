@@ -22,7 +22,7 @@ from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.roots import Roots
 from greenroom.runtime.operations import updates
 from tests.harness import GatewayProcess, gateway, tiny, write_config
-from tests.integration.raw import http
+from tests.integration.raw import asking, http
 from tests.integration.versions.test_version_faults import PROGRAM, call, says
 from tests.integration.versions.test_versions import CHAT, ask, said, update, version
 from tests.models import tiny as tiny_file
@@ -149,7 +149,7 @@ async def test_an_alias_is_told_that_there_is_no_version_yet(hub: StandinHub, tm
     served = models(repo_id="org/nothing")
     served["m"]["aliases"] = ["latest"]
     async with gateway(tmp_path, served, **options(tmp_path)) as app:
-        answer = await http(app, "POST", CHAT, {"model": "latest", "messages": []})
+        answer = await http(app, "POST", CHAT, asking("latest"))
         assert (answer.status, answer.error["code"]) == (503, "no_version")
 
 

@@ -13,7 +13,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
 from tests.harness import gateway, tiny, write_config
-from tests.integration.raw import Answer, Raw, http
+from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file
 from tests.waiting import until
 
@@ -82,7 +82,7 @@ async def test_a_version_takes_the_name_and_headers_tell_it(tmp_path: Path) -> N
 async def test_streams_finish_on_the_old_version_and_later_ones_see_the_new(tmp_path: Path) -> None:
     async with gateway(tmp_path, models(tmp_path, loop=True), **options(tmp_path)) as app:
         old = await Raw.open(app)
-        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 400}, path=CHAT)
+        old.ask(asking("m", stream=True, max_tokens=400), path=CHAT)
         status, headers = await old.head()
         assert (status, headers["x-model-version"]) == (200, "1")
         await update(app, weights(tmp_path, "bravo"))
@@ -248,7 +248,7 @@ async def test_a_model_with_the_id_of_a_coming_version_serves_on(tmp_path: Path)
     async with gateway(tmp_path, served, **options(tmp_path)) as app:
         await update(app, weights(tmp_path, "bravo"))
         assert said(await ask(app))[::2] == ("2", "bravo")
-        other = await http(app, "POST", CHAT, {"model": "m@2", "messages": []})
+        other = await http(app, "POST", CHAT, asking("m@2"))
         assert (other.status, other.text.split()[0]) == (200, "charlie")
 
 
@@ -272,7 +272,7 @@ async def test_where_weights_lie_is_told_to_operators_only(tmp_path: Path) -> No
         failed = {"model_repo_id": str(tmp_path / "models" / "gone.gguf")}
         assert (await http(app, "POST", "/update-model?wait=true", failed, headers=boss)).status == 404
         for key, told, wanted in ((boss, path, failed["model_repo_id"]), (guest, "alpha.gguf", "gone.gguf")):
-            answer = await http(app, "POST", CHAT, {"model": "m", "messages": []}, headers=key)
+            answer = await http(app, "POST", CHAT, asking("m"), headers=key)
             assert (answer.status, answer.headers["x-model-repo-id"]) == (200, told)
             wrong = await http(app, "POST", "/v1/embeddings", {"model": "m", "input": "x"}, headers=key)
             assert (wrong.status, wrong.headers["x-model-repo-id"]) == (400, told)
@@ -296,7 +296,7 @@ async def test_an_exclusive_model_is_updated_beside_itself_to_the_same_path(tmp_
     served = models(tmp_path, loop=True)
     served["m"]["exclusive"] = True
     async with gateway(tmp_path, served, **options(tmp_path)) as app, await Raw.open(app) as old:
-        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 400}, path=CHAT)
+        old.ask(asking("m", stream=True, max_tokens=400), path=CHAT)
         head = await old.head()
         await update(app, str(tmp_path / "models" / "alpha.gguf"))
         assert said(await ask(app, max_tokens=4))[::2] == ("2", "alpha")
@@ -319,7 +319,7 @@ async def test_two_that_do_not_fit_together_are_refused_unless_a_gap_is_allowed(
         assert (answer.status, answer.error["code"]) == (409, "would_interrupt")
         assert said(await ask(app, max_tokens=4))[::2] == ("1", "alpha")
         old = await Raw.open(app)
-        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 200}, path=CHAT)
+        old.ask(asking("m", stream=True, max_tokens=200), path=CHAT)
         head = await old.head()
         changing = asyncio.create_task(update(app, path, allow_gap=True))
         # Some of these come while the model is held: they wait, and none fails.
@@ -370,7 +370,7 @@ async def test_a_reload_while_requests_wait_for_the_next_version_lets_them_wait(
     async with gateway(tmp_path, served, **tight(tmp_path)) as app:
         await ask(app, max_tokens=4)
         old = await Raw.open(app)
-        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 450}, path=CHAT)
+        old.ask(asking("m", stream=True, max_tokens=450), path=CHAT)
         head = await old.head()
         body = {"model_repo_id": weights(tmp_path, "bravo"), "allow_gap": True}
         changing = asyncio.create_task(http(app, "POST", "/update-model?wait=true", body))
@@ -388,7 +388,7 @@ async def test_answers_that_take_too_long_end_the_update(tmp_path: Path) -> None
     async with gateway(tmp_path, served, **tight(tmp_path)) as app:
         await ask(app, max_tokens=4)
         old = await Raw.open(app)
-        old.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 450}, path=CHAT)
+        old.ask(asking("m", stream=True, max_tokens=450), path=CHAT)
         head = await old.head()
         body = {"model_repo_id": weights(tmp_path, "bravo"), "allow_gap": True}
         answer = await http(app, "POST", "/update-model?wait=true", body)
