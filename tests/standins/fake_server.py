@@ -164,7 +164,7 @@ def own_switches(words: list[str]) -> argparse.Namespace:
         parser.add_argument(name)
     for name in ("--kv-cache-memory-bytes", "--max-running-requests", "--context-length", "--tp-size", "--device"):
         parser.add_argument(name)
-    for name in ("--mem-fraction-static", "--tool-call-parser", "--chat-template"):
+    for name in ("--mem-fraction-static", "--tool-call-parser", "--chat-template", "--kv-offloading-size"):
         parser.add_argument(name)
     parser.add_argument("--allowed-media-domains", nargs="*")
     for name in ("--enable-sleep-mode", "--enable-prefix-caching", "--enable-prompt-tokens-details", "--is-embedding"):

@@ -101,6 +101,8 @@ class EngineFacts:
     loads_later: bool = False
     # It only sleeps where it has left a GPU: on a machine without one it is unloaded instead.
     sleeps_off_gpu_only: bool = False
+    # The argument or variable of the operator without which it could sleep.
+    kept_awake_by: str | None = None
     # How many slots it has that requests can name by `id_slot`, as llama.cpp does; each holds its last prompt.
     prompt_slots: int = 0
     # It runs elsewhere and is paid for: it takes no memory here, never sleeps and never leaves.

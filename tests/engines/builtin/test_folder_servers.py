@@ -237,6 +237,31 @@ def test_facts(folder: Path, engine: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"args": ("--kv-offloading-backend", "native", "--kv-offloading-size", "32")}, "--kv-offloading-backend"),
+        ({"args": ("--kv-offloading-size=32",)}, "--kv-offloading-size"),
+        ({"args": ("--kv_offloading_s", "32")}, "--kv_offloading_s"),
+        ({"args": ("--kv-transfer-config.kv_connector", "X"), "isolate_tenants": "off"}, "--kv-transfer-config"),
+        ({"args": ("--no-enable-sleep-mode",)}, "--no-enable-sleep-mode"),
+        ({"env": {"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments: True"}}, "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_vllm_is_not_put_to_sleep_where_it_would_not_wake(folder: Path, keys: dict[str, Any], named: str) -> None:
+    said = model("vllm", folder, **keys)
+    facts = VllmEngine().facts(said)
+    assert not facts.can_sleep and facts.kept_awake_by is not None and facts.kept_awake_by.startswith(named)
+    assert "--enable-sleep-mode" not in started(said, on(A)).command.argv
+
+
+def test_other_arguments_do_not_keep_vllm_awake(folder: Path) -> None:
+    said = model(
+        "vllm", folder, args=("--kv-cache-dtype", "fp8"), env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    )
+    assert VllmEngine().facts(said).can_sleep
+
+
 def test_abilities_follow_the_folder_and_the_arguments(folder: Path) -> None:
     engine = VllmEngine()
     write_json(folder / "config.json", {**SHAPE, "vision_config": {"depth": 2}})

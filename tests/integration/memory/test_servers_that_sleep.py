@@ -48,6 +48,14 @@ async def test_models_change_places_without_a_restart(tmp_path: Path, kind: str)
         await at_rest(app)
 
 
+async def test_vllm_that_would_die_of_its_wake_is_stopped_instead(tmp_path: Path) -> None:
+    async with serving(tmp_path, "vllm", args=["--kv-offloading-size", "4"]) as (app, journal):
+        for name in ("alpha", "bravo", "alpha"):
+            assert (await chat(app, name)).text.startswith(name)
+        assert (journal.count("start"), journal.count("sleep")) == (3, 0)
+        assert "--kv-offloading-size" in (await view(app, "alpha"))["no_sleep"]
+
+
 # SGLang has no endpoint that tells whether it sleeps.
 @pytest.mark.parametrize(
     ("kind", "fault"),

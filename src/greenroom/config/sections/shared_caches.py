@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from greenroom.config.reader import Problem
+from greenroom.config.sections.engine_arguments import WORDS_MAX, argument_name, is_abbreviating, written
 
 # True if the value shares.
 Shares = Callable[[str], bool]
-
-_WORDS_MAX: Final = 1_024
 
 
 def _always(value: str) -> bool:
@@ -61,8 +60,6 @@ _BY_NAME: Final = {
     engine: {name: shares for names, shares in spelled.items() for name in names.split()}
     for engine, spelled in ARGUMENTS.items()
 }
-# These are Python programs, whose parsers take the beginning of a name for the whole.
-_ABBREVIATING: Final = frozenset({"vllm", "sglang"})
 # With it they read further arguments from a file.
 _FILE: Final = "--config"
 # Variables by which llama-server is told the same.
@@ -76,35 +73,17 @@ VARIABLES: Final[Mapping[str, Mapping[str, Shares]]] = {
 
 
 def sharing_arguments(engine: str, args: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """The arguments that share, each with its position. They are written `--x y`, `--x=y`, `--x.part y` or `--x_y`."""
-    for position, word in enumerate(args[:_WORDS_MAX]):
-        said, is_joined, value = word.partition("=")
-        shares = _rule(engine, _name(said))
-        if shares is None:
-            continue
-        if not is_joined:
-            value = args[position + 1] if position + 1 < len(args) else ""
+    """The arguments that share, each with its position."""
+    for position, said, value, shares in written(engine, args, _BY_NAME.get(engine, {})):
         if shares(value):
             yield position, said
 
 
 def files_of_arguments(engine: str, args: Sequence[str]) -> Iterator[int]:
     """The positions of arguments that name a file of further ones."""
-    if engine in _ABBREVIATING:
-        names = (_name(word.partition("=")[0]) for word in args[:_WORDS_MAX])
+    if is_abbreviating(engine):
+        names = (argument_name(word.partition("=")[0]) for word in args[:WORDS_MAX])
         yield from (position for position, name in enumerate(names) if len(name) > 4 and _FILE.startswith(name))
-
-
-def _name(said: str) -> str:
-    name = said.partition(".")[0]
-    return name.replace("_", "-") if name.startswith("--") else name
-
-
-def _rule(engine: str, name: str) -> Shares | None:
-    known = _BY_NAME.get(engine, {})
-    if name in known or engine not in _ABBREVIATING or not name.startswith("-") or name in ("-", "--"):
-        return known.get(name)
-    return next((shares for whole, shares in known.items() if whole.startswith(name)), None)
 
 
 def sharing_variables(engine: str, env: Mapping[str, str]) -> Iterator[str]:

@@ -78,11 +78,12 @@ class FolderServer(ProcessEngine):
     host_copy: ClassVar[bool] = False
 
     def facts(self, model: Model) -> EngineFacts:
-        counts = _split_counts(folder_of(model))
+        counts, awake = _split_counts(folder_of(model)), self.kept_awake_by(model)
         return EngineFacts(
             _abilities(model),
-            can_sleep=not model.is_host_only,
+            can_sleep=not model.is_host_only and awake is None,
             sleeps_off_gpu_only=True,
+            kept_awake_by=awake,
             keeps_prefixes=model.prefix_caching and not embeds(model),
             sizes_itself=True,
             fills_claim=True,
@@ -95,6 +96,10 @@ class FolderServer(ProcessEngine):
 
     def estimate_asleep(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_paged_asleep(folder_of(model), self.sizes(model), gpus)
+
+    def kept_awake_by(self, model: Model) -> str | None:
+        """The argument or variable with which it does not survive sleep; None if there is none."""
+        return None
 
     def sizes(self, model: Model) -> PagedOptions:
         return PagedOptions(

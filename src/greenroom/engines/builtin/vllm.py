@@ -7,6 +7,7 @@ socket in our private directory, and `/upstream` passes nothing else on than `up
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Model
+from greenroom.config.sections.engine_arguments import written
 from greenroom.engines.base import VLLM_PATHS, CallEngine, Launch, LaunchPlace, Listens, environment
 from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
@@ -40,6 +42,14 @@ _OWN_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
+# Connectors that copy the KV cache hold its addresses on the GPU, which sleep takes back: vLLM dies of it after its
+# first wake, and no release is known that does not.
+_KEEPS_AWAKE: Final = dict.fromkeys(
+    ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--no-enable-sleep-mode"), True
+)
+# With this allocator vLLM does not start in sleep mode.
+_ALLOCATORS: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE: Final = "expandable_segments:true"
 # A name that no host has: an empty list would allow them all.
 _NO_HOST: Final = "none.invalid"
 # The CUDA context is there before vLLM looks at the GPU for the first time, so it is outside of its share.
@@ -59,6 +69,11 @@ class VllmEngine(FolderServer):
     upstream_paths = (*ANSWERING_PATHS, "/pooling")
     speaks = frozenset({*VLLM_PATHS, "/v1/messages/count_tokens"})
     peer_fields = frozenset({"kv_transfer_params", "ec_transfer_params"})
+
+    def kept_awake_by(self, model: Model) -> str | None:
+        arguments = (said for _, said, _, _ in written(self.name, model.args, _KEEPS_AWAKE))
+        variables = (name for name in _ALLOCATORS if _EXPANDABLE in model.env.get(name, "").lower().replace(" ", ""))
+        return next(itertools.chain(arguments, variables), None)
 
     def kv_tokens(self, metrics: bytes) -> int | None:
         # Labels of one series for each of its engines.
@@ -93,7 +108,8 @@ class VllmEngine(FolderServer):
             # On the host it would take a share of all memory for its KV cache.
             kept = cache_mib(folder_of(model), self.sizes(model))
             return [] if kept is None else ["--kv-cache-memory-bytes", f"{kept}M"]
-        argv = ["--enable-sleep-mode", "--tensor-parallel-size", str(gpus)]
+        argv = ["--tensor-parallel-size", str(gpus)]
+        argv += ["--enable-sleep-mode"] if self.kept_awake_by(model) is None else []
         share = utilization(place)
         return argv if share is None else [*argv, "--gpu-memory-utilization", f"{share:.4f}"]
 

@@ -378,6 +378,8 @@ def need_view(need: Need, account: Account | None) -> views.NeedView:
 
 
 def _no_sleep(entry: Entry) -> str | None:
+    if entry.facts.kept_awake_by is not None:
+        return f"does not survive sleep with {entry.facts.kept_awake_by}: stopped instead"
     is_kept_from_it = entry.facts.sleeps_off_gpu_only and not entry.facts.can_sleep
     return "runs on the host, where sleep frees nothing: stopped instead" if is_kept_from_it else None
 
