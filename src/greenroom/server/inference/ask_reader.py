@@ -169,7 +169,7 @@ class AskReader:
             check_media(peeked.fields, ask.entry.config.media_hosts)
         self._rewrite(ask, peeked, exchange.head, task)
         if route.check is not None:
-            route.check.check(peeked.fields, ask.puts, ask.drops)
+            route.check.check(peeked.fields, len(exchange.body), ask.puts, ask.drops)
         if options is not NO_OPTIONS:
             ask.drops = ask.drops | model_options.FIELDS
         return ask

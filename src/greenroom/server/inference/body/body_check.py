@@ -16,6 +16,8 @@ from greenroom.errors import BadRequest
 from greenroom.server.inference.body.peek import MESSAGES, Fields
 
 Read = Callable[[Raw], object]
+# Larger fields are left to the engine.
+READ_BYTES_MAX: Final = 256 * 1024
 _NULL: Final = Raw(b"null")
 # Values that hold nothing to answer.
 _NOTHING: Final = (_NULL, Raw(b"[]"), Raw(b"{}"))
@@ -70,8 +72,10 @@ class BodyCheck:
         self._needs = needs
         self._reads = reads
 
-    def check(self, fields: Fields, puts: Mapping[str, bytes], drops: Set[str]) -> None:
-        """Raises BadRequest, which names the field. What the operator sets (`puts`) or strips (`drops`) is not read."""
+    def check(self, fields: Fields, size: int, puts: Mapping[str, bytes], drops: Set[str]) -> None:
+        """Raises BadRequest, which names the field. `size` is the body's. What the operator sets (`puts`) or strips
+        (`drops`) is not read, and large fields are not either: the event loop waits for what is read here.
+        """
         for names in self._needs:
             for name in names:
                 raw = fields.get(name)
@@ -79,6 +83,8 @@ class BodyCheck:
                     break
             else:
                 raise BadRequest(f"{' or '.join(names)} is missing or empty.", param=names[0])
+        if size > READ_BYTES_MAX:
+            fields = {name: raw for name, raw in fields.items() if len(memoryview(raw)) <= READ_BYTES_MAX}
         reads, name = self._reads, ""
         try:
             for name, raw in fields.items():
