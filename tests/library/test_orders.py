@@ -52,6 +52,7 @@ def order(**said: Any) -> DownloadOrder:
             DownloadOrder(repo="org/name", revision="refs/pr/3", include=("sub/*",)),
         ),
         ("https://files.example/a/b.gguf?key=1", DownloadOrder(url="https://files.example/a/b.gguf?key=1")),
+        ("HTTPS://Files.example.:443/%61/b%2fc.gguf#x", DownloadOrder(url="https://files.example/a/b%2Fc.gguf")),
         ("https://other.example:8443/b.gguf", DownloadOrder(url="https://other.example:8443/b.gguf")),
     ],
 )

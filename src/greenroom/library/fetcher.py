@@ -101,6 +101,7 @@ def encode(order: DownloadOrder, place: FetchPlace, rate_bytes_s: float | None) 
         "quantization": order.quantization,
         "include": order.include,
         "exclude": order.exclude,
+        "exact_name": order.exact_name,
         "cache": place.cache,
         "folder": place.folder,
         "root": place.root,

@@ -131,6 +131,11 @@ class Library:
         found = self._inventory.find(name)
         return None if found is None else self._records.get(found.id)
 
+    def names_of(self, record: LibraryRecord) -> frozenset[str]:
+        """Every name that `find` knows this model by, and the hub id of its repository."""
+        hub_id = () if record.source.hub_id is None else (record.source.hub_id,)
+        return frozenset((*hub_id, *(name for name, id in self._inventory.names.items() if id == record.id)))
+
     @property
     def work_done(self) -> tuple[int, int]:
         """Folders listed and models whose headers were read, since the start."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import glob
 import os
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from greenroom.errors import BadRequest, shown
 from greenroom.library.roots import PATH_CHARS_MAX, Roots, is_below
@@ -29,6 +30,9 @@ _REPO: Final = re.compile(rf"{_NAME.replace('.*', '[^/]*')}(?:/{_NAME})?")
 _QUANTIZATION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REVISION: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}(?<![/.])")
 _NOT_MODELS: Final = ("datasets", "spaces", "docs", "api", "models", "papers", "collections")
+_PORTS: Final = {"http": 80, "https": 443}
+_ESCAPE: Final = re.compile(r"%([0-9A-Fa-f]{2})")
+_UNRESERVED: Final = frozenset(f"{string.ascii_letters}{string.digits}-._~")
 _VIEWS: Final = ("tree", "resolve", "blob", "raw")
 
 
@@ -43,6 +47,8 @@ class DownloadOrder:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     destination: str | None = None
+    exact_name: bool = False
+    """A repository that the hub has by another name is not fetched: what was permitted is this one."""
 
     @property
     def name(self) -> str:
@@ -52,14 +58,18 @@ class DownloadOrder:
 
 @dataclass(frozen=True, slots=True)
 class OrderRules:
-    """`hosts` are those that the operator has listed, `endpoint` is the hub's address."""
+    """`hosts` are those that the operator has listed, `endpoint` is the hub's address.
+
+    With `exact_names` no repository is fetched by a name that it had before.
+    """
 
     hosts: Collection[str] = ()
     endpoint: str = DEFAULT_ENDPOINT
+    exact_names: bool = False
 
     @classmethod
-    def of(cls, hosts: Collection[str], environ: Mapping[str, str]) -> OrderRules:
-        return cls(hosts, environ.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT)
+    def of(cls, hosts: Collection[str], environ: Mapping[str, str], *, exact_names: bool = False) -> OrderRules:
+        return cls(hosts, environ.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT, exact_names)
 
 
 def read_order(
@@ -90,6 +100,7 @@ def read_order(
         include=(*order.include, *_patterns(include, "include")),
         exclude=_patterns(exclude, "exclude"),
         destination=None if destination is None else _destination(destination),
+        exact_name=rules.exact_names,
     )
     expect_listed(order, rules)
     return order
@@ -100,7 +111,7 @@ def expect_listed(order: DownloadOrder, rules: OrderRules) -> None:
     if order.url is None:
         return
     parts = urlsplit(order.url)
-    if not {parts.netloc.lower(), parts.hostname} & {host.lower() for host in rules.hosts}:
+    if not {parts.netloc.lower(), parts.hostname} & {host.lower().removesuffix(":443") for host in rules.hosts}:
         raise BadRequest(
             f"{shown(parts.netloc)} is neither the hub nor among `library.hosts`: nothing is fetched from there.",
             param="url",
@@ -132,17 +143,33 @@ def _of_url(url: str, rules: OrderRules) -> DownloadOrder:
         raise BadRequest(f"{shown(url)} is no address.", param="url")
     try:
         parts = urlsplit(url)
-        host, port, hub = parts.hostname, parts.port, urlsplit(rules.endpoint)
-        is_hub = (host in HUB_HOSTS and port in (None, 443)) or parts.netloc.lower() == hub.netloc.lower()
+        place, hub = _place_of(parts), _place_of(urlsplit(rules.endpoint))
     except ValueError:
         raise BadRequest(f"{shown(url)} is no address.", param="url") from None
     if "@" in parts.netloc:
         raise BadRequest("A `url` holds no name and password.", param="url")
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not place:
         raise BadRequest(f"{shown(url)} is no address of a file; it begins with https://.", param="url")
-    if is_hub:
-        return _of_hub(url, [unquote(part) for part in parts.path.split("/") if part])
-    return DownloadOrder(url=url)
+    names = [unquote(part) for part in parts.path.split("/")]
+    if place in (*HUB_HOSTS, hub):
+        return _of_hub(url, [name for name in names if name])
+    if "." in names or ".." in names:
+        raise BadRequest(f"{shown(url)} is no address in its shortest form.", param="url")
+    path = _ESCAPE.sub(_unescaped, parts.path)
+    return DownloadOrder(url=urlunsplit((parts.scheme, place, path, parts.query, "")))
+
+
+def _place_of(parts: SplitResult) -> str:
+    """The host, with the port unless that is the scheme's own. Raises ValueError."""
+    host, port = (parts.hostname or "").rstrip("."), parts.port
+    host = f"[{host}]" if ":" in host else host
+    return host if port is None or port == _PORTS.get(parts.scheme) else f"{host}:{port}"
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """The character itself, if it means the same: so one file has one address."""
+    character = chr(int(escape[1], 16))
+    return character if character in _UNRESERVED else escape[0].upper()
 
 
 def _of_hub(url: str, parts: list[str]) -> DownloadOrder:

@@ -14,9 +14,10 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from greenroom.errors import GatewayBug
+from greenroom.errors import GatewayBug, NotAllowed
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
+from greenroom.library.orders import DownloadOrder
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import STRANGER, Caller
@@ -78,6 +79,20 @@ def caller_of(request: Request) -> Caller:
     """The caller, also of the open paths, which have none to know."""
     caller = request.scope.get("state", {}).get("caller")
     return caller if isinstance(caller, Caller) else STRANGER
+
+
+def order_to_fetch(request: Request, read: Callable[[], DownloadOrder]) -> DownloadOrder:
+    """What this call may fetch: the order that was judged when its token was checked, else what `read` makes of it.
+
+    Raises NotAllowed if the call was judged as one that fetches nothing.
+    """
+    state = request.scope.get("state", {})
+    if "fetch" not in state:
+        return read()
+    order = state["fetch"]
+    if not isinstance(order, DownloadOrder):
+        raise NotAllowed("The model was on disk when the token was checked, and is not any more. Sign the call again.")
+    return order
 
 
 class _AsgiCall:

@@ -320,7 +320,9 @@ def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> 
         DownloadServices(
             roots=lambda: gateway.library.roots,
             cache=lambda: hub_cache(os.environ),
-            rules=lambda: OrderRules.of(gateway.config.library.hosts, os.environ),
+            rules=lambda: OrderRules.of(
+                gateway.config.library.hosts, os.environ, exact_names=gateway.governance.rules is not None
+            ),
             at_once_max=lambda: gateway.config.library.downloads_max,
             rate_bytes_s=rate_bytes_s,
             is_draining=lambda: gateway.is_draining,

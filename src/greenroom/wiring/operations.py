@@ -17,7 +17,6 @@ from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
@@ -90,9 +89,7 @@ def wire_updates(
     return Updates(front.operations, services)
 
 
-def wire_governance(
-    state_dir: StateDir, config: Callable[[], Config], catalog: Catalog, library: Callable[[], Library]
-) -> GovernanceGate:
+def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> GovernanceGate:
     folder = state_dir.path / GOVERNANCE_FOLDER
     section = config().governance
 
@@ -106,11 +103,5 @@ def wire_governance(
             raise ConfigError("governance.store needs the client for Redis: pip install 'greenroom[redis]'") from None
         return SharedNonces(store, section.clock_skew_s)
 
-    def known_as(name: str) -> frozenset[str]:
-        """As it was asked for, by its id, and by its id on disk: a rule for one of them is a rule for all."""
-        entry, record = catalog.find(name), library().find(name)
-        bases = () if entry is None else (entry.base_id,)
-        return frozenset({name, *bases, *(one.id for one in (entry, record) if one is not None)})
-
     audit_path = folder / "audit.jsonl" if section.audit_path is None else Path(section.audit_path)
-    return GovernanceGate(nonces, AuditLog(audit_path, run_detached), known_as)
+    return GovernanceGate(nonces, AuditLog(audit_path, run_detached))

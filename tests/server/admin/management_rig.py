@@ -291,7 +291,7 @@ class FakeGateway:
                 self.clock,
             ),
         )
-        self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN, lambda name: frozenset({name}))
+        self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(unthreaded, lambda: None)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []

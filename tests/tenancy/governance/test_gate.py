@@ -18,6 +18,7 @@ from greenroom.errors import AuditUnavailable, ConfigError, GreenroomError, Nonc
 from greenroom.tenancy.governance import signing
 from greenroom.tenancy.governance.audit import verify
 from greenroom.tenancy.governance.canonical_json import sha256_of
+from greenroom.tenancy.governance.gate import Done
 from greenroom.tenancy.governance.tokens import as_text
 from tests.full_disk import full_disk
 from tests.tenancy.governance.token_rig import (
@@ -158,7 +159,7 @@ async def test_rules_follow_the_model_whatever_it_is_called(tmp_path: Path) -> N
     gate = await opened(tmp_path, **GROUP, rules=rules)
     alone = [
         call(signed_token("alice", modelId="llama"), model="llama"),
-        call(signed_token("alice"), also=(("model-unload", "prod-a"),)),
+        call(signed_token("alice"), also=(Done("model-unload", frozenset({"prod-a"})),)),
         call(signed_token("alice", modelId=None, operation="cache-flush"), model=None, operation="cache-flush"),
     ]
     assert [await code(gate, one) for one in alone] == ["token_too_few_signers"] * 3

@@ -68,16 +68,17 @@ def call(
     looked: list[str] | None = None,
     **changed: Any,
 ) -> GovernedCall:
-    """`looked` is told when what the call does besides is looked for."""
+    """`also` is what it does besides. `looked` is told when what it does is looked for."""
 
     async def found() -> tuple[Done, ...]:
         if looked is not None:
             looked.append("looked")
-        return also
+        names = None if model is None else frozenset({model, *({"prod-llama"} if model == "llama" else ())})
+        return (Done(fields["operation"], names), *also)
 
     about = {"request": "r-1", "route": "POST /v1/models/load", "key": "ops"}
     fields: dict[str, Any] = {"operation": "model-load", "fields": {}, "about": about, **changed}
-    return GovernedCall(model=model, token=token, also=found, **fields)
+    return GovernedCall(model=model, token=token, find_done=found, **fields)
 
 
 async def in_place(work: Callable[[], None], name: str) -> None:
@@ -99,7 +100,6 @@ async def opened(
     gate = GovernanceGate(
         lambda: NonceJournal(folder / "nonces", SKEW_S, run),
         AuditLog(folder / "audit.jsonl", run),
-        lambda name: frozenset({name, *({"prod-llama"} if name == "llama" else ())}),
         clock,
         fold_s,
     )

@@ -32,8 +32,8 @@ class Quorum(Section):
     operations: tuple[Operation, ...] = ()
     """The operations it is for; all when not given."""
     models: tuple[Name, ...] = ("*",)
-    """Patterns of model ids, with * and ?. An operation that names no model, such as a flush of everything, needs what
-    the strictest of its rules asks for."""
+    """Patterns of names of models and repositories, with * and ?; letter case does not count. An operation that names
+    no model, such as a flush of everything, needs what the strictest of its rules asks for."""
     group: Name | None = None
     """Only signers of this group count; all known signers when not given."""
     signers_min: Annotated[int, Field(ge=1, le=SIGNERS_MAX), NotBool] = 1

@@ -102,12 +102,27 @@ class Loads:
         self._fetches: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[LoadFacts | GreenroomError]] = {}
 
+    def order_for(self, name: str, options: ModelOptions) -> DownloadOrder:
+        """The order to fetch a model of this name. Raises BadRequest if it is none of the hub."""
+        return read_order(self._services.downloads.rules, model=name, quantization=options.quantization)
+
     async def submit(
-        self, name: str, options: ModelOptions, evict: tuple[str, ...], asker: Asker, *, tenant: str, key: str
+        self,
+        name: str,
+        options: ModelOptions,
+        evict: tuple[str, ...],
+        asker: Asker,
+        fetch: Callable[[], DownloadOrder],
+        *,
+        tenant: str,
+        key: str,
     ) -> Operation:
-        """Begin to load a model. Raises ModelNotFound, BadRequest, or that the table has no room."""
+        """Begin to load a model. Raises ModelNotFound, BadRequest, or that the table has no room.
+
+        `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
+        """
         leaving = tuple([(await self._services.resolver.named(one, asker=asker)).id for one in evict])
-        entry, order = await self._found(name, options, asker)
+        entry, order = await self._found(name, options, asker, fetch)
         model = name if entry is None else entry.id
         row = await self._row(OperationKind.LOAD, model, tenant, key)
 
@@ -151,7 +166,9 @@ class Loads:
         self._models[row.id] = model
         return row
 
-    async def _found(self, name: str, options: ModelOptions, asker: Asker) -> tuple[Entry | None, DownloadOrder | None]:
+    async def _found(
+        self, name: str, options: ModelOptions, asker: Asker, fetch: Callable[[], DownloadOrder]
+    ) -> tuple[Entry | None, DownloadOrder | None]:
         """The model, or the order to fetch it."""
         services = self._services
         try:
@@ -165,7 +182,7 @@ class Loads:
                     details=missing.details,
                 ) from missing
             try:
-                return None, read_order(services.downloads.rules, model=name, quantization=options.quantization)
+                return None, fetch()
             except BadRequest:
                 raise missing from None
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.routing import Match, Route
 
 from greenroom.config.sections.governance import Operation
@@ -28,7 +29,9 @@ from greenroom.errors import (
     TokenMalformed,
     shown,
 )
-from greenroom.server.admin.governed_models import GovernedModels
+from greenroom.library.orders import DownloadOrder, OrderRules, read_order
+from greenroom.server.admin.governed_models import GovernedModels, NeededOperation
+from greenroom.server.admin.models.downloads import DownloadAsked
 from greenroom.server.asgi import Message
 from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
@@ -56,29 +59,36 @@ class ReadCall:
     raw_path: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """The operation that a call is, the model it names, and models that leave for it."""
-
-    operation: Operation
-    model: str | None
-    evicted: tuple[str, ...] = ()
-    unbound: tuple[str, ...] = ()
-    """Fields that no token is signed for, because they are known only when the call is made."""
-
-
 # None if this call needs no token after all.
-Reading = Callable[[ReadCall], Needed | None]
+Reading = Callable[[ReadCall], NeededOperation | None]
 
 
 def _by_body(operation: Operation, *keys: str) -> Reading:
     """The model is named by one of these fields."""
 
-    def needed(asked: ReadCall) -> Needed:
-        named = [asked.fields[key] for key in keys if asked.fields.get(key) is not None]
-        if len(named) != 1 or not isinstance(named[0], str):
-            raise BadRequest(f"say which model as {keys[0]}, once", param=keys[0])
-        return Needed(operation, named[0], _names(asked, "evictModel"))
+    def needed(asked: ReadCall) -> NeededOperation:
+        return NeededOperation(operation, _named(asked, *keys), _names(asked, "evictModel"))
+
+    return needed
+
+
+def _named(asked: ReadCall, *keys: str) -> str:
+    """The name in one of these fields. Raises BadRequest."""
+    named = [asked.fields[key] for key in keys if asked.fields.get(key) is not None]
+    if len(named) != 1 or not isinstance(named[0], str):
+        raise BadRequest(f"say which model as {keys[0]}, once", param=keys[0])
+    return named[0]
+
+
+def _load(*keys: str) -> Reading:
+    """A load, which may fetch the model first."""
+
+    def needed(asked: ReadCall) -> NeededOperation:
+        name, quantization = _named(asked, *keys), asked.fields.get("quantization")
+        evicted, said = _names(asked, "evictModel"), quantization if isinstance(quantization, str) else None
+        return NeededOperation(
+            "model-load", name, evicted, read_fetch=lambda rules: read_order(rules, model=name, quantization=said)
+        )
 
     return needed
 
@@ -86,65 +96,93 @@ def _by_body(operation: Operation, *keys: str) -> Reading:
 def _by_path(operation: Operation, order: str) -> Reading:
     """The model is named by the path before the order, as the handler reads it."""
 
-    def needed(asked: ReadCall) -> Needed:
-        raw = asked.raw_path
-        name = name_before(raw[len(_PREFIX) :], order.encode()) if raw.startswith(_PREFIX) else None
-        if name is None:
-            raise ModelNotFound.named(asked.path["model_id"])
-        return Needed(operation, name, _names(asked, "evict"))
+    def needed(asked: ReadCall) -> NeededOperation:
+        return NeededOperation(operation, _in_path(asked, _PREFIX, order.encode()), _names(asked, "evict"))
 
     return needed
 
 
-def _by_end(operation: Operation, prefix: bytes) -> Reading:
+def _in_path(asked: ReadCall, prefix: bytes, order: bytes = b"") -> str:
+    """The name between these parts of the path. Raises ModelNotFound."""
+    raw = asked.raw_path
+    name = name_before(raw[len(prefix) :], order) if raw.startswith(prefix) else None
+    if name is None:
+        raise ModelNotFound.named(asked.path["model_id"])
+    return name
+
+
+def _unload_one(asked: ReadCall) -> NeededOperation:
     """The model is named by the rest of the path, as the handler reads it."""
-
-    def needed(asked: ReadCall) -> Needed:
-        raw = asked.raw_path
-        name = name_before(raw[len(prefix) :], b"") if raw.startswith(prefix) else None
-        if name is None:
-            raise ModelNotFound.named(asked.path["model_id"])
-        return Needed(operation, name)
-
-    return needed
+    return NeededOperation("model-unload", _in_path(asked, b"/api/models/unload/"))
 
 
-def _unload_all(asked: ReadCall) -> Needed:
+def _unload_all(asked: ReadCall) -> NeededOperation:
     """Of every model, for which every rule must hold."""
-    return Needed("model-unload", None)
+    return NeededOperation("model-unload", None)
 
 
-def _delete(asked: ReadCall) -> Needed:
-    return Needed("model-delete", asked.path["model_id"])
+def _delete(asked: ReadCall) -> NeededOperation:
+    return NeededOperation("model-delete", asked.path["model_id"])
 
 
-def _pull(asked: ReadCall) -> Needed | None:
+def _download(asked: ReadCall) -> NeededOperation:
+    """By the id of the hub or the address, whichever is given."""
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        try:
+            return DownloadAsked.model_validate(asked.fields).order(rules)
+        except ValidationError as error:
+            mistake = error.errors(include_url=False)[0]
+            where = ".".join(map(str, mistake["loc"]))
+            raise BadRequest(f"{where}: {mistake['msg']}", param=where) from None
+
+    return NeededOperation("model-download", _named(asked, "model", "url"), read_fetch=read_fetch)
+
+
+def _pull(asked: ReadCall) -> NeededOperation:
     """By the id of the hub, however it is written."""
-    needed = _by_body("model-download", "model", "name")(asked)
-    return None if needed is None else replace(needed, model=pulled(needed.model or ""))
+    name = pulled(_named(asked, "model", "name"))
+    return NeededOperation("model-download", name, read_fetch=lambda rules: read_order(rules, model=name))
 
 
-def _flush(asked: ReadCall) -> Needed:
+def _flush(asked: ReadCall) -> NeededOperation:
     model = asked.fields.get("modelId")
     if model is not None and not isinstance(model, str):
         raise BadRequest("modelId must be a text", param="modelId")
-    return Needed("cache-flush", model)
+    return NeededOperation("cache-flush", model)
 
 
-def _update(asked: ReadCall) -> Needed:
-    """The model is named by the query; without that it is the configured one, for which every rule must hold."""
-    return Needed("model-update", asked.fields.get("model"))
+def _updates(asked: ReadCall, model: str | None) -> NeededOperation:
+    """An update, which may fetch the weights first."""
+    repo, revision = asked.fields.get("model_repo_id"), asked.fields.get("revision")
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        if not isinstance(repo, str):
+            raise BadRequest("model_repo_id says where the weights come from", param="model_repo_id")
+        return read_order(rules, model=repo, revision=revision if isinstance(revision, str) else None)
+
+    return NeededOperation("model-update", model, read_fetch=read_fetch)
 
 
-def _reload(asked: ReadCall) -> Needed:
-    return Needed("config-reload", None)
+def _update_one(asked: ReadCall) -> NeededOperation:
+    """The model is named by the path before the order."""
+    return _updates(asked, _in_path(asked, _PREFIX, b"/update"))
 
 
-def _lease(asked: ReadCall) -> Needed | None:
+def _update(asked: ReadCall) -> NeededOperation:
+    """The model is named by the query; without that it is the configured one."""
+    return _updates(asked, asked.fields.get("model"))
+
+
+def _reload(asked: ReadCall) -> NeededOperation:
+    return NeededOperation("config-reload", None)
+
+
+def _lease(asked: ReadCall) -> NeededOperation | None:
     """A lease that does not wait takes free memory only; any other may evict models, and the scheduler says which."""
     wait_s = asked.fields.get("wait_s", 0)
     takes_free = isinstance(wait_s, int | float) and not isinstance(wait_s, bool) and wait_s == 0
-    return None if takes_free else Needed("model-unload", None, unbound=("id", "pid", "holder"))
+    return None if takes_free else NeededOperation("model-unload", None, unbound=("id", "pid", "holder"))
 
 
 def _names(asked: ReadCall, key: str) -> tuple[str, ...]:
@@ -155,15 +193,15 @@ def _names(asked: ReadCall, key: str) -> tuple[str, ...]:
 
 _ONE: Final = "/api/v1/models/{model_id:path}"
 GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
-    ("POST", "/v1/models/load"): _by_body("model-load", "modelId", "model"),
+    ("POST", "/v1/models/load"): _load("modelId", "model"),
     ("POST", "/v1/models/unload"): _by_body("model-unload", "modelId", "model"),
-    ("POST", "/v1/models/download"): _by_body("model-download", "model", "url"),
+    ("POST", "/v1/models/download"): _download,
     ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
-    ("POST", "/models/load"): _by_body("model-load", "model"),
+    ("POST", "/models/load"): _load("model"),
     ("POST", "/models/unload"): _by_body("model-unload", "model"),
     ("GET", "/unload"): _unload_all,
     ("POST", "/api/models/unload"): _unload_all,
-    ("POST", "/api/models/unload/{model_id:path}"): _by_end("model-unload", b"/api/models/unload/"),
+    ("POST", "/api/models/unload/{model_id:path}"): _unload_one,
     ("POST", "/api/pull"): _pull,
     ("DELETE", "/api/delete"): _by_body("model-delete", "model", "name"),
     ("POST", "/v1/cache/flush"): _flush,
@@ -174,7 +212,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     # Off the GPU: an unload that stops half way.
     ("POST", f"{_ONE}/sleep"): _by_path("model-unload", "/sleep"),
     ("POST", "/update-model"): _update,
-    ("POST", f"{_ONE}/update"): _by_path("model-update", "/update"),
+    ("POST", f"{_ONE}/update"): _update_one,
     ("POST", f"{_ONE}/rollback"): _by_path("model-update", "/rollback"),
     ("POST", f"{_ONE}/pin"): _reload,
     ("POST", "/api/v1/reload"): _reload,
@@ -236,18 +274,23 @@ class GovernedRoutes:
             await self._with_token(call, app, scope, passed_on, send)
 
     def _read(self, scope: Scope, row: _Row, data: bytes) -> tuple[GovernedCall | None, dict[str, Any]]:
-        """The call, or None if it needs no token, and its body without the token. Raises GreenroomError."""
+        """The call, or None if it needs no token, and its body without the token. Raises GreenroomError.
+
+        Once it is judged, the handler finds in the scope what it may fetch.
+        """
         body, token = _without_token(scope, data)
         fields = {**body, **_query(scope, body, row.in_query)}
         needed = row.reading(ReadCall(fields, row.path, scope["raw_path"]))
         if needed is None:
             return None, body
 
-        async def also() -> tuple[Done, ...]:
-            return await self._models.done(needed.operation, needed.model, needed.evicted, fields)
+        async def find_done() -> tuple[Done, ...]:
+            judged = await self._models.judged(needed, fields, scope["state"]["caller"])
+            scope["state"]["fetch"] = judged.fetch
+            return judged.done
 
         bound = {key: value for key, value in fields.items() if key not in needed.unbound}
-        return GovernedCall(needed.operation, needed.model, bound, token, also, _about(scope)), body
+        return GovernedCall(needed.operation, needed.model, bound, token, find_done, _about(scope)), body
 
     async def _with_token(
         self, call: GovernedCall, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send

@@ -1,7 +1,8 @@
-"""What a signed operation really concerns: the model that a name leads to on disk, and the models that use its files.
+"""What a signed operation really concerns: the model that a name leads to, and the models that use its files.
 
-Owns the names beside the one that was asked for by which rules are judged. A name is resolved here as the handler will
-resolve it, so that another spelling, a link or the id of a file is no way around a rule.
+Owns the names by which rules are judged. A name is resolved here as the handler will resolve it, and a rule fits if it
+fits any name of what was found, so that no spelling, link or id of a file is a way around a rule. What a call fetches
+is resolved here alone: the handler carries out the order that was judged.
 """
 
 from __future__ import annotations
@@ -9,20 +10,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 from greenroom.config.sections.governance import Operation
+from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
+from greenroom.library.orders import DownloadOrder, OrderRules, place_of
 from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
 from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.models.versions import meant
 from greenroom.tenancy.governance.gate import Done
+from greenroom.tenancy.keys import Caller
 
 LOOK_MAX_S: Final = 20.0
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class NeededOperation:
+    """The operation that a call is, the model it names, and models that leave for it.
+
+    `read_fetch` reads what it may fetch; it raises BadRequest if it can fetch nothing of that name.
+    """
+
+    operation: Operation
+    model: str | None
+    evicted: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+    """Fields that no token is signed for, because they are known only when the call is made."""
+    read_fetch: Callable[[OrderRules], DownloadOrder] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedCall:
+    """All that a call does, and the order to fetch that it may carry out; None if it may fetch nothing."""
+
+    done: tuple[Done, ...]
+    fetch: DownloadOrder | None = None
 
 
 class GovernedModels:
@@ -32,26 +62,62 @@ class GovernedModels:
         self._gateway = gateway
         self._users_of = users_of
 
-    async def done(
-        self, operation: Operation, model: str | None, evicted: Sequence[str], fields: Mapping[str, Any]
-    ) -> tuple[Done, ...]:
-        """All that the rules are asked about besides the operation and model as named. Raises GreenroomError."""
-        found: list[Done] = []
-        for name in evicted:
-            found += [("model-unload", one) for one in await self._names_of(name)]
-        if operation == "model-update" and isinstance(repo := fields.get("model_repo_id"), str):
-            found.append(("model-download", repo))
-        if model is None or operation == "model-download":
-            return tuple(found)
-        found += [(operation, one) for one in await self._names_of(model, fields.get("quantization"))]
-        if operation == "model-load" and self._gateway.must_fetch(model):
-            found.append(("model-download", model))
-        if operation == "model-delete":
-            users = await self._users(model)
-            found += [("model-delete", user) for user in users]
+    async def judged(self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller) -> JudgedCall:
+        """What the rules are asked about. Raises GreenroomError."""
+        operation, model = needed.operation, needed.model
+        done = [Done("model-unload", await self._names_of(name)) for name in needed.evicted]
+        if operation == "model-update":
+            model = self._updated(model, caller)
+            done += await self._weights(fields)
+        fetch = self._fetch(needed, fields)
+        if operation != "model-download":
+            names = None if model is None else await self._names_of(model, fields.get("quantization"))
+            done.append(Done(operation, names))
+        if fetch is not None:
+            done += await self._fetched(operation, fetch)
+        if operation == "model-delete" and model is not None:
+            users = [await self._names_of(user) for user in await self._users(model)]
+            done += [Done("model-delete", names) for names in users]
             if "force" in fields:
-                found += [("model-unload", user) for user in users]
-        return tuple(found)
+                done += [Done("model-unload", names) for names in users]
+        return JudgedCall(tuple(done), fetch)
+
+    def _updated(self, model: str | None, caller: Caller) -> str | None:
+        """The model that an update is for. What is refused later may be any."""
+        with contextlib.suppress(BadRequest, ModelNotFound):
+            return meant(self._gateway.config, model, caller)
+        return model
+
+    async def _weights(self, fields: Mapping[str, Any]) -> list[Done]:
+        """What an update takes its weights from, if that is a path."""
+        if not isinstance(name := fields.get("model_repo_id"), str) or "://" in name:
+            return []
+        names = await self._names_of(name)
+        return [Done("model-update", names), Done("model-download", names)]
+
+    def _fetch(self, needed: NeededOperation, fields: Mapping[str, Any]) -> DownloadOrder | None:
+        """What the call may fetch. Raises BadRequest for an order to download that cannot be read."""
+        if needed.read_fetch is None:
+            return None
+        rules = self._gateway.downloads.rules
+        if needed.operation == "model-download":
+            return needed.read_fetch(rules)
+        if needed.operation == "model-load" and not self._gateway.must_fetch(needed.model or ""):
+            return None
+        # A name that is none of the hub is of a path, or the handler refuses it.
+        with contextlib.suppress(BadRequest):
+            return needed.read_fetch(rules)
+        return None
+
+    async def _fetched(self, operation: Operation, fetch: DownloadOrder) -> list[Done]:
+        """What is fetched, where it replaces files of other models, and that it is loaded then."""
+        names = frozenset({fetch.repo or fetch.url or ""})
+        done = [Done("model-download", names, is_repository=fetch.repo is not None)]
+        if operation == "model-load":
+            done.append(Done(operation, names, is_repository=True))
+        if fetch.destination is not None:
+            done.append(Done("model-download", await self._names_at(fetch)))
+        return done
 
     async def _users(self, model: str) -> list[str]:
         # What is not there is answered so once its token is used.
@@ -59,28 +125,77 @@ class GovernedModels:
             return [entry.id for entry in await self._users_of(model)]
         return []
 
-    async def _names_of(self, name: str, quantization: Any = None) -> list[str]:
-        """The name, its ids on disk, and those of configured models with the same files. Raises GreenroomError."""
+    async def _names_of(self, name: str, quantization: Any = None) -> frozenset[str]:
+        """Every name of the model that this one leads to, itself too. Raises GreenroomError."""
         _expect_normal(name)
+        names = await self._names_of_one(name, quantization)
+        # The handler of Ollama's names takes off the tag that its lists add.
+        plain = name.removesuffix(LATEST)
+        return names if plain == name else names | await self._names_of_one(plain, quantization)
+
+    async def _names_of_one(self, name: str, quantization: Any) -> frozenset[str]:
         gateway, library = self._gateway, self._gateway.library
         entry, record = gateway.catalog.find(name), library.find(name)
         told = [entry.config.path if entry is not None else None, record.path if record is not None else None]
-        configured = {str(one.id): one.config.path for one in gateway.catalog if one.config.path and not one.is_adhoc}
-        try:
-            async with asyncio.timeout(LOOK_MAX_S):
-                places, same = await run_detached(
-                    lambda: _on_disk(name, told, library.roots, configured), "look for a governed model"
-                )
-                if any(library.find(place) is None for place in places):
-                    # It may have come since the last look.
-                    await library.refresh()
-        except TimeoutError:
-            raise NotAllowed(f"The folders of models do not answer: what {shown(name)} is cannot be told.") from None
+        places = await self._looked(lambda: _on_disk(told, name, library.roots), name)
+        if any(library.find(place) is None for place in places):
+            # It may have come since the last look.
+            await self._refreshed(name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
-        if isinstance(quantization, str):
-            on_disk += _chosen(on_disk, quantization, library.records)
-        relative = _relative(places, library.real_roots())
-        return list(dict.fromkeys((name, *places, *relative, *(one.id for one in on_disk), *same)))
+        if isinstance(quantization, str) and (chosen := _chosen(on_disk, quantization, library.records)):
+            on_disk = chosen
+            places = await self._looked(lambda: _on_disk([one.path for one in chosen], None, library.roots), name)
+        bases = () if entry is None else (entry.id, entry.base_id)
+        return frozenset({name, *bases, *await self._named_by(places, on_disk, name, bases)})
+
+    async def _names_at(self, fetch: DownloadOrder) -> frozenset[str]:
+        """The names of the folder that a download writes to, and of the models that lie in it or that it lies in."""
+        library = self._gateway.library
+        place = await self._looked(lambda: _destination(fetch, library.roots), fetch.name)
+        if place is None:
+            # The handler refuses it.
+            return frozenset()
+        there = [one for one in library.records if is_below(one.path, place) or is_below(place, one.folder)]
+        named = await self._named_by([place, *(one.path for one in there)], there, fetch.name, ())
+        return named | {one.id for one in self._configured() if is_below(one.real_path, place)}
+
+    async def _named_by(
+        self, places: Sequence[str], records: Sequence[LibraryRecord], name: str, bases: Iterable[str]
+    ) -> frozenset[str]:
+        """The names by which these places, records and configured models can be asked for."""
+        gateway, library = self._gateway, self._gateway.library
+        same = await self._looked(lambda: _same_files(places, self._configured()), name)
+        known = [one for id in (*same, *bases) if (one := gateway.catalog.find(id)) is not None]
+        return frozenset(
+            {
+                *places,
+                *_relative(places, library.real_roots()),
+                *(one for record in records for one in library.names_of(record)),
+                *(one for entry in known for one in (entry.id, *entry.config.aliases)),
+            }
+        )
+
+    def _configured(self) -> list[Entry]:
+        return [one for one in self._gateway.catalog if one.config.path and not one.is_adhoc]
+
+    async def _looked(self, look: Callable[[], Answer], name: str) -> Answer:
+        """The answer of the disk. Raises NotAllowed if there is none."""
+        with _answers(name):
+            async with asyncio.timeout(LOOK_MAX_S):
+                return await run_detached(look, "look for a governed model")
+
+    async def _refreshed(self, name: str) -> None:
+        with _answers(name):
+            async with asyncio.timeout(LOOK_MAX_S):
+                await self._gateway.library.refresh()
+
+
+@contextlib.contextmanager
+def _answers(name: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise NotAllowed(f"The folders of models do not answer: what {shown(name)} is cannot be told.") from None
 
 
 def _expect_normal(name: str) -> None:
@@ -93,13 +208,23 @@ def _relative(places: Iterable[str], roots: Collection[str]) -> list[str]:
     return [os.path.relpath(place, root) for place in places for root in roots if is_below(place, root)]
 
 
-def _on_disk(
-    name: str, told: Iterable[str | None], roots: Roots, configured: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """The paths that this name leads to, with and without links, and the configured models of these. Blocks."""
-    paths = [path for path in (*told, roots.locate(name)) if path is not None and "\0" not in path]
-    places = list(dict.fromkeys(one for path in paths for one in (path, os.path.realpath(path))))
-    return places, [model for model, path in configured.items() if os.path.realpath(path) in places]
+def _on_disk(told: Iterable[str | None], name: str | None, roots: Roots) -> list[str]:
+    """The paths that these and this name lead to, with and without links. Blocks."""
+    located = None if name is None else roots.locate(name)
+    paths = [path for path in (*told, located) if path is not None and "\0" not in path]
+    return list(dict.fromkeys(one for path in paths for one in (path, os.path.realpath(path))))
+
+
+def _same_files(places: Sequence[str], configured: Iterable[Entry]) -> list[str]:
+    """The configured models of these paths. Blocks."""
+    return [one.id for one in configured if os.path.realpath(one.config.path or "") in places]
+
+
+def _destination(fetch: DownloadOrder, roots: Roots) -> str | None:
+    """Blocks."""
+    with contextlib.suppress(BadRequest):
+        return place_of(fetch, roots, None).path
+    return None
 
 
 def _chosen(

@@ -9,6 +9,7 @@ for each reason there is.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,8 +37,8 @@ from greenroom.tenancy.governance.keyset import KeySet, load_keys
 from greenroom.tenancy.governance.nonces import Nonces
 from greenroom.tenancy.governance.tokens import FIELD, HEADER, OpToken, Presented, read_token
 
-# An operation, and the model that it is done to.
-Done = tuple[Operation, str]
+# A revision or a quantization of a repository in a pattern: branches, tags and commits are names of one another.
+_PART_OF_REPOSITORY: Final = re.compile(r"[@:].*|\[[^\]]*[@:].*", re.DOTALL)
 # Refusals that repeat within this time are written down as a number.
 FOLD_S: Final = 60.0
 
@@ -51,6 +52,18 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """What a call does to one model, by every name that leads to it; `names` is None if it may concern each of them.
+
+    With `is_repository` they are those of a repository of the hub: a rule for a part of that is one for all of it.
+    """
+
+    operation: Operation
+    names: frozenset[str] | None
+    is_repository: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GovernedCall:
     """A call that needs a token."""
 
@@ -61,21 +74,20 @@ class GovernedCall:
     """Of its body and its query, without the token."""
     token: Any
     """As it came; None if none did."""
-    also: Callable[[], Awaitable[tuple[Done, ...]]]
-    """Finds what it does to other models, or does besides: the rules for that count too. Asked once the token is good,
-    because it looks at the disk. Raises GreenroomError if that cannot be told."""
+    find_done: Callable[[], Awaitable[tuple[Done, ...]]]
+    """Finds all that it does, to the named model and to others. Asked once the token is good, because it looks at the
+    disk. Raises GreenroomError if that cannot be told."""
     about: Mapping[str, str] = field(default_factory=dict)
     """For the audit log: the request's id, its route, its key's name."""
 
 
 class GovernanceGate:
-    """`rules` are None while no tokens are needed. `known_as` returns every name of a model, the given one too."""
+    """`rules` are None while no tokens are needed."""
 
     def __init__(
         self,
         make_nonces: Callable[[], Nonces],
         audit: AuditLog,
-        known_as: Callable[[str], frozenset[str]],
         clock: Callable[[], float] = time.time,
         fold_s: float = FOLD_S,
     ) -> None:
@@ -84,7 +96,6 @@ class GovernanceGate:
         self._nonces: Nonces | None = None
         self._audit = audit
         self._refusals = Refusals(audit.append, fold_s)
-        self._known_as = known_as
         self._clock = clock
 
     async def draft(self, section: Section) -> Rules | None:
@@ -108,7 +119,7 @@ class GovernanceGate:
         """Use up the call's token. Raises TokenRefused, NoncesUnavailable or AuditUnavailable if it may not."""
         try:
             presented, proven = self.checked(call)
-            self._check_quorum(call, await call.also(), proven)
+            self._check_quorum(await call.find_done(), proven)
             assert self._nonces is not None, "rules are drafted first"
             await self._nonces.consume(presented.token.nonce, presented.token.issued_at, self._clock())
         except GreenroomError as error:
@@ -150,31 +161,31 @@ class GovernanceGate:
         _check_body(presented.token, call.fields, is_needed=rules.section.require_body_hash)
         return presented, proven
 
-    def _check_quorum(self, call: GovernedCall, also: tuple[Done, ...], proven: frozenset[str]) -> None:
+    def _check_quorum(self, done: tuple[Done, ...], proven: frozenset[str]) -> None:
         # They may have changed, or ended, while the disk was looked at.
         if self.rules is not None:
-            for what in self._lacking(self.rules.section, call, also, proven):
+            for what in _lacking(self.rules.section, done, proven):
                 raise TokenTooFewSigners(what)
 
-    def _lacking(
-        self, section: Section, call: GovernedCall, also: tuple[Done, ...], proven: frozenset[str]
-    ) -> Iterator[str]:
-        """For each rule that is not satisfied, what is missing."""
-        done = [(call.operation, None if call.model is None else self._known_as(call.model))]
-        done += [(operation, self._known_as(model)) for operation, model in also]
-        for rule in section.rules:
-            counted = proven if rule.group is None else proven & frozenset(section.signer_groups[rule.group])
-            for operation, names in done:
-                if _fits(rule, operation, names) and len(counted) < rule.signers_min:
-                    group = "" if rule.group is None else f" of {rule.group}"
-                    yield f"{operation} needs {rule.signers_min} signers{group} here; the token proves {len(counted)}."
+
+def _lacking(section: Section, done: tuple[Done, ...], proven: frozenset[str]) -> Iterator[str]:
+    """For each rule that is not satisfied, what is missing."""
+    for rule in section.rules:
+        counted = proven if rule.group is None else proven & frozenset(section.signer_groups[rule.group])
+        for one in done:
+            if _fits(rule, one) and len(counted) < rule.signers_min:
+                group = "" if rule.group is None else f" of {rule.group}"
+                yield f"{one.operation} needs {rule.signers_min} signers{group} here; the token proves {len(counted)}."
 
 
-def _fits(rule: Quorum, operation: str, names: frozenset[str] | None) -> bool:
-    if rule.operations and operation not in rule.operations:
+def _fits(rule: Quorum, done: Done) -> bool:
+    """The hub does not mind the case of letters, and neither do names of what is on disk."""
+    if rule.operations and done.operation not in rule.operations:
         return False
-    # What names no model may concern each of them.
-    return names is None or any(fnmatchcase(name, pattern) for name in names for pattern in rule.models)
+    patterns = [pattern.casefold() for pattern in rule.models]
+    if done.is_repository:
+        patterns = [_PART_OF_REPOSITORY.sub("", pattern) for pattern in patterns]
+    return done.names is None or any(fnmatchcase(name.casefold(), one) for name in done.names for one in patterns)
 
 
 def _check_meaning(token: OpToken, call: GovernedCall) -> None:

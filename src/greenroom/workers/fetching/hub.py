@@ -51,6 +51,8 @@ class Repository:
     id: str
     commit: str
     files: tuple[RemoteFile, ...]
+    new_name: str | None = None
+    """What the hub calls it, if it was asked for by the name that it had before."""
 
 
 def endpoint() -> str:
@@ -166,7 +168,8 @@ def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
         raise FetchError("bad_repo", f"The hub does not say which commit of {repo} this is.")
     # A repository that was renamed answers to its old name.
     id = said.get("id")
-    name = id if isinstance(id, str) and id.lower() == repo.lower() else repo
+    is_same = isinstance(id, str) and id.lower() == repo.lower()
+    name, new_name = str(id) if is_same else repo, None if is_same else str(id)
 
     def url(path: str) -> str:
         return str(package.hf_hub_url(name, path, revision=commit, endpoint=endpoint()))
@@ -174,7 +177,7 @@ def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
     files = [_file(sibling, url) for sibling in siblings]
     if sum(len(file.path) for file in files) > PATHS_CHARS_MAX or sum(file.size or 0 for file in files) > BYTES_MAX:
         raise FetchError("bad_repo", f"{repo} has files of more bytes, or with longer names, than can be.")
-    return Repository(name, commit, tuple(file for file in files if not is_hidden(file.path)))
+    return Repository(name, commit, tuple(file for file in files if not is_hidden(file.path)), new_name)
 
 
 def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:

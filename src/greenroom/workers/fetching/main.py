@@ -48,6 +48,7 @@ class FetchOrder:
     quantization: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    exact_name: bool = False
     cache: str | None = None
     folder: str | None = None
     root: str | None = None
@@ -163,6 +164,8 @@ def _of_repository(
 ) -> tuple[FetchTarget, Sequence[RemoteFile], str | None]:
     assert order.repo is not None, "an order names a repository or a URL"
     found = hub.look(order.repo, order.revision, order.stall_s, patience)
+    if order.exact_name and found.new_name is not None:
+        raise FetchError("repo_renamed", f"The hub has {order.repo} as {found.new_name!r:.200}: order it by that name.")
     files = hub.choose(found.files, order.quantization, order.include, order.exclude)
     report.tell_plan(found.id, found.commit, files)
     if order.folder is not None:

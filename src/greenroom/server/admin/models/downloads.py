@@ -17,10 +17,11 @@ from starlette.responses import Response
 
 from greenroom.config.described import Described
 from greenroom.errors import NotFound, shown
-from greenroom.library.orders import PATTERNS_MAX, read_order
+from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
 from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server.admin.views import FromList, GovernedOrder
+from greenroom.server.asgi import order_to_fetch
 from greenroom.tenancy.keys import Caller
 
 LISTED_MAX: Final = 1_000
@@ -51,6 +52,10 @@ class DownloadAsked(GovernedOrder):
     """Patterns of file names to leave out."""
     destination: str | None = None
     """A folder below one of the roots; when not given, the hub's cache if it is a root, else the first root."""
+
+    def order(self, rules: OrderRules) -> DownloadOrder:
+        """Raises BadRequest."""
+        return read_order(rules, **self.model_dump(exclude={"verifiedOpToken"}))
 
 
 class DownloadTaken(BaseModel):
@@ -117,8 +122,7 @@ class DownloadRoutes:
 
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
         """Fetch a model. Returns at once; files appear under their names when all of them are there."""
-        order = read_order(self._downloads().rules, **asked.model_dump(exclude={"verifiedOpToken"}))
-        caller = _caller(request)
+        order, caller = order_to_fetch(request, lambda: asked.order(self._downloads().rules)), _caller(request)
         row = await self._downloads().submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         response.headers["location"] = f"{ROUTE}/{row.id}"
         return DownloadTaken(job_id=row.id)

@@ -19,13 +19,14 @@ from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.errors import ShuttingDown, Unsupported
+from greenroom.library.orders import DownloadOrder
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
-from greenroom.server.asgi import caller_of
+from greenroom.server.asgi import caller_of, order_to_fetch
 
 OPERATIONS: Final = "/api/v1/operations"
 LISTED_MAX: Final = 1_000
@@ -227,7 +228,11 @@ async def begin(
     gateway: Gateway, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...]
 ) -> LoadTaken:
     """Order a load for the caller of this request."""
-    row = await gateway.loads.submit(name, options, evict, caller_of(request), **owner_of(request))
+
+    def fetch() -> DownloadOrder:
+        return order_to_fetch(request, lambda: gateway.loads.order_for(name, options))
+
+    row = await gateway.loads.submit(name, options, evict, caller_of(request), fetch, **owner_of(request))
     progress = await gateway.loads.progress(row)
     return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
 

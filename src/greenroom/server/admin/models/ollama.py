@@ -31,7 +31,7 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelView
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of, order_to_fetch
 
 # Of Ollama, whose API this is like: some clients refuse an older one.
 API_VERSION: Final = "0.13.0"
@@ -125,7 +125,7 @@ class OllamaRoutes:
         """Download a model of the hub, such as `hf.co/org/name:Q4_K_M`."""
         name, stream = await _read(request)
         downloads, caller = self._gateway.downloads, caller_of(request)
-        order = read_order(downloads.rules, model=pulled(name))
+        order = order_to_fetch(request, lambda: read_order(downloads.rules, model=pulled(name)))
         row = await downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         if stream:
             return StreamingResponse(self._told(request, row), media_type=LINES.decode())
