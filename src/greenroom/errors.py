@@ -390,6 +390,14 @@ class OperationsFull(Overload):
     code = "jobs_full"
 
 
+class TooManyUnfinished(OperationsFull):
+    """A key, or the keys of its tenant together, have as many unfinished jobs as one may have."""
+
+    status = 429
+    code = "too_many_jobs"
+    type = "rate_limit_error"
+
+
 class OperationStoreFull(Overload):
     """The disk, or the part of it that jobs may use, has no room for a request or a result."""
 

@@ -193,6 +193,7 @@ AT_ONCE_KEYS = frozenset(
         "jobs.keep_s",
         "jobs.count_max",
         "jobs.store_mib",
+        "jobs.unfinished_per_key_max",
         "images.keep_s",
         "images.count_max",
         "images.store_mib",

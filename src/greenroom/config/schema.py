@@ -174,6 +174,13 @@ class JobsSection(Section):
     """Jobs kept at once. Ended ones make room for new ones; if none has ended, new ones are answered 503."""
     store_mib: MibAboveZero = 1_024
     """Disk space for their requests and results. Those of ended jobs make room, of the tenant that keeps most first."""
+    unfinished_per_key_max: Count | None = None
+    """Jobs of one key, and of one tenant, that have not ended; half of count_max when not given. Further ones are
+    answered 429. Their requests may take no larger share of store_mib."""
+
+    @property
+    def unfinished_max(self) -> int:
+        return self.unfinished_per_key_max or max(1, self.count_max // 2)
 
 
 class Images(Section):

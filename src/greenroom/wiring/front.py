@@ -28,7 +28,7 @@ from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations.downloads import Downloads, DownloadServices
 from greenroom.runtime.operations.files import Operation, OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
-from greenroom.runtime.operations.table import KeepLimits, OperationTable
+from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationTable
 from greenroom.runtime.operations.weights import NO_KEY
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
@@ -289,9 +289,9 @@ class JobEvents:
 
 
 def _operations(common: CommonParts, gateway: Gateway) -> OperationTable:
-    def limits() -> KeepLimits:
+    def limits() -> JobLimits:
         jobs = gateway.config.jobs
-        return KeepLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB)
+        return JobLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
 
     return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, JobEvents(common.hub).publish)
 

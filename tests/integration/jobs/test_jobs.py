@@ -399,7 +399,9 @@ async def test_a_disk_that_fills_while_a_job_runs_fails_it(tmp_path: Path) -> No
 
 
 async def test_too_many_jobs_are_refused_and_ended_ones_make_room(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, jobs={"count_max": 2}) as app:
+    async with gateway(
+        tmp_path, {"m": fake("m", concurrency=1)}, jobs={"count_max": 2, "unfinished_per_key_max": 2}
+    ) as app:
         first = await submit(app, chat())
         await ended(app, first)
         slow = [await submit(app, chat(tokens=1000, token_s=0.1)) for _ in range(2)]
@@ -408,6 +410,25 @@ async def test_too_many_jobs_are_refused_and_ended_ones_make_room(tmp_path: Path
         assert (full.status, full.error["code"]) == (503, "jobs_full")
         for id in slow:
             await http(app, "DELETE", f"{JOBS}/{id}")
+
+
+async def test_one_key_leaves_room_for_the_jobs_of_others(tmp_path: Path) -> None:
+    keys = [{"name": name, "key": f"{name}-key"} for name in ("greedy", "modest")]
+    options = {"jobs": {"count_max": 8}, "server": {"api_keys": keys}}
+    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, **options) as app:
+        order = {"route": CHAT, "body": chat(tokens=1000, token_s=0.1)}
+
+        async def answers(key: str, count: int) -> list[Answer]:
+            headers = {"Authorization": f"Bearer {key}-key"}
+            return [await http(app, "POST", JOBS, order, headers=headers) for _ in range(count)]
+
+        greedy = await answers("greedy", 6)
+        assert [one.status for one in greedy] == [202] * 4 + [429] * 2
+        assert greedy[-1].error["code"] == "too_many_jobs" and int(greedy[-1].headers["retry-after"]) > 0
+        assert "jobs.unfinished_per_key_max" in greedy[-1].error["message"]
+        assert [one.status for one in await answers("modest", 4)] == [202] * 4
+        for id in [one.json()["id"] for one in greedy[:4]]:
+            await http(app, "DELETE", f"{JOBS}/{id}", headers={"Authorization": "Bearer greedy-key"})
 
 
 async def test_jobs_wait_where_the_queue_is_full(tmp_path: Path) -> None:

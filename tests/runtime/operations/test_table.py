@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
+from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationTable
 from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
 from tests.full_disk import full_disk
 from tests.waiting import until
@@ -28,7 +28,9 @@ class Rig:
 
     def __init__(self, folder: Path, **limits: Any) -> None:
         self.folder = folder
-        self.limits = KeepLimits(**{"keep_s": 100.0, "count_max": 100, "bytes_max": 100_000} | limits)
+        # One key may have all, unless a test is about that.
+        share = {"unfinished_max": limits.get("count_max", 100)}
+        self.limits = JobLimits(**{"keep_s": 100.0, "count_max": 100, "bytes_max": 100_000, **share} | limits)
         self.now = 1000.0
         # How far the wall clock is set ahead of its time.
         self.ahead_s = 0.0
@@ -54,6 +56,7 @@ class Rig:
         body: bytes = b"ask",
         *,
         tenant: str = "t",
+        key: str = "k",
         retry: bool = False,
         kind: OperationKind = OperationKind.JOB,
     ) -> str:
@@ -64,7 +67,7 @@ class Rig:
             [body],
             len(body),
             tenant=tenant,
-            key="k",
+            key=key,
             model="m",
             route="/r",
             priority=1,
@@ -204,6 +207,25 @@ async def test_ended_ones_make_room_by_count_and_unfinished_never(tmp_path: Path
         await rig.add()
     assert rig.status(waits) is QUEUED
     assert not any(name.startswith(second) for name in rig.names)
+
+
+async def test_no_key_and_no_tenant_has_more_unfinished_ones_than_its_share(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "jobs", count_max=10, bytes_max=10_000, unfinished_max=3)
+    mine = [await rig.add(key="greedy", tenant=tenant) for tenant in ("a", "b", "c")]
+    with pytest.raises(TooManyUnfinished, match="greedy has 3 jobs"):
+        await rig.add(key="greedy", tenant="d")
+    for key in ("one", "two"):
+        await rig.add(key=key, tenant="a")
+    with pytest.raises(TooManyUnfinished):
+        await rig.add(key="three", tenant="a")
+    await rig.end(mine[0])
+    await rig.add(key="greedy", tenant="d")
+    # Nor does it fill the disk space with fewer: one is taken in any case.
+    large = await rig.add(b"x" * 4_000, key="large", tenant="large")
+    with pytest.raises(TooManyUnfinished):
+        await rig.add(b"x" * 100, key="large", tenant="large")
+    await rig.table.end(large, CANCELLED)
+    await rig.add(b"x" * 100, key="large", tenant="large")
 
 
 async def test_ended_ones_make_room_by_size_first_those_of_the_greediest_tenant(tmp_path: Path) -> None:
@@ -430,9 +452,11 @@ async def test_results_of_downloads_take_no_room_from_jobs(tmp_path: Path) -> No
 
 async def test_there_are_only_so_many_downloads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenroom.runtime.operations.table.OTHERS_MAX", 2)
-    first, second = [await rig.add(kind=OperationKind.DOWNLOAD) for _ in range(2)]
+    first, second = [await rig.add(kind=OperationKind.DOWNLOAD, key=key, tenant=key) for key in ("a", "b")]
     with pytest.raises(OperationsFull):
         await rig.add(kind=OperationKind.DOWNLOAD)
+    with pytest.raises(TooManyUnfinished):
+        await rig.add(kind=OperationKind.DOWNLOAD, key="a", tenant="a")
     await rig.add()
     await rig.end(first)
     await rig.add(kind=OperationKind.DOWNLOAD)

@@ -53,7 +53,7 @@ from greenroom.runtime.observer import Hub, Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
-from greenroom.runtime.operations.table import KeepLimits, OperationTable
+from greenroom.runtime.operations.table import JobLimits, OperationTable
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
@@ -275,7 +275,7 @@ class FakeGateway:
         self.tasks = Tasks(model_facts(self.catalog))
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        keep = KeepLimits(keep_s=600, count_max=100, bytes_max=1_000_000)
+        keep = JobLimits(keep_s=600, count_max=100, bytes_max=1_000_000, unfinished_max=100)
         self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, lambda row: None)
         self.loads = Loads(
             self.table,

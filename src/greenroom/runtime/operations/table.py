@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
@@ -65,11 +65,18 @@ class KeepLimits:
     bytes_max: int
 
 
+@dataclass(frozen=True, slots=True)
+class JobLimits(KeepLimits):
+    """`unfinished_max` are jobs of one key or tenant that have not ended. They hold no larger share of the bytes."""
+
+    unfinished_max: int
+
+
 class OperationTable:
     def __init__(
         self,
         stored: OperationFiles,
-        limits: Callable[[], KeepLimits],
+        limits: Callable[[], JobLimits],
         publish: Callable[[Operation], None],
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
@@ -184,6 +191,7 @@ class OperationTable:
             f"{kind.value}-{secrets.token_hex(16)}", kind, tenant, key, model, route, priority, retry, self._wall()
         )
         async with self._writing:
+            self._expect_share(size, tenant, key, kind)
             self._expect_room(size, tenant, kind)
             try:
                 written = await run_detached(lambda: self._files.write_request(row.id, about, body), "write request")
@@ -335,6 +343,26 @@ class OperationTable:
         if (ended := self._changed_at.get(row.id)) is not None:
             return ended < self._clock() - keep_s
         return (now := self._steady.now()) is not None and row.ended < now - keep_s
+
+    def _expect_share(self, size: int, tenant: str, key: str, kind: OperationKind) -> None:
+        """For one more unfinished operation of this tenant and key. Raises TooManyUnfinished."""
+        limits, is_job = self._limits(), kind is OperationKind.JOB
+        count_max = limits.unfinished_max if is_job else OTHERS_MAX // 2
+        if is_job and count_max >= limits.count_max:
+            # One key may have all.
+            return
+        bytes_max = limits.bytes_max * count_max // limits.count_max
+        alike = [row for row in self._rows.values() if not row.status.is_over and _is_alike(row.kind, kind)]
+        for whose in ([row for row in alike if row.key == key], [row for row in alike if row.tenant == tenant]):
+            held = size + sum(map(_weight, whose)) if is_job else 0
+            # One is always taken, however large it is.
+            if len(whose) >= count_max or (whose and held > bytes_max):
+                what = "jobs" if is_job else "operations"
+                raise TooManyUnfinished(
+                    f"{key or tenant} has {len(whose):,} {what} that have not ended, which is the share of one key or "
+                    "tenant (jobs.unfinished_per_key_max). Wait until some have ended, or cancel them.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
 
     def _expect_room(self, size: int, tenant: str, kind: OperationKind) -> None:
         """For one more operation of this tenant. Raises OperationsFull or OperationStoreFull."""

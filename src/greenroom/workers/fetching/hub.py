@@ -169,7 +169,7 @@ def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
     # A repository that was renamed answers to its old name.
     id = said.get("id")
     is_same = isinstance(id, str) and id.lower() == repo.lower()
-    name, new_name = str(id) if is_same else repo, None if is_same else str(id)
+    name, new_name = (id, None) if is_same else (repo, id)
 
     def url(path: str) -> str:
         return str(package.hf_hub_url(name, path, revision=commit, endpoint=endpoint()))

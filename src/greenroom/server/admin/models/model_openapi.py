@@ -43,6 +43,7 @@ from greenroom.errors import (
     ShuttingDown,
     TooLarge,
     TooManyModels,
+    TooManyUnfinished,
     TooSlow,
     Unloaded,
 )
@@ -135,8 +136,19 @@ def _errors() -> Iterator[tuple[str, Schema]]:
 _ERRORS: Final[tuple[type[GreenroomError], ...]] = (
     *(BadRequest, MediaRefused, NoAbility, InvalidKey, NotAllowed, HostNotAllowed, NotFound, ModelNotFound, PostOnly),
     *(TooSlow, BodyTooLarge, ExpectationFailed, HeadersTooLarge, GatewayBug, EngineLost, EngineTimeout, BudgetPassed),
-    *(QueueFull, BodiesFull, TooManyModels, OperationsFull, ModelLoading, Unloaded, ShuttingDown, LoadFailed, TooLarge),
-    *(OperationStoreFull, PictureStoreFull),
+    *(
+        QueueFull,
+        BodiesFull,
+        TooManyModels,
+        OperationsFull,
+        TooManyUnfinished,
+        ModelLoading,
+        Unloaded,
+        ShuttingDown,
+        LoadFailed,
+        TooLarge,
+    ),
+    *(TooManyUnfinished, OperationStoreFull, PictureStoreFull),
 )
 
 
