@@ -291,7 +291,7 @@ async def test_a_clock_that_jumps_makes_nothing_old_and_no_duration_long(rig: Ri
     earlier = await rig.add()
     await rig.end(earlier)
     rig.again()
-    rig.limits = KeepLimits(keep_s=10_000.0, count_max=100, bytes_max=100_000)
+    rig.limits = JobLimits(keep_s=10_000.0, count_max=100, bytes_max=100_000, unfinished_max=100)
     ran, runs = await rig.add(), await rig.add()
     await rig.table.start(ran)
     await rig.table.start(runs)

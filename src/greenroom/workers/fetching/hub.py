@@ -168,8 +168,9 @@ def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
         raise FetchError("bad_repo", f"The hub does not say which commit of {repo} this is.")
     # A repository that was renamed answers to its old name.
     id = said.get("id")
-    is_same = isinstance(id, str) and id.lower() == repo.lower()
-    name, new_name = (id, None) if is_same else (repo, id)
+    name, new_name = repo, None
+    if isinstance(id, str):
+        name, new_name = (id, None) if id.lower() == repo.lower() else (repo, id)
 
     def url(path: str) -> str:
         return str(package.hf_hub_url(name, path, revision=commit, endpoint=endpoint()))
