@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from greenroom.leases.shared.redis_store import RedisStore
 from tests.harness import fake, gateway, url
 from tests.integration.facts import is_ready
 from tests.redis_server import redis_server
+from tests.standins.dripping import DRIPS, dripping_server
 from tests.waiting import until
 
 ASK = LeaseAsk(id="x", name="train", mib=100, ttl_s=30.0)
@@ -201,6 +203,37 @@ async def test_an_answer_that_makes_no_sense_is_that_of_no_gateway(body: bytes) 
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(StoreDown, match="is no gateway"):
             await HttpStore(f"http://127.0.0.1:{port}").leases()
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+async def test_a_gateway_that_answers_for_ever_is_a_store_that_is_down(kind: str) -> None:
+    with dripping_server(kind) as address, pytest.raises(StoreDown, match="does not answer"):
+        await asyncio.wait_for(HttpStore(address, answer_max_s=0.3).leases(), 20)
+
+
+RIGHT = {
+    "id": "a",
+    "name": "a",
+    "token": 1,
+    "claim": {"g": 1},
+    "priority": 1,
+    "preemptible": False,
+    "state": "held",
+    "ttl_s": 1.0,
+    "expires_in_s": 1.0,
+    "recall_in_s": None,
+    "holder": None,
+    "kind": "program",
+}
+
+
+@pytest.mark.parametrize("value", ["1e999", "NaN", "[1]", '{"x": "y"}', '"x"', "[" * 100_000])
+@pytest.mark.parametrize("field", RIGHT)
+async def test_a_field_of_another_type_is_that_of_no_gateway(field: str, value: str) -> None:
+    if value == '"x"' and isinstance(RIGHT[field], str):
+        pytest.skip("it is of this type")
+    told = json.dumps({"leases": [{**RIGHT, field: "@"}]}).replace('"@"', value)
+    await test_an_answer_that_makes_no_sense_is_that_of_no_gateway(told.encode())
 
 
 def test_importing_greenroom_is_light_and_so_is_asking_for_a_lease() -> None:

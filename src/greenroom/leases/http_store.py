@@ -30,20 +30,18 @@ from greenroom.errors import (
     NotAllowed,
     StoreDown,
 )
+from greenroom.leases.answers import WHOLE_MAX, Answer, Deadline, Fields, Request, connection_to, exchanged, json_of
 from greenroom.leases.records import Holder, Lease, LeaseAsk, is_program_id
 
 PATH: Final = "/api/v1/leases"
-CONNECT_MAX_S: Final = 5.0
 # Beyond the wait that was asked for: the gateway decides at once and writes one line to disk.
 ANSWER_MAX_S: Final = 30.0
-ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+# Of seconds to wait.
+DIGITS_MAX: Final = 9
 _BY_CODE: Final = {one.code: one for one in (LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown)}
 _BY_STATUS: Final = {401: InvalidKey, 403: NotAllowed, 408: StoreDown, 429: StoreDown}
 
 Result = TypeVar("Result")
-# Method, target, body and headers; status, headers and body.
-Request = tuple[str, str, bytes | None, dict[str, str]]
-Answer = tuple[int, Mapping[str, str], bytes]
 
 
 class HttpStore:
@@ -84,32 +82,30 @@ class HttpStore:
             await self._call("DELETE", _path(id) + query, None, lambda nothing: None)
 
     async def leases(self) -> list[Lease]:
-        return await self._call("GET", PATH, None, lambda value: [_lease(one) for one in value["leases"]])
+        return await self._call("GET", PATH, None, lambda said: [_lease(one) for one in said.each("leases")])
 
     async def close(self) -> None:
         """Nothing is kept open between calls."""
 
     async def _call(
-        self, method: str, path: str, body: object, read: Callable[[Any], Result], answer_max_s: float | None = None
+        self, method: str, path: str, body: object, read: Callable[[Fields], Result], answer_max_s: float | None = None
     ) -> Result:
         request = (method, self._prefix + path, None if body is None else json.dumps(body).encode(), self._headers())
-        call = _HttpCall(self._connection(), request, answer_max_s or self._answer_max_s)
+        deadline = Deadline(answer_max_s or self._answer_max_s)
+        connection = connection_to(self._host, self._port, deadline, is_tls=self._is_tls)
         try:
-            status, headers, content = await call.answer()
+            status, headers, content = await _HttpCall(connection, request, deadline).answer()
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
             raise StoreDown(f"The gateway at {self._url} does not answer ({why}).", retry_after_s=1.0) from None
         try:
-            value: Any = json.loads(content) if content else None
+            # A release has no answer but its status.
+            said = Fields(json_of(content) if content else {})
             if status < 300:
-                return read(value)
-            raise _error(status, headers, value["error"])
-        except (ValueError, LookupError, TypeError, AttributeError):
+                return read(said)
+            raise _error(status, headers, said.inner("error"))
+        except ValueError:
             raise StoreDown(f"What answers at {self._url} is no gateway (status {status}).") from None
-
-    def _connection(self) -> http.client.HTTPConnection:
-        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        return make(self._host, self._port, timeout=CONNECT_MAX_S)
 
     def _headers(self) -> dict[str, str]:
         headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
@@ -121,10 +117,10 @@ class HttpStore:
 class _HttpCall:
     """One request and its answer, made in a thread whose connection can be cut."""
 
-    def __init__(self, connection: http.client.HTTPConnection, request: Request, answer_max_s: float) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, request: Request, deadline: Deadline) -> None:
         self._connection = connection
         self._request = request
-        self._answer_max_s = answer_max_s
+        self._deadline = deadline
         self._is_cut = False
 
     async def answer(self) -> Answer:
@@ -151,11 +147,7 @@ class _HttpCall:
             connection.connect()
             if self._is_cut:
                 raise OSError("was cut off")
-            connection.sock.settimeout(self._answer_max_s)
-            connection.request(*self._request)
-            response = connection.getresponse()
-            content = response.read(ANSWER_BYTES_MAX)
-            return response.status, {name.lower(): value for name, value in response.headers.items()}, content
+            return exchanged(connection, self._request, self._deadline)
 
     def _cut(self) -> None:
         self._is_cut = True
@@ -182,34 +174,38 @@ def _path(lease: str) -> str:
     return f"{PATH}/{quote(lease, safe='')}"
 
 
-def _lease(value: Mapping[str, Any]) -> Lease:
-    holder = value["holder"]
+def _lease(said: Fields) -> Lease:
+    holder = said.inner_or_none("holder")
     return Lease(
-        id=value["id"],
-        name=value["name"],
-        token=int(value["token"]),
-        claim={str(device): int(mib) for device, mib in value["claim"].items()},
-        priority=int(value["priority"]),
-        preemptible=bool(value["preemptible"]),
-        state=value["state"],
-        ttl_s=float(value["ttl_s"]),
-        expires_in_s=float(value["expires_in_s"]),
-        recall_in_s=value["recall_in_s"],
-        holder=None if holder is None else Holder(**holder),
-        kind=value["kind"],
+        id=said.text("id"),
+        name=said.text("name"),
+        token=said.whole("token"),
+        claim=said.inner("claim").wholes(),
+        priority=said.whole("priority", -WHOLE_MAX),
+        preemptible=said.flag("preemptible"),
+        state=said.text("state"),
+        ttl_s=said.number("ttl_s"),
+        expires_in_s=said.number("expires_in_s"),
+        recall_in_s=said.number_or_none("recall_in_s"),
+        holder=None if holder is None else _holder(holder),
+        kind=said.text("kind"),
     )
 
 
-def _error(status: int, headers: Mapping[str, str], said: Mapping[str, Any]) -> GreenroomError:
+def _holder(said: Fields) -> Holder:
+    return Holder(said.text("host"), said.whole("pid"), said.whole("start_ticks"), said.whole("pid_ns"))
+
+
+def _error(status: int, headers: Mapping[str, str], said: Fields) -> GreenroomError:
     """The gateway's error, with its message and numbers."""
-    message, code = str(said["message"]), str(said["code"])
-    beside = {name: value for name, value in said.items() if name not in _SHOWN}
+    message, code = said.text("message"), said.text("code")
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (StoreDown if status >= 500 else BadRequest)
     if kind is LeaseDenied and headers.get("x-should-retry") == "false":
         kind = LeaseTooLarge
     retry_after = headers.get("retry-after", "")
-    retry_after_s = float(retry_after) if retry_after.isdigit() else None
-    return kind(message, param=said.get("param"), retry_after_s=retry_after_s, beside=beside)
+    retry_after_s = float(retry_after) if retry_after.isdecimal() and len(retry_after) <= DIGITS_MAX else None
+    beside = said.except_for(_SHOWN)
+    return kind(message, param=said.text_or_none("param"), retry_after_s=retry_after_s, beside=beside)
 
 
 _SHOWN: Final = frozenset({"message", "type", "code", "param", "details"})

@@ -1,0 +1,190 @@
+"""Blocking calls to gateways by programs: one request, its answer within a deadline, and the fields of that answer.
+
+Owns that no server stretches a call by answering little by little, that no answer is larger than it may be, and that a
+field has the type that it must have. Uses only the standard library, so that any training program can import it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import math
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn, TypeVar
+
+CONNECT_MAX_S: Final = 5.0
+# Of an answer; what gateways say to programs is far smaller.
+ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+# Larger whole numbers lose digits in JSON.
+WHOLE_MAX: Final = 2**53 - 1
+
+Kind = TypeVar("Kind")
+# Method, target, body and headers; status, headers with lower-case names, and body.
+Request = tuple[str, str, bytes | None, Mapping[str, str]]
+Answer = tuple[int, Mapping[str, str], bytes]
+
+
+class Deadline:
+    """When an exchange must be over."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+        self._silence_s: float | None = None
+
+    def bound_silence(self, seconds: float) -> None:
+        """From now on there is no end but that nothing comes for so long: the answer is a stream."""
+        self._silence_s = seconds
+
+    def left_s(self) -> float:
+        """For what is done next. Raises TimeoutError if nothing is left."""
+        left_s = self._at - time.monotonic() if self._silence_s is None else self._silence_s
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+
+def connection_to(host: str, port: int, deadline: Deadline, *, is_tls: bool) -> http.client.HTTPConnection:
+    """Not connected yet. Its answers are read until the deadline."""
+    make = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+    connection = make(host, port, timeout=min(CONNECT_MAX_S, deadline.left_s()))
+    connection.response_class = _timed(deadline)
+    return connection
+
+
+def exchanged(connection: http.client.HTTPConnection, request: Request, deadline: Deadline) -> Answer:
+    """Send it on a connected connection and read the whole answer. Raises OSError or HTTPException."""
+    method, target, body, headers = request
+    connection.sock.settimeout(deadline.left_s())
+    connection.request(method, target, body, dict(headers))
+    response = connection.getresponse()
+    told = {name.lower(): value for name, value in response.headers.items()}
+    return response.status, told, whole_body(response, ANSWER_BYTES_MAX)
+
+
+def whole_body(response: http.client.HTTPResponse, bytes_max: int) -> bytes:
+    """Raises HTTPException for one that is larger, or cut."""
+    content = response.read(bytes_max + 1)
+    if len(content) > bytes_max:
+        raise AnswerTooLarge(f"its answer is larger than {bytes_max:,} bytes")
+    if response.length:
+        # A bounded read does not raise when the body is shorter than its Content-Length.
+        raise http.client.IncompleteRead(content, response.length)
+    return content
+
+
+class AnswerTooLarge(http.client.HTTPException):
+    """A body has more bytes than are read of it."""
+
+
+class _TimedReader(io.RawIOBase):
+    """What comes from a socket until the deadline. A timeout of the socket alone begins anew with every byte."""
+
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self._sock, self._deadline = sock, deadline
+        # Keeps the socket open when its connection is closed before the answer is read.
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(self._deadline.left_s())
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _timed(deadline: Deadline) -> type[http.client.HTTPResponse]:
+    """Answers that are read until the deadline: their heads, too."""
+
+    class TimedResponse(http.client.HTTPResponse):
+        def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+            super().__init__(sock, *args, **options)
+            self.fp.close()
+            self.fp = io.BufferedReader(_TimedReader(sock, deadline))
+
+    return TimedResponse
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def json_of(content: bytes) -> Any:
+    """Raises ValueError, also for infinite numbers, and for more than one can be nested."""
+    try:
+        return json.loads(content, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+class Fields:
+    """The fields of a JSON object, each read as what it must be. All methods raise ValueError."""
+
+    def __init__(self, said: object) -> None:
+        if not isinstance(said, dict):
+            raise ValueError("it is no object")
+        self._said: dict[str, Any] = said
+
+    def is_set(self, name: str) -> bool:
+        return self._said.get(name) is not None
+
+    def text(self, name: str) -> str:
+        return self._of(name, str)
+
+    def text_or_none(self, name: str) -> str | None:
+        return self.text(name) if self.is_set(name) else None
+
+    def flag(self, name: str) -> bool:
+        return self._of(name, bool)
+
+    def whole(self, name: str, least: int = 0) -> int:
+        value = self._of(name, int)
+        if not least <= value <= WHOLE_MAX:
+            raise ValueError(f"{name} is no whole number from {least} to {WHOLE_MAX}")
+        return value
+
+    def whole_or_none(self, name: str, least: int = 0) -> int | None:
+        return self.whole(name, least) if self.is_set(name) else None
+
+    def number(self, name: str) -> float:
+        value = self._said.get(name)
+        if type(value) is int and abs(value) <= WHOLE_MAX:
+            return float(value)
+        if type(value) is not float or not math.isfinite(value):
+            raise ValueError(f"{name} is no number")
+        return value
+
+    def number_or_none(self, name: str) -> float | None:
+        return self.number(name) if self.is_set(name) else None
+
+    def inner(self, name: str) -> Fields:
+        return Fields(self._said.get(name))
+
+    def inner_or_none(self, name: str) -> Fields | None:
+        return self.inner(name) if self.is_set(name) else None
+
+    def each(self, name: str) -> list[Fields]:
+        return [Fields(one) for one in self._of(name, list)]
+
+    def wholes(self) -> dict[str, int]:
+        """An object whose fields are all whole numbers."""
+        return {name: self.whole(name) for name in self._said}
+
+    def except_for(self, names: frozenset[str]) -> dict[str, Any]:
+        return {name: value for name, value in self._said.items() if name not in names}
+
+    def _of(self, name: str, kind: type[Kind]) -> Kind:
+        value = self._said.get(name)
+        # Not `isinstance`: true is no number.
+        if type(value) is not kind:
+            raise ValueError(f"{name} is not of the type {kind.__name__}")
+        return value
