@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "library": {"engines", "process", "telemetry", "config", "core"},
     "workers": set(),
     # Runs inside programs that train: the standard library alone.
-    "trainer": {"library"},
+    "trainer": {"library", "leases"},
     "runtime": {"library", "engines", "process", "leases", "http", "telemetry", "config", "core"},
     "server": {
         "dialects",

@@ -9,6 +9,7 @@ from greenroom.cli.address import parse
 from greenroom.cli.client import Client, model_path
 from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
+from tests.standins.dripping import DRIPS, dripping_server
 
 
 def test_json_goes_there_and_back_with_the_key(gateway: FakeGateway) -> None:
@@ -110,6 +111,25 @@ def test_silence_ends_at_its_limit(gateway: FakeGateway) -> None:
     with pytest.raises(CommandFailed, match="has said nothing for"):
         Client(parse(gateway.url)).get("/x", answer_max_s=0.2)
     let_go.set()
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+def test_an_answer_that_comes_bit_by_bit_ends_at_the_same_limit(kind: str) -> None:
+    with dripping_server(kind) as address, pytest.raises(CommandFailed, match="has not answered within"):
+        Client(parse(address)).get("/x", answer_max_s=0.3)
+
+
+def test_a_stream_may_come_bit_by_bit(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/s", events(*("data: x" for _ in range(50))))
+    with Client(parse(gateway.url)).stream("GET", "/s") as stream:
+        assert len(list(stream)) == 50
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1" * 5000])
+def test_an_answer_that_cannot_be_read_is_not_ours(gateway: FakeGateway, body: bytes) -> None:
+    gateway.on("GET", "/x", Answer(body))
+    with pytest.raises(CommandFailed, match="is not Greenroom"):
+        Client(parse(gateway.url)).get("/x")
 
 
 def test_a_connection_cut_in_the_answer_is_a_failure(gateway: FakeGateway) -> None:

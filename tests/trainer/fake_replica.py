@@ -24,6 +24,8 @@ class FakeReplica:
         self.keeps_nothing = False
         self.never_ends = False
         self.refuses_to_go_back = False
+        # Fields of its answers, as JSON, instead of the right ones.
+        self.said: dict[str, str] = {}
         self.asked: list[tuple[str, str, Any]] = []
         self._tasks: dict[str, dict[str, Any]] = {}
         fake = self
@@ -38,7 +40,7 @@ class FakeReplica:
             def _answer(self, method: str, body: Any) -> None:
                 fake.asked.append((method, self.path, body))
                 status, said, headers = fake.answer(method, self.path.partition("?")[0], body)
-                content = json.dumps(said).encode()
+                content = fake._told(said)
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(content))}.items():
                     self.send_header(name, value)
@@ -59,6 +61,13 @@ class FakeReplica:
     @property
     def serves(self) -> tuple[int, str, str | None]:
         return self.versions[-1]
+
+    def _told(self, answer: Any) -> bytes:
+        wrong = {name: f"@{name}@" for name in self.said if name in answer}
+        content = json.dumps({**answer, **wrong} if wrong else answer)
+        for name, marker in wrong.items():
+            content = content.replace(f'"{marker}"', self.said[name])
+        return content.encode()
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
         number, repo_id, commit = self.serves

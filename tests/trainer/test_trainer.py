@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from greenroom.library.desired import DesiredState, read_state, write_state
 from greenroom.trainer import Outcome, Patience, Report, Trainer
+from tests.standins.dripping import DRIPS, dripping_server
 from tests.trainer.fake_replica import FakeReplica
 
 QUICK = Patience(answer_s=5, away_s=0.2, update_s=60, poll_s=0.01)
@@ -64,21 +63,95 @@ def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, u
     assert first.asked[0][2] == {"prompt": "hi", "max_tokens": 5}
 
 
-def test_an_answer_that_never_ends_is_not_waited_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def dribble() -> None:
-            with server.accept()[0] as caller, contextlib.suppress(OSError):
-                caller.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-                while True:
-                    caller.sendall(b" ")
-                    time.sleep(0.02)
-
-        threading.Thread(target=dribble, daemon=True).start()
-        patience = Patience(answer_s=0.3)
-        report = Trainer([f"http://127.0.0.1:{server.getsockname()[1]}"], patience=patience).verify()
+@pytest.mark.parametrize("kind", DRIPS)
+def test_an_answer_that_never_ends_is_not_waited_for(kind: str) -> None:
+    with dripping_server(kind) as url:
+        report = Trainer([url], patience=Patience(answer_s=0.3)).verify()
     assert [result.code for result in report.results] == ["unreachable"]
     assert "did not answer within 0.3 s" in str(report.results[0].message)
+
+
+def test_a_replica_that_serves_something_else_after_its_update_goes_back_and_is_named(
+    replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, liar = replica(3), replica(3)
+    answer = liar.answer
+
+    def other(method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
+        return answer(method, path, {**body, "model_repo_id": "org/other"} if path == "/update-model" else body)
+
+    monkeypatch.setattr(liar, "answer", other)
+    report = trainer(honest, liar).update("org/new")
+    assert not report.ok and outcomes(report) == [Outcome.ROLLED_BACK, Outcome.ROLLED_BACK]
+    assert report.results[1].code == "differs" and liar.serves[1] == honest.serves[1] == "org/old"
+    assert report.summary.startswith("1 of 2 replicas did not take org/new")
+    kept = trainer(honest, liar).update("org/new", all_or_nothing=False)
+    assert outcomes(kept) == [Outcome.SERVES, Outcome.DIFFERS] and "it serves version 6 of org/other" in str(kept)
+
+
+def test_a_commit_that_was_named_is_what_must_be_served(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, commit = replica(3), "a" * 40
+    answer = one.answer
+
+    def other(method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
+        return answer(method, path, {**body, "revision": "b" * 40} if path == "/update-model" else body)
+
+    assert trainer(one).update("org/new", commit).ok
+    monkeypatch.setattr(one, "answer", other)
+    report = trainer(one).update("org/new", commit)
+    assert not report.ok and report.results[0].code == "differs"
+
+
+# In JSON: Python's own reader takes 1e999 for infinity.
+STRANGE = ["1e999", "-1e999", "NaN", "[]", "[7]", "{}", '"7"', "1.5", "true", "-1", str(2**53), str(2**63), "1" * 400]
+
+
+FIELDS = ["model", "model_version", "model_repo_id", "commit", "updating", "desired", "error"]
+RIGHT = {("desired", "{}"), ("model", '"7"'), ("model_repo_id", '"7"'), ("commit", '"7"'), ("updating", "true")}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in FIELDS for value in STRANGE if (field, value) not in RIGHT]
+)
+def test_a_field_of_another_type_is_of_no_gateway_and_reaches_no_state_file(
+    replica: Make, tmp_path: Path, field: str, value: str
+) -> None:
+    gateway, path = replica(3), tmp_path / "state.json"
+    gateway.said[field] = value
+    assert [result.code for result in trainer(gateway).verify().results] == ["not_a_gateway"]
+    following = Trainer([gateway.url, replica(3).url], state_file=str(path), patience=QUICK)
+    report = following.update("org/new", all_or_nothing=False)
+    assert report.results[0].code == "not_a_gateway"
+    assert read_state(str(path)) == DesiredState(4, "org/new")
+
+
+@pytest.mark.parametrize("value", ["1e999", "[]", "{}", "7", "null", "[" * 100_000])
+@pytest.mark.parametrize("field", ["taskId", "status"])
+def test_an_update_told_in_another_shape_is_of_no_gateway(replica: Make, field: str, value: str) -> None:
+    one = replica(3)
+    one.said[field] = value
+    assert [result.code for result in trainer(one).update("org/new").results] == ["not_a_gateway"]
+
+
+@pytest.mark.parametrize("version", ["²", "9" * 5000, "-1", str(2**60)])
+def test_an_answer_to_a_prompt_with_a_strange_version_has_none(
+    replica: Make, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    one = replica(3)
+    said = {"X-Model-Version": version.encode().decode("latin-1")}
+    monkeypatch.setattr(one, "answer", lambda *_: (200, {"choices": [{"text": "hi"}]}, said))
+    assert [(answer.text, answer.model_version) for answer in trainer(one).prompt("hi")] == [("hi", None)]
+
+
+def test_a_state_that_no_replica_would_read_is_not_written(replica: Make, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.json")
+    for state in (DesiredState(2**53 + 1, "org/new"), DesiredState(1, ""), DesiredState(1, "org/\ud800")):
+        with pytest.raises(ValueError):
+            write_state(path, state)
+    full = Trainer([replica(2**53 - 1).url], state_file=path, patience=QUICK).update("org/new")
+    assert outcomes(full) == [Outcome.FAILED] and read_state(path) == DesiredState(2**53, "org/new")
+    report = Trainer([replica(3).url], state_file=path, patience=QUICK).update("org/new")
+    assert not report.ok and report.results[0].code == "numbers_used_up"
 
 
 def test_all_take_one_number_which_is_larger_than_every_earlier_one(replica: Make) -> None:

@@ -52,7 +52,8 @@ def read_state(path: str) -> DesiredState | None:
 
 
 def write_state(path: str, state: DesiredState) -> None:
-    """Replace the file durably and atomically. Blocks. Raises OSError, and then nothing has changed."""
+    """Replace the file durably and atomically. Blocks. Raises OSError, or ValueError for a state that no reader would
+    take, and then nothing has changed."""
     folder, name = os.path.split(os.path.abspath(path))
     said = {
         "format": FORMAT,
@@ -63,10 +64,14 @@ def write_state(path: str, state: DesiredState) -> None:
         "allow_gap": state.allow_gap,
         "rollback": state.rollback,
     }
+    content = json.dumps(said, ensure_ascii=False).encode()
+    if len(content) >= BYTES_MAX:
+        raise ValueError(f"a state has less than {BYTES_MAX:,} bytes")
+    _state(said)
     fresh_fd, fresh_path = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
     try:
         with open(fresh_fd, "wb") as file:
-            file.write(json.dumps(said).encode() + b"\n")
+            file.write(content + b"\n")
             # It holds no secret, and replicas may run as other users.
             os.fchmod(file.fileno(), 0o644)
             file.flush()

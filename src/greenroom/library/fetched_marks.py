@@ -2,10 +2,10 @@
 
 Owns the folder `.greenroom` of a root. A file there, named by the hash of a path below the root, says that an update
 has fetched what lies at that path, so that it may be deleted. Its content says what lay there: files that were replaced
-since are not deleted, and a mark that names no file which lies there counts as none. A gateway that uses the weights holds a shared lock on it, and one that deletes them an exclusive
-one, so none deletes what another uses. A gateway that fetches holds a shared lock on the file `fetching` until what it
-fetched is marked and in use. Nothing is deleted meanwhile, because it may be what is fetched. Locks end with their
-process. Everything here blocks.
+since are not deleted, and a mark that names no file which lies there counts as none. A gateway that uses the weights
+holds a shared lock on it, and one that deletes them an exclusive one, so none deletes what another uses. A gateway that
+fetches holds a shared lock on the file `fetching` until what it fetched is marked and in use. Nothing is deleted
+meanwhile, because it may be what is fetched. Locks end with their process. Everything here blocks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Following(Protocol):
         """What happened on the way, for the report."""
 
     def step(self) -> ReplicaStatus | None:
-        """What the replica serves, once that is what is wanted. Raises ReplicaError if it has failed for good."""
+        """What the replica serves, once its update has ended. Raises ReplicaError if it has failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,20 @@ class Patience:
 
 
 PATIENCE: Final = Patience()
+_OTHER: Final = ReplicaError("differs", "its update is completed, and it serves something else than was asked for")
 
 
-def followed(replica: Replica, following: Following, patience: Patience) -> Result:
-    """Take steps until the replica serves what is wanted, has failed, or is lost. Blocks."""
+def followed(replica: Replica, following: Following, serves: Serves, patience: Patience) -> Result:
+    """Take steps until its update has ended, has failed, or the replica is lost. Blocks.
+
+    What it serves then is compared with what is wanted: that an update is said to be completed proves nothing.
+    """
     began = heard = time.monotonic()
     while True:
         try:
             if (status := following.step()) is not None:
+                if not serves(status):
+                    return Result.of(replica.url, Outcome.DIFFERS, status, _OTHER)
                 return replace(Result.of(replica.url, Outcome.SERVES, status), message=following.note)
             heard = time.monotonic()
         except ReplicaAway as away:

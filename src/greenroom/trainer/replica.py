@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
-CONNECT_MAX_S: Final = 5.0
-ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
-_PIECE_BYTES: Final = 64 * 1024
+from greenroom.leases.answers import WHOLE_MAX, Answer, Deadline, Fields, connection_to, exchanged, json_of
+
+_TASK_STATES: Final = frozenset({"updating", "completed", "failed"})
 # What a replica answers while it starts or ends: ask again later.
 _COMING_AND_GOING: Final = frozenset({"shutting_down", "starting"})
 
@@ -107,16 +106,16 @@ class Replica:
         """Raises ReplicaError, as all calls do."""
         said, _ = self._call("GET", "/status" + self._query())
         with _of_gateway():
-            desired, error, number = said.get("desired") or {}, said.get("error") or {}, said["model_version"]
+            desired, error = said.inner_or_none("desired"), said.inner_or_none("error")
             return ReplicaStatus(
-                model=str(said["model"]),
-                number=None if number is None else int(number),
-                repo_id=said["model_repo_id"],
-                commit=said.get("commit"),
-                is_updating=bool(said["updating"]),
-                desired_number=desired.get("model_version"),
-                error_code=error.get("code"),
-                error=error.get("message"),
+                model=said.text("model"),
+                number=said.whole_or_none("model_version", 1),
+                repo_id=said.text_or_none("model_repo_id"),
+                commit=said.text_or_none("commit"),
+                is_updating=said.flag("updating"),
+                desired_number=None if desired is None else desired.whole_or_none("model_version", 1),
+                error_code=None if error is None else error.text("code"),
+                error=None if error is None else error.text("message"),
             )
 
     def update(self, wanted: WantedVersion) -> UpdateTask:
@@ -130,16 +129,19 @@ class Replica:
         return self._ordered(f"/api/v1/models/{quote(model, safe='')}/rollback", model, body, body)
 
     def task(self, id: str) -> UpdateTask:
-        return self._task("GET", f"/update-model/{quote(id, safe='')}")
+        task = self._task("GET", f"/update-model/{quote(id, safe='')}")
+        with _of_gateway():
+            if task.id != id:
+                raise ValueError("it tells of another update")
+        return task
 
     def generate(self, prompt: str, max_tokens: int, answer_max_s: float) -> tuple[str, int | None, str | None]:
         """The text, and the number and repository of the version that wrote it."""
         body = {"prompt": prompt, "max_tokens": max_tokens}
         said, headers = self._call("POST", "/generate" + self._query(), body, answer_max_s)
-        number = headers.get("x-model-version", "")
         with _of_gateway():
-            text = "".join(str(choice.get("text", "")) for choice in said["choices"])
-        return text, int(number) if number.isdigit() else None, headers.get("x-model-repo-id")
+            text = "".join(choice.text_or_none("text") or "" for choice in said.each("choices"))
+        return text, _number(headers.get("x-model-version", "")), headers.get("x-model-repo-id")
 
     @property
     def _named(self) -> dict[str, str]:
@@ -156,13 +158,16 @@ class Replica:
     def _task(self, method: str, path: str, body: object = None, token: str | None = None) -> UpdateTask:
         said, _ = self._call(method, path, body, token=token)
         with _of_gateway():
-            is_failed = said["status"] == "failed"
+            state = said.text("status")
+            if state not in _TASK_STATES:
+                raise ValueError(f"an update is {state}")
+            is_failed = state == "failed"
             return UpdateTask(
-                str(said["taskId"]),
-                said["status"] == "updating",
-                str(said["step"]),
-                str(said["errorCode"]) if is_failed else None,
-                str(said["error"]) if is_failed else None,
+                said.text("taskId"),
+                state == "updating",
+                said.text("step"),
+                said.text("errorCode") if is_failed else None,
+                said.text("error") if is_failed else None,
             )
 
     def _call(
@@ -172,7 +177,7 @@ class Replica:
         body: object = None,
         answer_max_s: float | None = None,
         token: str | None = None,
-    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+    ) -> tuple[Fields, Mapping[str, str]]:
         try:
             status, headers, content = self._answer(method, path, body, answer_max_s or self._answer_max_s, token)
         except TimeoutError:
@@ -183,41 +188,30 @@ class Replica:
         if method == "GET" and status in _LATER:
             raise ReplicaAway(f"it answers with status {status}")
         with _of_gateway(f" (status {status})"):
-            said = json.loads(content)
+            said = Fields(json_of(content))
             if status < 300:
-                return dict(said), headers
-            refusal = said["error"]
-            code, message, task = str(refusal["code"]), str(refusal["message"]), refusal.get("taskId")
+                return said, headers
+            refusal = said.inner("error")
+            code, message, task = refusal.text("code"), refusal.text("message"), refusal.text_or_none("taskId")
         raise ReplicaAway(message) if code in _COMING_AND_GOING else ReplicaError(code, message, task)
 
-    def _answer(
-        self, method: str, path: str, body: object, answer_max_s: float, token: str | None
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+    def _answer(self, method: str, path: str, body: object, answer_max_s: float, token: str | None) -> Answer:
         headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         if token is not None:
             headers["X-Verified-Op-Token"] = token
         content = None if body is None else json.dumps(body).encode()
-        deadline = time.monotonic() + answer_max_s
-        with contextlib.closing(make(self._host, self._port, timeout=min(CONNECT_MAX_S, answer_max_s))) as connection:
+        deadline = Deadline(answer_max_s)
+        with contextlib.closing(connection_to(self._host, self._port, deadline, is_tls=self._is_tls)) as connection:
             connection.connect()
-            connection.sock.settimeout(answer_max_s)
-            connection.request(method, self._prefix + path, content, headers)
-            response = connection.getresponse()
-            told = {name.lower(): value for name, value in response.headers.items()}
-            return response.status, told, _read_by(deadline, response)
+            return exchanged(connection, (method, self._prefix + path, content, headers), deadline)
 
 
-def _read_by(deadline: float, response: http.client.HTTPResponse) -> bytes:
-    """Raises TimeoutError for an answer that is still coming then: one that comes bit by bit never stops the clock."""
-    content = bytearray()
-    while len(content) < ANSWER_BYTES_MAX and (piece := response.read1(_PIECE_BYTES)):
-        content += piece
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return bytes(content)
+def _number(said: str) -> int | None:
+    """The number of a version in a header; None if it is none."""
+    is_one = said.isascii() and said.isdecimal() and len(said) <= len(str(WHOLE_MAX)) and 1 <= int(said) <= WHOLE_MAX
+    return int(said) if is_one else None
 
 
 @contextlib.contextmanager
@@ -225,5 +219,5 @@ def _of_gateway(beside: str = "") -> Iterator[None]:
     """Read an answer. Raises ReplicaError if it has another shape than a gateway's."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ReplicaError("not_a_gateway", f"what answers there is no gateway{beside}") from None
+    except ValueError as error:
+        raise ReplicaError("not_a_gateway", f"what answers there is no gateway{beside}: {error}") from None

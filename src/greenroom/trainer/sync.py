@@ -5,13 +5,14 @@ Owns how an update and the way back are asked for, and what became of each repli
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from greenroom.library.desired import DesiredState, read_state, write_state
+from greenroom.library.desired import NUMBER_MAX, DesiredState, read_state, write_state
 from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed, look
 from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
 from greenroom.trainer.report import Outcome, Result
@@ -21,6 +22,8 @@ Made = TypeVar("Made")
 Looked = ReplicaStatus | ReplicaError
 # A replica with one of these serves what the update brought it.
 TOOK_IT = (Outcome.SERVES, Outcome.DIFFERS)
+_COMMIT: Final = re.compile("[0-9a-f]{40}")
+_USED_UP: Final = ReplicaError("numbers_used_up", f"there is no number of a version after {NUMBER_MAX}")
 
 
 class Sync(Protocol):
@@ -69,7 +72,7 @@ class ApiSync:
         return _gone_back(self._brought(replica, ask, lambda status: status.weights == before.weights), result)
 
     def _brought(self, replica: Replica, ask: Callable[[], UpdateTask], serves: Serves) -> Result:
-        return followed(replica, OrderedUpdate(replica, ask, serves), self._patience)
+        return followed(replica, OrderedUpdate(replica, ask, serves), serves, self._patience)
 
 
 class FileSync:
@@ -88,6 +91,8 @@ class FileSync:
         is_passed = known is not None and last > known.number
         if is_new or known is None or known.repo_id != wanted.repo_id or known.rollback or is_passed:
             number = max(wanted.number or 1, last + 1, known.number + 1 if known else 1)
+            if number > NUMBER_MAX:
+                return [Result.of(replica.url, Outcome.FAILED, None, _USED_UP) for replica in replicas]
             known = DesiredState(number, wanted.repo_id, wanted.revision, self._model, wanted.allow_gap)
             write_state(self._path, known)
         return self._watched(replicas, known.number, _serving(replace(wanted, number=known.number)))
@@ -102,6 +107,8 @@ class FileSync:
             return [_stays(result) if result.outcome in TOOK_IT else result for result in results]
         known = self._known()
         number = 1 + max(known.number if known else 0, *(result.model_version or 0 for result in results))
+        if number > NUMBER_MAX:
+            return list(results)
         write_state(self._path, DesiredState(number, old.repo_id, old.commit, self._model, rollback=True))
         took = [replica for replica, result in zip(replicas, results, strict=True) if result.outcome in TOOK_IT]
         back = {one.url: one for one in self._watched(took, number, lambda now: now.weights == old.weights)}
@@ -118,7 +125,7 @@ class FileSync:
         patience = self._patience
 
         def watch(replica: Replica) -> Result:
-            return followed(replica, WatchedUpdate(replica, number, serves, patience.away_s), patience)
+            return followed(replica, WatchedUpdate(replica, number, serves, patience.away_s), serves, patience)
 
         return at_once(watch, replicas)
 
@@ -139,7 +146,14 @@ def at_once(work: Callable[[Thing], Made], things: Sequence[Thing]) -> list[Made
 
 
 def _serving(wanted: WantedVersion) -> Serves:
-    return lambda status: status.repo_id == wanted.repo_id and (status.number or 0) >= (wanted.number or 1)
+    # Of branches and tags only the replica knows the commit.
+    commit = wanted.revision if wanted.revision and _COMMIT.fullmatch(wanted.revision) else None
+
+    def serves(status: ReplicaStatus) -> bool:
+        is_new = (status.number or 0) >= (wanted.number or 1)
+        return is_new and status.repo_id == wanted.repo_id and commit in (None, status.commit)
+
+    return serves
 
 
 def _stays(result: Result) -> Result:
