@@ -105,10 +105,10 @@ def test_a_name_that_is_none_is_said_to_be_the_reason() -> None:
         Client(parse("http://a..b:1")).get("/x")
 
 
-def test_silence_ends_at_its_limit(gateway: FakeGateway) -> None:
+def test_an_answer_has_a_limit(gateway: FakeGateway) -> None:
     let_go = threading.Event()
     gateway.on("GET", "/x", Answer(b"{}", before=lambda: (let_go.wait(30), None)[1]))
-    with pytest.raises(CommandFailed, match="has said nothing for"):
+    with pytest.raises(CommandFailed, match="has not answered within"):
         Client(parse(gateway.url)).get("/x", answer_max_s=0.2)
     let_go.set()
 

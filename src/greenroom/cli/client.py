@@ -1,6 +1,6 @@
 """Calls to a running gateway: JSON in and out, and streams of server-sent events.
 
-Owns one connection per call, its timeouts, and the translation of everything that can go wrong into CommandFailed.
+Owns one connection per call, how long it may take, and the translation of all that can go wrong into CommandFailed.
 Never follows redirects (they could carry the key elsewhere) and never uses a proxy for loopback.
 """
 
@@ -18,8 +18,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from greenroom.cli.address import KEY_NAME, URL_NAME, GatewayAddress
 from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, NotAStream, WrongUsage
+from greenroom.leases.answers import AnswerTooLarge, Deadline, connection_to, json_of, whole_body
 
-CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 PIECE_BYTES: Final = 1024 * 1024
@@ -111,7 +111,9 @@ class Client:
 
     def download(self, path: str, *, answer_max_s: float = ANSWER_MAX_S) -> Iterator[bytes]:
         """What is at this path, whatever it is, piece by piece. Raises as `get` does, at its end if it is cut."""
-        with self._response("GET", path, None, answer_max_s) as response, self._explaining_failures(answer_max_s):
+        deadline = Deadline(answer_max_s)
+        with self._response("GET", path, None, deadline) as response, self._explaining_failures(deadline):
+            deadline.bound_silence()
             while piece := response.read(PIECE_BYTES):
                 yield piece
             if response.length:
@@ -123,21 +125,23 @@ class Client:
     ) -> Iterator[Iterator[ServerEvent]]:
         """The events at this path, as they come. Leaving the block closes the connection. Raises as `get` does, and
         NotAStream with the answer that came instead."""
-        with self._response(method, path, body, SILENCE_MAX_S, headers) as response:
+        deadline = Deadline(SILENCE_MAX_S)
+        with self._response(method, path, body, deadline, headers) as response:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                with self._explaining_failures(SILENCE_MAX_S):
+                with self._explaining_failures(deadline):
                     raise NotAStream(self._foreign_answer(response, body), self._json(response, body))
-            yield self._events(response)
+            deadline.bound_silence()
+            yield self._events(response, deadline)
 
-    def _events(self, response: http.client.HTTPResponse) -> Iterator[ServerEvent]:
-        with self._explaining_failures(SILENCE_MAX_S):
+    def _events(self, response: http.client.HTTPResponse, deadline: Deadline) -> Iterator[ServerEvent]:
+        with self._explaining_failures(deadline):
             yield from server_events(response)
 
     def _call(self, method: str, path: str, body: object | None, answer_max_s: float, token: str | None = None) -> Any:
-        headers = None if token is None else {TOKEN_HEADER: token}
+        headers, deadline = None if token is None else {TOKEN_HEADER: token}, Deadline(answer_max_s)
         with (
-            self._response(method, path, body, answer_max_s, headers) as response,
-            self._explaining_failures(answer_max_s),
+            self._response(method, path, body, deadline, headers) as response,
+            self._explaining_failures(deadline),
         ):
             return self._json(response, body)
 
@@ -147,15 +151,15 @@ class Client:
         method: str,
         path: str,
         body: object | None,
-        silence_max_s: float,
+        deadline: Deadline,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, with its body not yet read. Raises if its status is not a success."""
         content = None if body is None else in_json(body)
-        with contextlib.closing(self._connected()) as connection:
-            with self._explaining_failures(silence_max_s):
+        with contextlib.closing(self._connected(deadline)) as connection:
+            with self._explaining_failures(deadline):
                 assert connection.sock is not None
-                connection.sock.settimeout(silence_max_s)
+                connection.sock.settimeout(deadline.left_s())
                 connection.request(method, self._target(path), content, self._headers(body, headers))
                 response = connection.getresponse()
                 if response.status >= 300:
@@ -164,8 +168,8 @@ class Client:
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
-    def _connected(self) -> http.client.HTTPConnection:
-        connection = self._connection()
+    def _connected(self, deadline: Deadline) -> http.client.HTTPConnection:
+        connection = self._connection(deadline)
         try:
             connection.connect()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
@@ -177,13 +181,11 @@ class Client:
             ) from None
         return connection
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, deadline: Deadline) -> http.client.HTTPConnection:
         address, proxy = self.address, self._proxy()
-        make = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        if proxy is None:
-            return make(address.host, address.port, timeout=CONNECT_MAX_S)
-        connection = make(proxy[0], proxy[1], timeout=CONNECT_MAX_S)
-        if address.scheme == "https":
+        is_tls, (host, port) = address.scheme == "https", proxy or (address.host, address.port)
+        connection = connection_to(host, port, deadline, is_tls=is_tls)
+        if proxy is not None and is_tls:
             connection.set_tunnel(address.host, address.port)
         return connection
 
@@ -212,14 +214,9 @@ class Client:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def _json(self, response: http.client.HTTPResponse, body: object | None) -> Any:
-        content = response.read(self._answer_bytes_max + 1)
-        if len(content) > self._answer_bytes_max:
-            raise CommandFailed(f"the answer of {self.address.url} is larger than {self._answer_bytes_max:,} bytes")
-        if response.length:
-            # A bounded read does not raise when the body is shorter than its Content-Length.
-            raise http.client.IncompleteRead(content, response.length)
+        content = whole_body(response, self._answer_bytes_max)
         try:
-            return json.loads(content)
+            return json_of(content)
         except ValueError:
             raise CommandFailed(self._foreign_answer(response, body)) from None
 
@@ -252,12 +249,14 @@ class Client:
         return GatewayRefused(message, str(details) if details else None, status=response.status, code=code)
 
     @contextlib.contextmanager
-    def _explaining_failures(self, silence_max_s: float) -> Iterator[None]:
+    def _explaining_failures(self, deadline: Deadline) -> Iterator[None]:
         """Turn failures between the request and the end of the answer into CommandFailed."""
         try:
             yield
         except TimeoutError:
-            raise CommandFailed(f"{self.address.url} has said nothing for {silence_max_s:g} s") from None
+            raise CommandFailed(f"{self.address.url} {deadline.missed}") from None
+        except AnswerTooLarge as error:
+            raise CommandFailed(f"{self.address.url} is not understood: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             raise CommandFailed(f"{self.address.url} went away before it had answered ({_reason(error)})") from None
 

@@ -31,19 +31,26 @@ class Deadline:
     """When an exchange must be over."""
 
     def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._at = time.monotonic() + seconds
-        self._silence_s: float | None = None
+        self._is_of_silence = False
 
-    def bound_silence(self, seconds: float) -> None:
-        """From now on there is no end but that nothing comes for so long: the answer is a stream."""
-        self._silence_s = seconds
+    def bound_silence(self) -> None:
+        """From now on there is no end but that nothing comes for as long: the answer is a stream."""
+        self._is_of_silence = True
 
     def left_s(self) -> float:
         """For what is done next. Raises TimeoutError if nothing is left."""
-        left_s = self._at - time.monotonic() if self._silence_s is None else self._silence_s
+        left_s = self._seconds if self._is_of_silence else self._at - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         return left_s
+
+    @property
+    def missed(self) -> str:
+        """What a server has done that was cut off by this."""
+        how = "has said nothing for" if self._is_of_silence else "has not answered within"
+        return f"{how} {self._seconds:g} s"
 
 
 def connection_to(host: str, port: int, deadline: Deadline, *, is_tls: bool) -> http.client.HTTPConnection:
