@@ -32,6 +32,7 @@ HOT = (
     "server/front.py",
     "server/inference/ask.py",
     "server/inference/ask_reader.py",
+    "server/inference/body/body_check.py",
     "server/inference/body/media.py",
     "server/inference/body/peek.py",
     "server/inference/prefix_cache.py",

@@ -58,6 +58,7 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/front.py",
         "server/inference/ask.py",
         "server/inference/ask_reader.py",
+        "server/inference/body/body_check.py",
         "server/inference/body/media.py",
         "server/inference/body/peek.py",
         "server/inference/prefix_cache.py",

@@ -28,10 +28,6 @@ class _Message(msgspec.Struct):
     content: Raw = _NULL
 
 
-class _Items(msgspec.Struct, array_like=True):
-    """A list whose items are skipped."""
-
-
 def _decoder(kind: Any) -> Read:
     return msgspec.json.Decoder(kind | None, strict=False).decode
 
@@ -40,6 +36,12 @@ def _read_texts(raw: Raw) -> None:
     """A text, a list, or an object of an engine's own. Raises ValueError."""
     if memoryview(raw)[0] not in b'"[{n':
         raise ValueError("Expected a text or a list")
+
+
+def _read_list(raw: Raw) -> None:
+    """The items are the engine's to read. Raises ValueError."""
+    if memoryview(raw)[0] not in b"[n":
+        raise ValueError("Expected a list")
 
 
 _decode_messages: Final = msgspec.json.Decoder(list[_Message] | None).decode
@@ -52,7 +54,6 @@ def _read_messages(raw: Raw) -> None:
 
 
 _number: Final = _decoder(float | bool)
-_list: Final = _decoder(_Items)
 # llama.cpp takes -1 for no limit.
 _limit: Final = _decoder(Annotated[float, Meta(ge=-1)])
 _count: Final = _decoder(Annotated[float, Meta(ge=1)])
@@ -98,7 +99,7 @@ class BodyCheck:
 
 
 CHAT: Final = BodyCheck(
-    (MESSAGES,), reads={MESSAGES: _read_messages, "tools": _list, "max_completion_tokens": _limit, **_SAMPLING}
+    (MESSAGES,), reads={MESSAGES: _read_messages, "tools": _read_list, "max_completion_tokens": _limit, **_SAMPLING}
 )
 COMPLETION: Final = BodyCheck(("prompt", "prompt_embeds"), reads={"prompt": _read_texts, **_SAMPLING})
 # llama.cpp embeds `content`, and vLLM what a conversation becomes.
