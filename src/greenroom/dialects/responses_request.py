@@ -78,6 +78,7 @@ class _ResponsesTool(msgspec.Struct):
 class _ResponsesChoice(msgspec.Struct):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class _ResponsesFormat(msgspec.Struct):
@@ -126,16 +127,18 @@ def read_response(fields: Fields) -> Conversation:
     )
     refuse_fields(fields, ("background",), "cannot be true; send Prefer: respond-async for an answer later.")
     refuse_fields(fields, ("prompt",), "names a template of OpenAI's servers; send instructions and input.")
-    said = read(fields, "input", _input)
-    if said is None or said == []:
+    turns = tuple(_turns(read(fields, "input", _input)))
+    if not turns:
         raise BadRequest("input is missing or empty.", param="input")
+    instructions = read(fields, "instructions", _text)
+    before = (Turn("system", (Text(instructions),)),) if instructions else ()
     schema, any_json = _format(fields)
     effort = read(fields, "reasoning", _reasoning)
     tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
     choice = _tool_choice(read(fields, "tool_choice", _choice))
     expect_choice(choice, tools)
     return Conversation(
-        turns=tuple(_turns(read(fields, "instructions", _text), said)),
+        turns=(*before, *turns),
         tools=tools,
         tool_choice=choice,
         one_tool_at_once=read(fields, "parallel_tool_calls", _flag) is False,
@@ -168,7 +171,7 @@ def _format(fields: Fields) -> tuple[Raw | None, bool]:
 
 def _tool_choice(choice: str | _ResponsesChoice | None) -> str | NamedChoice | None:
     if isinstance(choice, _ResponsesChoice) and choice.type == "function" and choice.name is not None:
-        return NamedChoice(choice.name)
+        return NamedChoice(_joined(choice.namespace, choice.name))
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return choice
     raise BadRequest("tool_choice is auto, none, required, or a function with a name.", param="tool_choice")
@@ -191,15 +194,13 @@ def _joined(group: str | None, name: str) -> str:
     return name if group is None else f"{group}{_JOINT}{name}"
 
 
-def _turns(instructions: str | None, said: str | list[_Item]) -> Iterator[Turn]:
-    if instructions:
-        yield Turn("system", (Text(instructions),))
+def _turns(said: str | list[_Item] | None) -> Iterator[Turn]:
     if isinstance(said, str):
         yield Turn("user", (Text(said),))
         return
     # What the assistant thought, said and called is one turn of chat.
     assistant: list[Part] = []
-    for item in said:
+    for item in said or ():
         role = _role(item)
         if role is None:
             continue
