@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from greenroom.errors import HostNotAllowed
@@ -71,7 +73,7 @@ def test_listening_everywhere_answers_any_address_but_no_unknown_name() -> None:
 def test_star_answers_every_host_but_not_every_origin() -> None:
     rule = HostRule(["*"])
     rule.check(b"anything.example", None)
-    rule.check(b"anything.example", b"https://anything.example:8443")
+    rule.check(b"anything.example", b"https://anything.example")
     with pytest.raises(HostNotAllowed):
         rule.check(b"anything.example", b"https://evil.example")
     HostRule(["*"], ["*"]).check(b"anything.example", b"https://evil.example")
@@ -80,9 +82,8 @@ def test_star_answers_every_host_but_not_every_origin() -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        b"http://localhost:3000",
-        b"http://127.0.0.1",
-        b"https://models.example.org",
+        b"http://models.example.org:8210",
+        b"HTTPS://Models.example.org.:8210",
         b"https://ui.example.org",
         b"HTTPS://UI.example.org/",
         b"app://obsidian.md",
@@ -101,6 +102,17 @@ def test_own_and_listed_origins_may_call(origin: bytes) -> None:
         b"file://",
         b"",
         b"app://other",
+        b"http://localhost:8210",
+        b"http://localhost",
+        b"http://127.0.0.1:8210",
+        b"http://me.localhost:8210",
+        b"http://[::1]:8210",
+        b"http://models.example.org",
+        b"https://models.example.org",
+        b"http://models.example.org:8211",
+        b"http://models.example.org:",
+        b"http://x@models.example.org:8210",
+        b"http://models.example.org:8210/path",
         b"ftp://localhost",
         b"\xff",
     ],
@@ -108,6 +120,32 @@ def test_own_and_listed_origins_may_call(origin: bytes) -> None:
 def test_other_origins_may_not(origin: bytes) -> None:
     with pytest.raises(HostNotAllowed, match="allowed_origins"):
         NAMED.check(b"models.example.org:8210", origin)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_own"),
+    [
+        (b"localhost", b"http://localhost", True),
+        (b"localhost:80", b"http://localhost:80", True),
+        (b"localhost:80", b"http://localhost", True),
+        (b"localhost", b"https://localhost", True),
+        (b"localhost:443", b"https://localhost", True),
+        (b"localhost:443", b"http://localhost", False),
+        (b"localhost:80", b"https://localhost", False),
+        (b"127.0.0.1:3000", b"http://127.0.0.1:3000", True),
+        (b"127.0.0.1:3000", b"http://127.0.0.2:3000", False),
+        (b"127.0.0.1:3000", b"http://localhost:3000", False),
+        (b"[::1]:8210", b"http://[::1]:8210", True),
+        (b"[0:0::1]:8210", b"http://[::1]:8210", True),
+        (b"[::1]", b"http://[::1]:8210", False),
+        (b"[::1]:8210", b"http://127.0.0.1:8210", False),
+        (None, b"http://localhost:8210", False),
+        (None, b"http://", False),
+    ],
+)
+def test_a_page_is_our_own_by_name_and_port(host: bytes | None, origin: bytes, is_own: bool) -> None:
+    with nullcontext() if is_own else pytest.raises(HostNotAllowed):
+        LOCAL.check(host, origin)
 
 
 def test_public_url_allows_its_own_host_and_pages() -> None:

@@ -252,17 +252,19 @@ def routed_path(head: Head) -> bytes:
 
 
 ANY: Final = "*"
-_DEFAULT_PORTS: Final = (("https://", ":443"), ("http://", ":80"))
+_PORTS: Final = {"https": 443, "http": 80}
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "ip6-localhost", "ip6-loopback"))
-_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::[0-9]{1,5})?")
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::([0-9]{1,5}))?")
 # Pairs that were found allowed are remembered. Bounded, because clients choose them.
 _REMEMBERED_MAX: Final = 256
 
 
 class HostRule:
-    """Allows loopback, the addresses we listen on and the names given; any port. `*` allows everything.
+    """Allows the hosts loopback, the addresses we listen on and the names given; any port. `*` allows everything.
 
-    `public_url` adds its host and its origin: a proxy in front may send the gateway's own address as Host.
+    Pages may call that come from the very host and port that they call, and those of the origins given. Other ports
+    of loopback may be pages of other users of the machine. `public_url` adds its host and its origin: a proxy in front
+    may send the gateway's own address as Host.
     When we listen on every address (0.0.0.0 or ::) any literal address is allowed: rebinding needs a name.
     """
 
@@ -294,7 +296,7 @@ class HostRule:
             raise HostNotAllowed(
                 f"This server does not answer for the host {_shown(host)}. Add it to server.allowed_hosts if it should."
             )
-        if origin is not None and not self._allows_origin(origin, name):
+        if origin is not None and not self._allows_origin(origin, host):
             raise HostNotAllowed(
                 f"Pages from {_shown(origin)} may not call this server. Add it to server.allowed_origins if they may."
             )
@@ -312,7 +314,7 @@ class HostRule:
     def check_referer(self, host: bytes | None, referer: bytes) -> None:
         """Check the page by its Referer, for browsers that send no Sec-Fetch-Site. Raises HostNotAllowed."""
         scheme, _, rest = referer.partition(b"://")
-        if not self._allows_origin(scheme + b"://" + rest.partition(b"/")[0], _host_name(host)):
+        if not self._allows_origin(scheme + b"://" + rest.partition(b"/")[0], host):
             self.refuse_page()
 
     def _allows_host(self, name: str) -> bool:
@@ -320,23 +322,24 @@ class HostRule:
             return True
         return self._any_address and _is_address(name)
 
-    def _allows_origin(self, origin: bytes, host_name: str) -> bool:
+    def _allows_origin(self, origin: bytes, host: bytes | None) -> bool:
         text = _canonical_origin(origin.decode("latin-1"))
         if self._any_origin or text in self._origins:
             return True
         scheme, _, authority = text.partition("://")
-        if scheme not in ("http", "https"):
+        if host is None or scheme not in _PORTS:
             return False
-        name = _host_name(authority.encode("latin-1"))
-        return bool(name) and (name == host_name or _is_loopback(name))
+        # A proxy may have taken https from it: the scheme tells only which port is left out.
+        page, port = authority.encode("latin-1"), _PORTS[scheme]
+        return _host_name(page) != "" and _place(page, port) == _place(host, port)
 
 
 def _canonical_origin(origin: str) -> str:
     """Lower case, without a last slash, and without the port that its scheme has anyway: browsers leave that out."""
     text = origin.lower().rstrip("/")
-    for scheme, port in _DEFAULT_PORTS:
-        if text.startswith(scheme):
-            return text.removesuffix(port)
+    for scheme, port in _PORTS.items():
+        if text.startswith(f"{scheme}://"):
+            return text.removesuffix(f":{port}")
     return text
 
 
@@ -344,6 +347,12 @@ def _host_name(host: bytes | None) -> str:
     """The name or address of HOST or HOST:PORT in its canonical form; empty if it is neither."""
     match = _HOST.fullmatch((host or b"").decode("latin-1"))
     return _canonical(match.group(1).lower()) if match else ""
+
+
+def _place(host: bytes, default_port: int) -> tuple[str, int]:
+    """The name and port of HOST or HOST:PORT."""
+    match = _HOST.fullmatch(host.decode("latin-1"))
+    return _host_name(host), int((match and match.group(2)) or default_port)
 
 
 def _canonical(name: str) -> str:

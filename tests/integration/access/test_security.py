@@ -204,7 +204,8 @@ async def test_only_hosts_that_are_ours_are_answered(guarded: App, host: str, st
 @pytest.mark.parametrize(
     ("origin", "status"),
     [
-        ("http://localhost:3000", 200),
+        ("http://localhost:3000", 403),
+        ("http://localhost", 200),
         ("https://chat.example", 200),
         ("https://evil.example", 403),
         ("https://chat.example.evil.example", 403),

@@ -185,8 +185,12 @@ FOREIGN = [
     Sent("img of a new kind", headers=fetched("same-planet", "no-cors", "image")),
     *with_origin(EVIL),
     *with_origin("null"),
+    *with_origin(NEIGHBOUR),
     *rebound(),
     *old(),
+    Sent(
+        "old browser, neighbour's page", "POST", CHAT, {"Referer": f"{NEIGHBOUR}/", "Content-Type": "text/plain"}, BODY
+    ),
 ]
 
 
@@ -264,7 +268,6 @@ HONEST = [
     Sent("allowed page", headers=fetched("cross-site", "cors", "empty", Origin=FRIEND)),
     Sent("allowed page's POST", "POST", CHAT, {**fetched("cross-site", "cors", "empty", Origin=FRIEND), **JSON}, BODY),
     Sent("allowed page's image crossorigin", headers=fetched("cross-site", "cors", "image", Origin=FRIEND)),
-    Sent("neighbour's page", "POST", CHAT, {**fetched("same-site", "cors", "empty", Origin=NEIGHBOUR), **JSON}, BODY),
     Sent("curl", headers={"User-Agent": "curl/8.5.0", "Accept": "*/*"}),
     Sent("curl POST", "POST", CHAT, {"User-Agent": "curl/8.5.0", "Content-Type": "text/plain"}, BODY),
     Sent("OpenAI SDK", "POST", CHAT, SDK, BODY),

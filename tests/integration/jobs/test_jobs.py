@@ -86,7 +86,7 @@ async def test_a_job_is_run_like_a_request_and_its_answer_kept(tmp_path: Path) -
         row = await ended(app, taken["id"])
         assert (row["status"], row["progress"], row["error"]) == ("done", 1.0, None)
         assert row["created"] <= row["started"] <= row["ended"]
-        origin = {"Origin": "http://localhost:3000"}
+        origin = {"Origin": "http://localhost"}
         kept = await result(app, taken["id"], by=origin)
         assert (kept.status, kept.text) == (200, "m 1 2")
         assert kept.headers["content-type"] == "application/json"
