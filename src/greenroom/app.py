@@ -119,6 +119,7 @@ class App:
             self.catalog.engine_of,
             common.state.green_room_shortfall,
             memory.no_device,
+            self._is_kept,
         )
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
         self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
@@ -296,6 +297,12 @@ class App:
             _log.info("operations are signed", keys=keys, rules=len(rules.section.rules))
         if rules is not None and (problem := self.governance.audit_problem):
             _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
+
+    def _is_kept(self, model: ModelId) -> bool:
+        """True for a pinned model that is in memory. Remote ones, which are always there, take none."""
+        entry = self.catalog.find(model)
+        is_pinned = entry is not None and entry.spec.pinned and not entry.spec.is_remote
+        return is_pinned and bool(self.loop.scheduler.view.slots_of(model))
 
     def must_fetch(self, model: str) -> bool:
         """True if a load of this model would begin with a download."""

@@ -225,6 +225,13 @@ class ModelInUse(ClientFault):
     code = "model_in_use"
 
 
+class ModelPinned(ClientFault):
+    """An order would take a pinned model out of its place. `force` carries it out all the same."""
+
+    status = 409
+    code = "model_pinned"
+
+
 class NoPlace(ClientFault):
     """The model should have slept, but the green room was full: it was unloaded instead."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from greenroom.app import App
+from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
 from tests.integration.raw import Answer, chat, http
+from tests.waiting import until
 
 ONE_AT_A_TIME: dict[str, Any] = {"gpus": [{"memory_mib": 1_000, "margin_mib": 0}]}
 MODELS: dict[str, Any] = {"a": fake("a", memory_mib=900), "b": fake("b", memory_mib=900)}
@@ -43,3 +47,54 @@ async def test_only_models_that_there_are_can_be_pinned(tmp_path: Path) -> None:
         assert (await _pin(app, "none")).status == 404
         assert (await _pin(app, "a", {"pinned": "perhaps"})).status == 400
         assert await _shown(app, "a") == (False, "cold")
+
+
+# Every order by which an operator makes a model leave: the path, and the body or the query by which it is forced.
+TAKING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "evictModel": ("POST", "/v1/models/load", {"modelId": "b", "evictModel": "a"}),
+    "evictModel, by an alias": ("POST", "/v1/models/load", {"model": "b", "evictModel": "also"}),
+    "evict": ("POST", "/api/v1/models/b/load", {"evict": ["a"]}),
+    "evict, answered at once": ("POST", "/api/v1/models/b/load?wait=false", {"evict": ["a"]}),
+    "unload": ("POST", "/api/v1/models/a/unload", {}),
+    "unload, by an alias": ("POST", "/api/v1/models/also/unload", {"grace_s": 1}),
+    "unload of the runner's API": ("POST", "/v1/models/unload", {"modelId": "a"}),
+    "unload of llama.cpp's API": ("POST", "/models/unload", {"model": "a"}),
+    "unload of llama-swap's API": ("POST", "/api/models/unload/a", {}),
+    "unload of all": ("POST", "/api/models/unload", {}),
+    "unload of all by GET": ("GET", "/unload", {}),
+}
+
+
+@pytest.mark.parametrize("order", TAKING)
+async def test_no_order_takes_a_pinned_model_unless_it_is_forced(tmp_path: Path, order: str) -> None:
+    method, path, body = TAKING[order]
+    models = {"a": fake("a", memory_mib=900, aliases=["also"], pinned=True), "b": fake("b", memory_mib=900)}
+    is_in_query = "/api/models/" in path or method == "GET"
+
+    async def ask(app: App, *, force: bool) -> Answer:
+        if is_in_query:
+            return await http(app, method, f"{path}?force=true" if force else path)
+        return await http(app, method, path, {**body, "force": True} if force else body)
+
+    async with gateway(tmp_path, models, **ONE_AT_A_TIME) as app:
+        assert (await chat(app, "a")).status == 200
+        refused = await ask(app, force=False)
+        assert (refused.status, refused.error["code"]) == (409, "model_pinned")
+        assert "a is pinned" in refused.error["message"] and "force=true" in refused.error["message"]
+        assert await _shown(app, "a") == (True, "ready")
+        assert (await ask(app, force=True)).status in (200, 202)
+        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")
+
+
+async def test_unloading_all_leaves_what_is_pinned_and_says_so(tmp_path: Path) -> None:
+    models = {"a": fake("a", memory_mib=400), "b": fake("b", memory_mib=400)}
+    async with gateway(tmp_path, models, **ONE_AT_A_TIME) as app:
+        for model in models:
+            assert (await chat(app, model)).status == 200
+        await _pin(app, "a")
+        assert (await http(app, "GET", "/unload")).status == 409
+        assert (await _shown(app, "a"), await _shown(app, "b")) == ((True, "ready"), (False, "cold"))
+        # What is not in memory is not taken out of it, and no model leaves for itself.
+        assert (await http(app, "POST", "/v1/models/load", {"modelId": "a", "evictModel": "a"})).status == 202
+        await _pin(app, "b")
+        assert (await http(app, "POST", "/api/v1/models/b/unload")).status == 200

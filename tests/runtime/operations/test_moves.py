@@ -42,6 +42,7 @@ class Rig:
             lambda model: "llamacpp",
             lambda model: shortfall,
             lambda model: no_device,
+            lambda model: False,
         )
 
     def _post(self, event: Event) -> None:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,8 +101,17 @@ class FakeOrders:
     error: Exception | None = None
     then: Callable[[], None] = lambda: None
 
+    def expect_leavable(self, models: Iterable[ModelId]) -> None:
+        pass
+
     async def move(
-        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+        self,
+        kind: MoveKind,
+        model: ModelId,
+        *,
+        evict: tuple[ModelId, ...] = (),
+        grace_s: float | None = None,
+        force: bool = False,
     ) -> None:
         self.asked.append((kind, model, evict, grace_s))
         if self.error is not None:

@@ -69,8 +69,18 @@ class LoadProgress:
 
 
 class MoveOrders(Protocol):
+    def expect_leavable(self, models: Iterable[ModelId]) -> None:
+        """Raises ModelPinned if one of these is in memory and pinned."""
+        ...
+
     async def move(
-        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+        self,
+        kind: MoveKind,
+        model: ModelId,
+        *,
+        evict: tuple[ModelId, ...] = (),
+        grace_s: float | None = None,
+        force: bool = False,
     ) -> None:
         """Ask for a move and wait until it is done. Raises the error that says why it was not."""
         ...
@@ -114,15 +124,18 @@ class Loads:
         asker: Asker,
         fetch: Callable[[], DownloadOrder],
         *,
+        force: bool,
         tenant: str,
         key: str,
     ) -> Operation:
-        """Begin to load a model. Raises ModelNotFound, BadRequest, or that the table has no room.
+        """Begin to load a model. Raises ModelNotFound, BadRequest, ModelPinned, or that the table has no room.
 
         `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
         """
         leaving = tuple([(await self._services.resolver.named(one, asker=asker)).id for one in evict])
         entry, order = await self._found(name, options, asker, fetch)
+        if not force:
+            self._services.moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
         model = name if entry is None else entry.id
         row = await self._row(OperationKind.LOAD, model, tenant, key)
 
@@ -131,18 +144,21 @@ class Loads:
                 await self._fetched(row, order)
             found = await self._services.resolver.named(name, options, asker)
             self._models[row.id] = found.id
-            return await self._loaded(found.id, leaving)
+            return await self._loaded(found.id, leaving, force)
 
         self._begin(row, steps)
         return row
 
-    async def load(self, model: ModelId, evict: tuple[ModelId, ...], *, tenant: str, key: str) -> LoadFacts:
+    async def load(
+        self, model: ModelId, evict: tuple[ModelId, ...], *, force: bool, tenant: str, key: str
+    ) -> LoadFacts:
         """Load a model that is known, and wait until it is ready. Raises why it is not."""
-        return await self._ordered(OperationKind.LOAD, model, lambda: self._loaded(model, evict), tenant, key)
+        return await self._ordered(OperationKind.LOAD, model, lambda: self._loaded(model, evict, force), tenant, key)
 
-    async def unload(self, model: ModelId, grace_s: float | None, *, tenant: str, key: str) -> LoadFacts:
+    async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> LoadFacts:
         """Unload a model, and wait until it is gone. Raises why it is not."""
-        return await self._ordered(OperationKind.UNLOAD, model, lambda: self._unloaded(model, grace_s), tenant, key)
+        steps = lambda: self._unloaded(model, grace_s, force)  # noqa: E731
+        return await self._ordered(OperationKind.UNLOAD, model, steps, tenant, key)
 
     async def _ordered(self, kind: OperationKind, model: ModelId, steps: Steps, tenant: str, key: str) -> LoadFacts:
         """Take these steps as an operation and wait for its end. They go on if the caller leaves."""
@@ -211,17 +227,17 @@ class Loads:
         finally:
             self._fetches.pop(row.id, None)
 
-    async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...]) -> LoadFacts:
+    async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...], force: bool) -> LoadFacts:
         services, began = self._services, self._services.clock()
         # It never leaves for itself.
         leaving = tuple(one for one in evict if one != model)
-        await services.moves.move(MoveKind.LOAD, model, evict=leaving)
+        await services.moves.move(MoveKind.LOAD, model, evict=leaving, force=force)
         return LoadFacts(model, services.gpu_mib(model), services.clock() - began)
 
-    async def _unloaded(self, model: ModelId, grace_s: float | None) -> LoadFacts:
+    async def _unloaded(self, model: ModelId, grace_s: float | None, force: bool) -> LoadFacts:
         services, began = self._services, self._services.clock()
         held_mib = services.gpu_mib(model)
-        await services.moves.move(MoveKind.UNLOAD, model, grace_s=grace_s)
+        await services.moves.move(MoveKind.UNLOAD, model, grace_s=grace_s, force=force)
         freed_mib = max(0, held_mib - services.gpu_mib(model))
         return LoadFacts(model, freed_mib, services.clock() - began)
 

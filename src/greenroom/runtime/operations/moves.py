@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
-from greenroom.core.model import ModelId, MoveKind, OpId
+from greenroom.core.model import ARRIVING, ModelId, MoveKind, OpId
 from greenroom.core.view import Shortfall
 from greenroom.errors import (
     Excluded,
@@ -19,6 +19,7 @@ from greenroom.errors import (
     LeaseStoreUnavailable,
     LoadFailed,
     ModelNotFound,
+    ModelPinned,
     NoPlace,
     TooLarge,
     Unloaded,
@@ -41,10 +42,12 @@ class OperatorMoves:
         engine_of: Callable[[ModelId], str],
         shortfall: Callable[[ModelId], Shortfall | None],
         no_device: Callable[[ModelId], str],
+        is_kept: Callable[[ModelId], bool],
     ) -> None:
         """`engine_of` names the engine of a model that is known; `shortfall` says why the green room cannot take it,
-        and `no_device` that none of its devices is there, if so."""
+        and `no_device` that none of its devices is there, if so. `is_kept` is true of pinned models in memory."""
         self._no_device = no_device
+        self._is_kept = is_kept
         self._shortfall = shortfall
         self._engine_of = engine_of
         self._effects = effects
@@ -53,10 +56,29 @@ class OperatorMoves:
         self._clock = clock
         self._numbers = itertools.count(1)
 
+    def expect_leavable(self, models: Iterable[ModelId]) -> None:
+        """Raises ModelPinned if one of these is in memory and pinned."""
+        if kept := [model for model in models if self._is_kept(model)]:
+            raise ModelPinned(
+                f"{', '.join(kept)} is pinned. Ask with force=true to have it leave all the same, or unpin it first.",
+                param="force",
+            )
+
     async def move(
-        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+        self,
+        kind: MoveKind,
+        model: ModelId,
+        *,
+        evict: tuple[ModelId, ...] = (),
+        grace_s: float | None = None,
+        force: bool = False,
     ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
+        """Ask for a move and wait until it is done. Raises the error that says why it was not.
+
+        Only with `force` does it take away models that are pinned.
+        """
+        if not force:
+            self.expect_leavable(evict if kind in ARRIVING else (model,))
         op = OpId(f"op-{next(self._numbers)}")
         future: asyncio.Future[OpOutcome] = asyncio.get_running_loop().create_future()
         self._effects.operations[op] = future

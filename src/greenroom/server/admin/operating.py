@@ -65,16 +65,19 @@ class LoadOrder(GovernedOrder):
         tuple[Annotated[str, Field(max_length=ID_CHARS_MAX)], ...], Field(max_length=EVICT_MAX), FromList
     ] = ()
     """Models that must leave first."""
+    force: bool = False
+    """They leave also if they are pinned."""
 
 
 class UnloadOrder(GovernedOrder):
     grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
+    force: bool = False
+    """Also if it is pinned."""
 
 
-class SleepOrder(GovernedOrder):
-    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
-    """How long running answers may go on; the model's own `grace_s` when not given."""
+class SleepOrder(UnloadOrder):
+    pass
 
 
 class Moved(View):
@@ -129,24 +132,27 @@ class Operating:
         if not wait:
             self._refuse_while_draining()
             response.status_code = 202
-            return await begin(self._gateway, request, entry.id, NO_OPTIONS, () if order is None else order.evict)
+            evicted = () if order is None else order.evict
+            return await begin(self._gateway, request, entry.id, NO_OPTIONS, evicted, force=_is_forced(order))
         evict, owner = self._named(order, caller_of(request)), owner_of(request)
-        return await self._moved(entry, lambda: self._gateway.loads.load(entry.id, evict, **owner))
+        loads = self._gateway.loads
+        return await self._moved(entry, lambda: loads.load(entry.id, evict, force=_is_forced(order), **owner))
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id, "/unload")
-        grace_s, owner = None if order is None else order.grace_s, owner_of(request)
-        return await self._moved(entry, lambda: self._gateway.loads.unload(entry.id, grace_s, **owner))
+        grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
+        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, force=_is_forced(order), **owner))
 
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
 
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
-        stays where it is. 422 if its engine cannot sleep.
+        stays where it is. 422 if its engine cannot sleep. 409 if it is pinned, unless forced.
         """
         entry = await self._movable(request, model_id, "/sleep")
-        return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
+        grace_s = None if order is None else order.grace_s
+        return await self._move(MoveKind.SLEEP, entry, (), grace_s, force=_is_forced(order))
 
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Load a cold model into the green room while others are served, so that it can wake quickly.
@@ -161,7 +167,7 @@ class Operating:
                 param="model",
             )
         evict = self._named(order, caller_of(request))
-        return await self._move(MoveKind.PREPARE, entry, evict, None)
+        return await self._move(MoveKind.PREPARE, entry, evict, None, force=_is_forced(order))
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
@@ -196,9 +202,11 @@ class Operating:
             took_s=round(self._gateway.clock() - began, 3),
         )
 
-    async def _move(self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None) -> Moved:
+    async def _move(
+        self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None, *, force: bool
+    ) -> Moved:
         moves = self._gateway.operations
-        return await self._moved(entry, lambda: moves.move(kind, entry.id, evict=evict, grace_s=grace_s))
+        return await self._moved(entry, lambda: moves.move(kind, entry.id, evict=evict, grace_s=grace_s, force=force))
 
     async def _moved(self, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
         self._refuse_while_draining()
@@ -245,6 +253,10 @@ class Operating:
             if entry is not None:
                 self._expect_movable(entry)
         return tuple(entry.id for _, entry in known if entry is not None)
+
+
+def _is_forced(order: LoadOrder | UnloadOrder | None) -> bool:
+    return order is not None and order.force
 
 
 PATH: Final = "/v1/cache/flush"

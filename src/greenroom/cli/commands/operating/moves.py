@@ -52,6 +52,7 @@ def _add_bring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evict", action="append", default=[], metavar="MODEL", help="unload this model to make room; may be repeated"
     )
+    parser.add_argument("--force", action="store_true", help="evict these also if they are pinned")
     address.add_token_option(parser)
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
@@ -61,6 +62,7 @@ def _add_leave_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace-s", type=seconds, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
     )
+    parser.add_argument("--force", action="store_true", help="also if it is pinned")
     address.add_token_option(parser)
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
@@ -99,6 +101,8 @@ def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> 
 def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> int:
     from greenroom.cli.client import Client
 
+    # Only what is said: this is the body that a token is signed for.
+    body = {**body, "force": True} if args.force else body
     answer, took_s = move(Client(address.address_of(args)), args.model, order, body, doing, address.token_of(args))
     if args.json:
         screen.say_json(answer)

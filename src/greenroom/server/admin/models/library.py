@@ -229,7 +229,7 @@ class LibraryRoutes:
             raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
-            await gateway.loads.unload(model, None, **owner_of(request))
+            await gateway.loads.unload(model, None, force=force, **owner_of(request))
         freed = await gateway.library.remove(record, lambda: self._deleting(record, force=force))
         _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=unloaded)
         return Removed(id=record.id, bytes_freed=freed, unloaded=list(unloaded))

@@ -22,7 +22,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed
-from greenroom.server.admin.models.loads import owner_of
+from greenroom.server.admin.models.loads import Force, owner_of
 from greenroom.server.admin.operating import NoHistory
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
@@ -64,23 +64,23 @@ class LlamaSwapRoutes:
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
         return JSONResponse({"running": sorted(found, key=lambda one: str(one["model"]))})
 
-    async def unload_by_get(self, request: Request) -> Response:
+    async def unload_by_get(self, request: Request, force: Force = False) -> Response:
         """Unload every model. That it is a GET is llama-swap's; browsers that follow a link of another page may not."""
         if request.scope.get("state", {}).get("is_head"):
             raise MethodNotAllowed(f"HEAD {UNLOAD_ALL} is not possible; it takes GET.")
-        await self._unload(request, self._there(request))
+        await self._unload(request, self._there(request), force)
         return PlainTextResponse("OK")
 
-    async def unload_all(self, request: Request) -> Response:
-        await self._unload(request, self._there(request))
+    async def unload_all(self, request: Request, force: Force = False) -> Response:
+        await self._unload(request, self._there(request), force)
         return JSONResponse({"msg": "ok"})
 
-    async def unload_one(self, request: Request, model_id: ModelPath) -> Response:
+    async def unload_one(self, request: Request, model_id: ModelPath, force: Force = False) -> Response:
         """Unload one model, by id or alias."""
         entry = addressed(self._gateway.catalog, request, UNLOAD, model_id)
         if (name := entry.spec.version_of) is not None:
             raise self._gateway.updates.moves_only(entry.id, name)
-        await self._unload(request, [entry])
+        await self._unload(request, [entry], force)
         return PlainTextResponse("OK")
 
     async def logs(self) -> Response:
@@ -129,12 +129,12 @@ class LlamaSwapRoutes:
             and view.slots_of(entry.id)
         ]
 
-    async def _unload(self, request: Request, entries: Sequence[Entry]) -> None:
-        """Unload them at the same time. Raises the first error, once all are done."""
+    async def _unload(self, request: Request, entries: Sequence[Entry], force: bool) -> None:
+        """Unload them at the same time. Raises the first error, once all are done: pinned ones stay unless forced."""
         if self._gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
         owner = owner_of(request)
-        unloads = (self._gateway.loads.unload(entry.id, None, **owner) for entry in entries)
+        unloads = (self._gateway.loads.unload(entry.id, None, force=force, **owner) for entry in entries)
         ended = await asyncio.gather(*unloads, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         # One that a reload has removed meanwhile is away, too.

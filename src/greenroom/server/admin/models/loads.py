@@ -32,6 +32,7 @@ OPERATIONS: Final = "/api/v1/operations"
 LISTED_MAX: Final = 1_000
 NAME_CHARS_MAX: Final = 4_096
 Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
+Force = Annotated[bool, Query(description="Also if it is pinned.")]
 Status = Literal["loading", "completed", "failed"]
 _STATUS: Final[dict[OperationStatus, Status]] = {
     OperationStatus.QUEUED: "loading",
@@ -70,6 +71,8 @@ class LoadAsked(_Named):
     """MiB of GPU memory that it may use."""
     evictModel: Name | None = None  # noqa: N815
     """A model that leaves for it, once this one is known and known to fit."""
+    force: bool = False
+    """That one leaves also if it is pinned."""
     backend: str | None = None
     """The engine; told by the files when not given."""
     device: Literal["cuda", "cpu"] | None = None
@@ -114,6 +117,8 @@ class LoadView(Described):
 class UnloadAsked(_Named):
     grace_s: Annotated[float, Field(ge=0, le=3_600, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
+    force: bool = False
+    """Also if it is pinned."""
 
 
 class UnloadView(BaseModel):
@@ -178,7 +183,7 @@ class LoadRoutes:
         self._refuse_while_draining()
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
-        taken = await begin(self._gateway, request, asked.name, asked.options, evict)
+        taken = await begin(self._gateway, request, asked.name, asked.options, evict, force=asked.force)
         response.headers["location"] = f"{ROUTE}/{taken.taskId}"
         return taken
 
@@ -206,7 +211,7 @@ class LoadRoutes:
         gateway = self._gateway
         refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
         entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
-        facts = await gateway.loads.unload(entry.id, asked.grace_s, **owner_of(request))
+        facts = await gateway.loads.unload(entry.id, asked.grace_s, force=asked.force, **owner_of(request))
         return UnloadView(modelId=entry.id, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
 
     async def list_operations(
@@ -225,14 +230,15 @@ class LoadRoutes:
 
 
 async def begin(
-    gateway: Gateway, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...]
+    gateway: Gateway, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...], *, force: bool
 ) -> LoadTaken:
     """Order a load for the caller of this request."""
 
     def fetch() -> DownloadOrder:
         return order_to_fetch(request, lambda: gateway.loads.order_for(name, options))
 
-    row = await gateway.loads.submit(name, options, evict, caller_of(request), fetch, **owner_of(request))
+    owner = owner_of(request)
+    row = await gateway.loads.submit(name, options, evict, caller_of(request), fetch, force=force, **owner)
     progress = await gateway.loads.progress(row)
     return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
 

@@ -30,6 +30,11 @@ class NativeOrder(GovernedOrder):
     model: Name
 
 
+class NativeUnload(NativeOrder):
+    force: bool = False
+    """Also if it is pinned."""
+
+
 class NativeRoutes:
     def __init__(self, gateway: Gateway, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
@@ -76,9 +81,9 @@ class NativeRoutes:
         await self._loads.start_load(request, Response(), LoadAsked(model=asked.model))
         return JSONResponse({"success": True})
 
-    async def unload(self, request: Request, asked: NativeOrder) -> Response:
+    async def unload(self, request: Request, asked: NativeUnload) -> Response:
         self._refuse_task(request, asked.model, "unload")
-        await self._loads.unload_model(request, UnloadAsked(model=asked.model))
+        await self._loads.unload_model(request, UnloadAsked(model=asked.model, force=asked.force))
         return JSONResponse({"success": True})
 
     def _view(self, request: Request, entry: Entry) -> Any:
