@@ -37,6 +37,16 @@ def test_words_of_attackers_are_text(looking: Tab) -> None:
         assert page.locator("script, iframe, object, embed, base").count() == 1, "its own script alone"
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_name_is_too_long_for_a_page(browser: Browser, stage: Scene, width: int) -> None:
+    with tab(browser, stage.url, viewport={"width": width, "height": 900}) as opened:
+        for shown in PAGES:
+            page = opened.open(shown)
+            ready(page, shown)
+            is_wider = page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            assert not is_wider, (shown, width)
+
+
 @pytest.mark.slow
 def test_answers_of_attackers_are_text(looking: Tab) -> None:
     """Each attack as the question and, as markdown, as the answer."""

@@ -52,6 +52,9 @@ EXPRESSIONS: Final = (
     "__proto__",
     "&lt;script&gt;pwned(39)&lt;/script&gt;",
     "\u202etxt.exe pwned(40)",
+    # No attack on the browser, but on the layout: long, without a place to break; from right to left.
+    "W" * 250,
+    "\u05e9\u05dc\u05d5\u05dd-<b>\u05e2\u05d5\u05dc\u05dd</b>",
 )
 PAYLOADS: Final = (*ELEMENTS, *MARKDOWN, *EXPRESSIONS)
-assert len(PAYLOADS) == 40
+assert len(PAYLOADS) == 42

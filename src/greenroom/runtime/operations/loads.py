@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -157,7 +158,7 @@ class Loads:
 
     async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> LoadFacts:
         """Unload a model, and wait until it is gone. Raises why it is not."""
-        steps = lambda: self._unloaded(model, grace_s, force)  # noqa: E731
+        steps = partial(self._unloaded, model, grace_s, force)
         return await self._ordered(OperationKind.UNLOAD, model, steps, tenant, key)
 
     async def _ordered(self, kind: OperationKind, model: ModelId, steps: Steps, tenant: str, key: str) -> LoadFacts:

@@ -71,6 +71,7 @@ def test_a_plain_line_ends_in_a_line_break() -> None:
         ("\x1b]8;;http://x\x1b\\link", "link"),
         ("half\x1b[", "half"),
         ("bell\x07 back\x08 c1\x9b", "bell back c1"),
+        ("turned\u202e round\u2066 and\u200f back", "turned round and back"),
     ],
 )
 def test_a_line_cannot_steer_a_terminal(printed: str, shown: str) -> None:

@@ -38,7 +38,8 @@ PLAIN = "text/plain"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Those that turn the direction of text around, too: what follows them would be read in another order.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def event_frame(event: Event) -> bytes:
