@@ -12,7 +12,15 @@ from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
+from greenroom.errors import (
+    GreenroomError,
+    LeaseStoreUnavailable,
+    LoadFailed,
+    ModelPinned,
+    NoPlace,
+    TooLarge,
+    Unsupported,
+)
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.operations.moves import OperatorMoves
@@ -29,6 +37,7 @@ class Rig:
         failure: GreenroomError | None = None,
         shortfall: Shortfall | None = None,
         no_device: str = "",
+        kept: tuple[ModelId, ...] = (),
     ) -> None:
         self.asked: list[MoveAsked] = []
         self._outcome = outcome
@@ -42,7 +51,7 @@ class Rig:
             lambda model: "llamacpp",
             lambda model: shortfall,
             lambda model: no_device,
-            lambda model: False,
+            kept.__contains__,
         )
 
     def _post(self, event: Event) -> None:
@@ -62,6 +71,20 @@ async def test_an_order_is_posted_as_it_was_given() -> None:
     await rig.operations.move(MoveKind.SLEEP, QWEN, grace_s=2.0)
     (asked,) = rig.asked
     assert (asked.now, asked.kind, asked.model, asked.evict, asked.grace_s) == (5.0, MoveKind.SLEEP, QWEN, (), 2.0)
+
+
+@pytest.mark.parametrize("kind", [MoveKind.UNLOAD, MoveKind.SLEEP, MoveKind.LOAD, MoveKind.PREPARE])
+async def test_what_is_kept_leaves_only_by_force(kind: MoveKind) -> None:
+    rig = Rig(OpOutcome.DONE, kept=(QWEN,))
+    comes = kind in (MoveKind.LOAD, MoveKind.PREPARE)
+    model, evict = (ModelId("other"), (QWEN,)) if comes else (QWEN, ())
+    with pytest.raises(ModelPinned, match="qwen is pinned"):
+        await rig.operations.move(kind, model, evict=evict)
+    assert rig.asked == []
+    await rig.operations.move(kind, model, evict=evict, force=True)
+    assert len(rig.asked) == 1
+    if comes:
+        await rig.operations.move(kind, QWEN)
 
 
 @pytest.mark.parametrize("kind", [MoveKind.SLEEP, MoveKind.PREPARE])

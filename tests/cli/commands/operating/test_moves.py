@@ -27,6 +27,8 @@ def test_models_to_evict_are_passed_on(gateway: FakeGateway) -> None:
     gateway.on("POST", "/api/v1/models/m/load", answer(LOADED))
     assert main(["load", "m", "--evict", "a", "--evict", "b/c"]) == 0
     assert gateway.asked[-1].json == {"evict": ["a", "b/c"]}
+    assert main(["load", "m", "--evict", "a", "--force"]) == 0
+    assert gateway.asked[-1].json == {"evict": ["a"], "force": True}
 
 
 def test_unload_passes_its_grace_on(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +36,8 @@ def test_unload_passes_its_grace_on(gateway: FakeGateway, capsys: pytest.Capture
     assert main(["unload", "m", "--grace-s", "2.5"]) == 0
     assert capsys.readouterr().out.startswith("m is cold after ")
     assert gateway.asked[-1].json == {"grace_s": 2.5}
+    assert main(["unload", "m", "--force"]) == 0
+    assert gateway.asked[-1].json == {"force": True}
 
 
 def test_sleep_passes_its_grace_on_and_says_where_the_model_is(
