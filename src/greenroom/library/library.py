@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -131,10 +131,11 @@ class Library:
         found = self._inventory.find(name)
         return None if found is None else self._records.get(found.id)
 
-    def names_of(self, record: LibraryRecord) -> frozenset[str]:
-        """Every name that `find` knows this model by, and the hub id of its repository."""
-        hub_id = () if record.source.hub_id is None else (record.source.hub_id,)
-        return frozenset((*hub_id, *(name for name, id in self._inventory.names.items() if id == record.id)))
+    def names_of(self, records: Iterable[LibraryRecord]) -> frozenset[str]:
+        """Every name that `find` knows these models by, and the hub ids of their repositories."""
+        repositories = {record.id: record.source.hub_id for record in records}
+        names = (name for name, id in self._inventory.names.items() if id in repositories)
+        return frozenset((*names, *(hub_id for hub_id in repositories.values() if hub_id is not None)))
 
     @property
     def work_done(self) -> tuple[int, int]:

@@ -228,8 +228,19 @@ async def test_no_spelling_of_a_model_on_disk_has_another_answer(hub: StandinHub
                     assert needs_two(answer), (guarded, name, answer.status, answer.body)
                 evicting = {"modelId": "m", "evictModel": name}
                 assert needs_two(await signed(app, "model-load", "m", "/v1/models/load", evicting)), name
-                answer = await signed(app, "model-delete", name, "/api/delete", {"model": f"{name}"}, method="DELETE")
+                answer = await signed(app, "model-delete", name, "/api/delete", {"model": name}, method="DELETE")
                 assert needs_two(answer), (guarded, name, answer.status, answer.body)
+
+
+async def test_a_field_that_is_not_read_chooses_no_other_model(hub: StandinHub, tmp_path: Path) -> None:
+    paths = cached(tmp_path, one="alpha", two="beta")
+    for file, other in (("one", "two"), ("two", "one")):
+        async with guarding(tmp_path, f"{SECRET}:{file}") as app:
+            there = app.library.find(str(paths[other]))
+            assert there is not None and there.quantization is not None
+            name = str(paths[file])
+            delete = {"model": name, "quantization": there.quantization}
+            assert needs_two(await signed(app, "model-delete", name, "/api/delete", delete, method="DELETE"))
 
 
 @pytest.mark.parametrize("written", [lambda name: name, lambda name: f"{name}:latest"])

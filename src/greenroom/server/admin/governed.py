@@ -80,17 +80,23 @@ def _named(asked: ReadCall, *keys: str) -> str:
     return named[0]
 
 
-def _load(*keys: str) -> Reading:
+def _load(asked: ReadCall) -> NeededOperation:
     """A load, which may fetch the model first."""
+    said = asked.fields.get("quantization")
+    return _loading(
+        _named(asked, "modelId", "model"), _names(asked, "evictModel"), said if isinstance(said, str) else None
+    )
 
-    def needed(asked: ReadCall) -> NeededOperation:
-        name, quantization = _named(asked, *keys), asked.fields.get("quantization")
-        evicted, said = _names(asked, "evictModel"), quantization if isinstance(quantization, str) else None
-        return NeededOperation(
-            "model-load", name, evicted, read_fetch=lambda rules: read_order(rules, model=name, quantization=said)
-        )
 
-    return needed
+def _native_load(asked: ReadCall) -> NeededOperation:
+    return _loading(_named(asked, "model"), (), None)
+
+
+def _loading(name: str, evicted: tuple[str, ...], quantization: str | None) -> NeededOperation:
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        return read_order(rules, model=name, quantization=quantization)
+
+    return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
 
 
 def _by_path(operation: Operation, order: str) -> Reading:
@@ -193,11 +199,11 @@ def _names(asked: ReadCall, key: str) -> tuple[str, ...]:
 
 _ONE: Final = "/api/v1/models/{model_id:path}"
 GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
-    ("POST", "/v1/models/load"): _load("modelId", "model"),
+    ("POST", "/v1/models/load"): _load,
     ("POST", "/v1/models/unload"): _by_body("model-unload", "modelId", "model"),
     ("POST", "/v1/models/download"): _download,
     ("DELETE", "/v1/models/inventory/{model_id:path}"): _delete,
-    ("POST", "/models/load"): _load("model"),
+    ("POST", "/models/load"): _native_load,
     ("POST", "/models/unload"): _by_body("model-unload", "model"),
     ("GET", "/unload"): _unload_all,
     ("POST", "/api/models/unload"): _unload_all,

@@ -45,6 +45,8 @@ class NeededOperation:
     unbound: tuple[str, ...] = ()
     """Fields that no token is signed for, because they are known only when the call is made."""
     read_fetch: Callable[[OrderRules], DownloadOrder] | None = None
+    quantization: str | None = None
+    """Which of the models that its name could mean; the handler of few routes reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class GovernedModels:
             done += await self._weights(fields)
         fetch = self._fetch(needed, fields)
         if operation != "model-download":
-            names = None if model is None else await self._names_of(model, fields.get("quantization"))
+            names = None if model is None else await self._names_of(model, needed.quantization)
             done.append(Done(operation, names))
         if fetch is not None:
             done += await self._fetched(operation, fetch)
@@ -125,7 +127,7 @@ class GovernedModels:
             return [entry.id for entry in await self._users_of(model)]
         return []
 
-    async def _names_of(self, name: str, quantization: Any = None) -> frozenset[str]:
+    async def _names_of(self, name: str, quantization: str | None = None) -> frozenset[str]:
         """Every name of the model that this one leads to, itself too. Raises GreenroomError."""
         _expect_normal(name)
         names = await self._names_of_one(name, quantization)
@@ -133,7 +135,7 @@ class GovernedModels:
         plain = name.removesuffix(LATEST)
         return names if plain == name else names | await self._names_of_one(plain, quantization)
 
-    async def _names_of_one(self, name: str, quantization: Any) -> frozenset[str]:
+    async def _names_of_one(self, name: str, quantization: str | None) -> frozenset[str]:
         gateway, library = self._gateway, self._gateway.library
         entry, record = gateway.catalog.find(name), library.find(name)
         told = [entry.config.path if entry is not None else None, record.path if record is not None else None]
@@ -142,7 +144,7 @@ class GovernedModels:
             # It may have come since the last look.
             await self._refreshed(name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
-        if isinstance(quantization, str) and (chosen := _chosen(on_disk, quantization, library.records)):
+        if quantization is not None and (chosen := _chosen(on_disk, quantization, library.records)):
             on_disk = chosen
             places = await self._looked(lambda: _on_disk([one.path for one in chosen], None, library.roots), name)
         bases = () if entry is None else (entry.id, entry.base_id)
@@ -170,7 +172,7 @@ class GovernedModels:
             {
                 *places,
                 *_relative(places, library.real_roots()),
-                *(one for record in records for one in library.names_of(record)),
+                *library.names_of(records),
                 *(one for entry in known for one in (entry.id, *entry.config.aliases)),
             }
         )
@@ -217,7 +219,8 @@ def _on_disk(told: Iterable[str | None], name: str | None, roots: Roots) -> list
 
 def _same_files(places: Sequence[str], configured: Iterable[Entry]) -> list[str]:
     """The configured models of these paths. Blocks."""
-    return [one.id for one in configured if os.path.realpath(one.config.path or "") in places]
+    wanted = set(places)
+    return [one.id for one in configured if os.path.realpath(one.config.path or "") in wanted]
 
 
 def _destination(fetch: DownloadOrder, roots: Roots) -> str | None:
