@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -76,6 +77,21 @@ async def test_oldest_of_the_tenant_that_keeps_most_makes_room(rig: Rig) -> None
     await rig.keep("ann", 1, 1, 1)
     assert rig.store.find(quiet) is not None
     assert (len(rig.store), rig.files) == (5, 5)
+
+
+async def test_thousands_make_room_for_one_without_holding_others_up(rig: Rig) -> None:
+    rig.limits = KeepLimits(keep_s=100, count_max=3_000, bytes_max=300_000)
+    for tenant in range(30):
+        await rig.keep(f"t{tenant}", *[100] * 100)
+    began = time.thread_time()
+    task = asyncio.create_task(rig.keep("t0", 300_000))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(rig.store) == 0, "all have made room"
+    # A look at each for each of them would take seconds.
+    assert time.thread_time() - began < 0.2
+    await task
+    assert (len(rig.store), rig.files) == (1, 1)
 
 
 async def test_what_the_store_can_never_hold_is_refused_and_pushes_nothing_out(rig: Rig) -> None:

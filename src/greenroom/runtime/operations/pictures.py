@@ -7,16 +7,20 @@ Owns which pictures there are, how long they are served and which make room for 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from greenroom.errors import PictureStoreFull, ResultTooLarge
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import RETRY_AFTER_S, OperationFiles
 from greenroom.runtime.operations.table import ROW_BYTES, KeepLimits
+
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,9 @@ class PictureStore:
         self._kept: dict[str, KeptPicture] = {}
         self._used_bytes = 0
         self._writing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[list[str]]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Pictures that are gone, but for their files.
+        self._leaving: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
@@ -88,13 +94,16 @@ class PictureStore:
 
     async def keep(self, tenant: str, pictures: Sequence[Picture]) -> list[str]:
         """All of them, or none; their ids. Raises ResultTooLarge or PictureStoreFull."""
-        task = asyncio.get_running_loop().create_task(self._keep(tenant, pictures))
+        # A write that has begun cannot be stopped: its files must be known.
+        return await asyncio.shield(self._own(self._keep(tenant, pictures)))
+
+    def _own(self, work: Coroutine[Any, Any, Done]) -> asyncio.Task[Done]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
-        # A write that has begun cannot be stopped: its files must be known.
-        return await asyncio.shield(task)
+        return task
 
-    def _done(self, task: asyncio.Task[list[str]]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             # The caller that would have been told may be gone.
@@ -120,6 +129,7 @@ class PictureStore:
             return ids
 
     def _write(self, ids: Sequence[str], pictures: Sequence[Picture]) -> None:
+        self._remove_files()
         for id, picture in zip(ids, pictures, strict=True):
             file = self._files.create_result(id)
             try:
@@ -138,21 +148,36 @@ class PictureStore:
                 f"{limits.bytes_max:,} bytes); see `images`."
             )
         self._expire()
+        victims = self._by_their_turn()
         while len(self._kept) + count > limits.count_max or self._used_bytes + size > limits.bytes_max:
-            self._drop(self._victim())
+            self._drop(next(victims))
 
-    def _victim(self) -> KeptPicture:
-        """The oldest of the tenant that keeps most."""
-        held: Counter[str] = Counter()
+    def _by_their_turn(self) -> Iterator[KeptPicture]:
+        """Each time the oldest of the tenant that keeps most, without those before."""
+        of_tenant: dict[str, deque[KeptPicture]] = {}
         for picture in self._kept.values():
-            held[picture.tenant] += picture.size + ROW_BYTES
-        fullest = max(held, key=held.__getitem__)
-        return next(picture for picture in self._kept.values() if picture.tenant == fullest)
+            of_tenant.setdefault(picture.tenant, deque()).append(picture)
+        fullest = [(-sum(map(_weight, kept)), tenant) for tenant, kept in of_tenant.items()]
+        heapq.heapify(fullest)
+        while fullest:
+            held, tenant = fullest[0]
+            picture = of_tenant[tenant].popleft()
+            if of_tenant[tenant]:
+                heapq.heapreplace(fullest, (held + _weight(picture), tenant))
+            else:
+                heapq.heappop(fullest)
+            yield picture
 
     def _drop(self, picture: KeptPicture) -> None:
+        """It is gone for callers. Its file goes later: removing thousands takes time."""
         del self._kept[picture.id]
         self._used_bytes -= picture.size
-        self._files.remove(picture.id, files.RESULT)
+        self._leaving.append(picture.id)
+
+    def _remove_files(self) -> None:
+        """Blocks."""
+        while self._leaving:
+            self._files.remove(self._leaving.pop(), files.RESULT)
 
     # --- their time ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +194,7 @@ class PictureStore:
     def _ring(self) -> None:
         self._timer = None
         self._expire()
+        self._own(run_detached(self._remove_files, "remove pictures"))
         self._arm()
 
     async def close(self) -> None:
@@ -179,3 +205,8 @@ class PictureStore:
             await asyncio.wait(self._tasks)
         for picture in list(self._kept.values()):
             self._drop(picture)
+        await run_detached(self._remove_files, "remove pictures")
+
+
+def _weight(picture: KeptPicture) -> int:
+    return picture.size + ROW_BYTES

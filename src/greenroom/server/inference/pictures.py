@@ -102,15 +102,31 @@ class UrlAnswer:
         Also raises ResultTooLarge and PictureStoreFull.
         """
         try:
-            async with self._turn:
-                whole = body.read()
-                if status != 200:
-                    return status, headers, whole
-                found = await run_detached(lambda: _read(whole, self._model), "read pictures")
-                ids = await self._services.store.keep(self._tenant, found.pictures)
+            await self._turn.acquire()
+        except asyncio.CancelledError:
+            body.close()
+            raise
+        # What is read and written cannot be stopped: a caller that leaves must not let the next one begin.
+        work = asyncio.get_running_loop().create_task(self._made(status, body))
+        work.add_done_callback(self._end_turn)
+        return status, headers, await asyncio.shield(work)
+
+    def _end_turn(self, work: asyncio.Task[bytes]) -> None:
+        self._turn.release()
+        if not work.cancelled():
+            # The caller that would have been told may be gone.
+            work.exception()
+
+    async def _made(self, status: int, body: Body) -> bytes:
+        try:
+            whole = body.read()
         finally:
             body.close()
-        return status, headers, found.with_urls([f"{self._base}{PICTURES}/{id}" for id in ids])
+        if status != 200:
+            return whole
+        found = await run_detached(lambda: _read(whole, self._model), "read pictures")
+        ids = await self._services.store.keep(self._tenant, found.pictures)
+        return found.with_urls([f"{self._base}{PICTURES}/{id}" for id in ids])
 
 
 @dataclass(frozen=True, slots=True)
