@@ -57,6 +57,16 @@ async def test_a_key_of_another_program_is_said_plainly_at_each_heartbeat(
     assert await store.publish("g", DEVICES, {})
 
 
+async def test_what_no_gateway_wrote_is_said_as_a_store_that_cannot_be_used(
+    client: Opener, server: RedisServer
+) -> None:
+    store = client()
+    meta = next(key for key in stored.keys("box") if key.endswith(":meta"))
+    server.say("HSET", meta, "wall", "theirs", "now", "x", "last", "y", "birth", "z")
+    with pytest.raises(StoreDown, match="refused a script"):
+        await store.publish("g", DEVICES, {})
+
+
 async def test_a_wait_goes_on_while_redis_is_away(client: Opener, server: RedisServer) -> None:
     store = client()
     server.kill()

@@ -28,8 +28,6 @@ from greenroom.errors import (
     HOLDS_SOMETHING_ELSE,
     BadRequest,
     ConfigError,
-    GatewayBug,
-    GreenroomError,
     LeaseDenied,
     LeaseLost,
     LeaseUnknown,
@@ -78,7 +76,7 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def translated(error: Exception, url: str) -> GreenroomError:
+def translated(error: Exception, url: str) -> StoreDown:
     """The error to raise instead. The text of Redis' error is not passed on: it may quote what was sent."""
     where = shown(url)
     for kind, meaning in _BY_CLASS:
@@ -89,7 +87,8 @@ def translated(error: Exception, url: str) -> GreenroomError:
     for word, meaning in _BY_WORD:
         if word in words:
             return _down(where, meaning)
-    return GatewayBug(f"the lease store at {where} refused a script: {' '.join(words[:12])}")
+    # Data that no gateway wrote, or a fault of a script.
+    return _down(where, f"refused a script: {' '.join(words[:12])}")
 
 
 def _down(where: str, meaning: str) -> StoreDown:
@@ -304,7 +303,7 @@ class RedisStore:
         """Leave the queue at once. If that fails, the store drops the silent waiter a little later."""
         try:
             await asyncio.shield(self._give_up({"id": record.id, "asker": asker, "lease": record}))
-        except (StoreDown, GatewayBug):
+        except StoreDown:
             return
 
     async def _give_up(self, arguments: Mapping[str, Any]) -> None:
@@ -338,7 +337,7 @@ class RedisStore:
         return reply
 
     async def _answer(self, operation: str, arguments: bytes) -> bytes:
-        """Run a script and return its answer. The only place that talks to Redis. Raises StoreDown or GatewayBug."""
+        """Run a script and return its answer. The only place that talks to Redis. Raises StoreDown."""
         with cancels_heard():
             try:
                 said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
