@@ -410,5 +410,10 @@ class Connection(asyncio.Protocol):
 
 def _with_one_type(headers: Headers) -> Headers:
     """With the first Content-Type only: by it the answer is read here, and no client may read it by another."""
-    first = next(header for header in headers if header[0] == b"content-type")
-    return [header for header in headers if header[0] != b"content-type" or header is first]
+    kept: Headers = []
+    is_there = False
+    for header in headers:
+        if header[0] != b"content-type" or not is_there:
+            kept.append(header)
+        is_there = is_there or header[0] == b"content-type"
+    return kept
