@@ -74,7 +74,7 @@ def dim(text: str) -> str:
 
 def say_json(value: Any, *, on_one_line: bool = False) -> None:
     """Valid JSON, whatever the locale. Half a surrogate pair is escaped by the stream (`main`), as JSON would."""
-    is_ascii = sys.stdout.encoding.lower().replace("-", "") != "utf8"
+    is_ascii = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     text = json.dumps(_finite(value), indent=None if on_one_line else 2, ensure_ascii=is_ascii, allow_nan=False)
     write(f"{text}\n")
 

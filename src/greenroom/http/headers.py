@@ -55,10 +55,12 @@ ANSWER_ALLOWED: Final = frozenset(
         b"allow",
         b"cache-control",
         b"etag",
+        b"expires",
         b"last-modified",
         b"location",
         b"retry-after",
         b"vary",
+        b"x-accel-buffering",
         # What engines tell of their work.
         b"x-audio-seconds",
         b"x-cache-hit",

@@ -115,6 +115,16 @@ async def test_engine_that_declines_is_answered_as_http(engines: Engines, behind
     assert not tunnel_of(proxy).is_open
 
 
+async def test_engine_chooses_among_the_protocols_that_are_asked_for(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    proxy = await behind(await engines(echoing))
+    client = await connect(proxy.server)
+    await client.send(ASK.replace(b"Upgrade: echo", b"Upgrade: other, Echo"))
+    response = await client.response()
+    assert (response.status, response.headers["upgrade"]) == (101, "echo")
+
+
 @pytest.mark.parametrize("named", [b"Upgrade: other\r\n", b"Upgrade: echo\r\nUpgrade: other\r\n"])
 async def test_engine_that_agrees_to_another_protocol_is_lost(
     named: bytes, engines: Engines, behind: Behind, connect: Connect

@@ -40,13 +40,14 @@ class Tunnel(Relay):
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
         """The engine agreed: pass its 101 on, then every byte of both sides."""
-        engine, asked = self.upstream, self.exchange.head.upgrade or b""
+        engine, asked = self.upstream, (self.exchange.head.upgrade or b"").lower().split(b",")
         assert engine is not None
-        if [value.lower() for name, value in headers if name == b"upgrade"] != [asked.lower()]:
+        agreed = [header for header in headers if header[0] == b"upgrade"]
+        if len(agreed) != 1 or agreed[0][1].lower() not in [protocol.strip() for protocol in asked]:
             engine.lose("switched to another protocol than it was asked for")
             return
         self._engine = engine
-        head = self._switching_head(headers)
+        head = self._switching_head(headers, agreed)
         self._engine_transport = engine.take_over(self)
         # Bytes the client sent ahead reach the engine here.
         self._client = self.exchange.take_over(self)
@@ -99,10 +100,9 @@ class Tunnel(Relay):
         if self._client is not None and not self._client.is_closing():
             self._client.resume_reading()
 
-    def _switching_head(self, headers: Headers) -> bytes:
+    def _switching_head(self, headers: Headers, agreed: Headers) -> bytes:
         kept = response_headers(headers, self._options.extra_headers, allowed=UPGRADE_ANSWER_ALLOWED)
-        kept.append((b"upgrade", self.exchange.head.upgrade or b""))
-        return answer_head(self.exchange.head, 101, kept, b"connection: upgrade\r\n", b"")
+        return answer_head(self.exchange.head, 101, kept + agreed, b"connection: upgrade\r\n", b"")
 
     def _end(self) -> None:
         """Close both sides in order, so that what was already taken still arrives, if it is read soon."""
