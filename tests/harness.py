@@ -197,8 +197,10 @@ class GatewayProcess:
 
 
 @contextlib.contextmanager
-def gateway_process(folder: Path, models: dict[str, Any], **options: Any) -> Iterator[GatewayProcess]:
-    gate = GatewayProcess(folder, write_config(folder, models, **options))
+def gateway_process(
+    folder: Path, models: dict[str, Any], *, inside: Sequence[str] = (), **options: Any
+) -> Iterator[GatewayProcess]:
+    gate = GatewayProcess(folder, write_config(folder, models, **options), inside)
     try:
         yield gate
     finally:

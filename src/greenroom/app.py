@@ -6,6 +6,7 @@ Owns the order of these steps and how long a shutdown may take. Every other obje
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import Callable
@@ -50,7 +51,7 @@ from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
 from greenroom.wiring.operations import Updating, wire_governance, wire_loads, wire_updates
-from greenroom.wiring.shutdown import close_parts, in_time, wait_until_idle, write_last
+from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
 
@@ -261,7 +262,7 @@ class App:
 
     async def reread(self) -> Config:
         """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
-        return await asyncio.to_thread(self._reread or self._read_file)
+        return await run_detached(self._reread or self._read_file, "read the configuration")
 
     async def reload(self) -> Changes:
         """Read the file again and apply what changed. Raises ConfigError, and then nothing has changed."""
@@ -378,20 +379,19 @@ class App:
             self._shutdown = asyncio.get_running_loop().create_task(self._finish(), name="shutdown")
 
     async def _finish(self) -> None:
-        """Wait until nothing runs, then close everything and write the last data."""
+        """Wait until nothing runs, then close everything and write the last data. Ends, whatever is broken."""
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
-        await wait_until_idle(common, self._moves, front, self.config.server.drain_s)
-        await self.figures.close()
-        self.history.close()
-        await self.loads.close()
-        await self.state_follower.close()
-        await self.updates.close()
-        await in_time(self.downloads.close(), "downloads", common.timeouts.close_s)
-        await close_parts(common, memory, leases, front)
-        kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
-        await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
-        self.state_dir.close()
-        self.closed.set()
+        with contextlib.ExitStack() as at_last:
+            at_last.callback(self.closed.set)
+            at_last.callback(self.state_dir.close)
+            drain_s = self.config.server.drain_s
+            await in_time(wait_until_idle(common, self._moves, front, drain_s), "requests", drain_s + IDLE_MAX_S)
+            self.history.close()
+            for part in (self.figures, self.loads, self.state_follower, self.updates, self.downloads):
+                await in_time(part.close(), type(part).__name__, common.timeouts.close_s)
+            await in_time(close_parts(common, memory, leases, front), "connections", PARTS_MAX_S)
+            kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
+            await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
 
 
 def _refuse_open_door(config: Config) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from greenroom.runtime.detached import run_detached
+from greenroom.runtime.detached import SystemShort, run_detached
 from tests.waiting import PATIENCE_S, until, until_now
 
 
@@ -52,3 +52,26 @@ async def test_a_result_that_is_waited_for_is_not_handed_back() -> None:
     left = list[str]()
     assert await run_detached(lambda: "locks", "work", unclaimed=left.append) == "locks"
     assert left == []
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()])
+async def test_a_system_without_a_thread_is_an_error_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    def refused(*said: object) -> None:
+        raise refusal
+
+    # What the kernel does at a limit of processes: tests/integration/failures/test_resources_run_out.py.
+    monkeypatch.setattr("threading._start_new_thread", refused)
+    with pytest.raises(SystemShort, match="no thread can be started") as raised:
+        await run_detached(lambda: 1, "work")
+    # That would say that something is locked.
+    assert not isinstance(raised.value, BlockingIOError)
+
+
+async def test_work_without_memory_is_an_error_of_the_system() -> None:
+    def work() -> None:
+        raise MemoryError
+
+    with pytest.raises(SystemShort, match="Cannot allocate memory"):
+        await run_detached(work, "work")

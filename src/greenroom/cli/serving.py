@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,15 +107,15 @@ def _collect_orphans() -> None:
 def _leave_in_time() -> None:
     """End the process soon: everything is released, and a thread or a socket that hangs must not keep it."""
 
-    def leave() -> None:
+    def leave(number: int, frame: object) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(ExitStatus.OK)
 
-    last = threading.Timer(LEAVE_MAX_S, leave)
-    last.daemon = True
-    last.start()
+    # A timer of the kernel needs no thread, which there may be none of.
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_MAX_S)
 
 
 class Signals:

@@ -150,12 +150,11 @@ class RemotePool(Pool):
         return attempts
 
     def _sweep(self) -> None:
-        self._sweep_at = None
+        # First, so that one look that fails is not the last.
+        self._sweep_at = self._loop.call_later(SWEEP_S, self._sweep) if self._unanswered else None
         now = self._time()
         for attempts in list(self._unanswered):
             attempts.look(now)
-        if self._unanswered:
-            self._sweep_at = self._loop.call_later(SWEEP_S, self._sweep)
 
     async def _dial(self) -> Connection:
         tls, host = self.endpoint.tls, self.endpoint.host

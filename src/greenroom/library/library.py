@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from greenroom.base.repeated import Repeated
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
@@ -64,6 +65,8 @@ class _Root:
     finder: ModelFinder
     # The version of the tree that was looked at as a whole; -1: it is not there.
     version: int = _NEW
+    # The last look failed, which was told.
+    is_failing: bool = False
     found: Found = field(default_factory=Found)
     look: asyncio.Task[None] | None = None
 
@@ -100,7 +103,10 @@ class Library:
         self._leaving: str | None = None
         # Something was found that is not among the records yet.
         self._is_stale = False
-        self._task: asyncio.Task[None] | None = None
+        self._following = Repeated(self.refresh, "looking at the library", self._rest_s, _log.failed)
+        self._keeping = Repeated(
+            self._write, "writing what is known of the library", lambda: WRITE_EVERY_S, _log.failed
+        )
         self._roots: dict[str, _Root] = {}
         # Is told of every model that was deleted.
         self.on_removed: Callable[[LibraryRecord], None] = lambda record: None
@@ -257,9 +263,11 @@ class Library:
         looks = [root.look for root in roots if root.look is not None]
         if looks:
             await asyncio.wait(looks, timeout=self._times.max_s)
-        if self._is_stale:
-            await self._take()
-        self._looked.set()
+        try:
+            if self._is_stale:
+                await self._take()
+        finally:
+            self._looked.set()
         self.on_looked()
 
     async def _look_at(self, root: _Root) -> None:
@@ -269,13 +277,15 @@ class Library:
                 if found is not None:
                     root.found, self._is_stale = found, True
                 if found is None or found.is_whole:
-                    root.version = version
+                    root.version, root.is_failing = version, False
                     return
                 # What was found so far can be asked for already.
                 await self._take()
         except Exception as error:
             # What was known of this root stays; the next look may fare better.
-            _log.error("a folder of models could not be looked at", folder=root.tree.folder, error=repr(error))
+            if not root.is_failing:
+                root.is_failing = True
+                _log.failed("a folder of models could not be looked at", error, folder=root.tree.folder)
         finally:
             root.look = None
 
@@ -286,7 +296,11 @@ class Library:
             notes = dict(self._remembered.fetched)
             seen = [FoundRoot(folder, root.tree.real, root.found.models) for folder, root in self._roots.items()]
             # With thousands of models this takes longer than the loop may wait.
-            inventory = await self._run(lambda: inventory_of(seen, notes), "name models")
+            try:
+                inventory = await self._run(lambda: inventory_of(seen, notes), "name models")
+            except BaseException:
+                self._is_stale = True
+                raise
             self._inventory = inventory
             self._records = {
                 id: replace(record, last_used=self._remembered.used.get(record.path))
@@ -298,36 +312,23 @@ class Library:
 
     def start(self) -> None:
         """Follow the disk from now on."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._follow(), name="library")
+        self._following.wake()
+        self._following.start()
+        self._keeping.start()
 
     async def close(self) -> None:
-        """Stop following, and write when models were last used. A thread that hangs is left behind."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        """Stop following, and write when models were last used. A thread that hangs is left behind. Raises OSError."""
+        await self._following.cancel()
+        await self._keeping.stop()
         for root in self._roots.values():
             if root.look is not None:
                 root.look.cancel()
         await self._write()
 
-    async def _follow(self) -> None:
-        written_at = time.monotonic()
-        while True:
-            try:
-                await self.refresh()
-            except Exception as error:
-                # The library must not end with one odd file; the next look may fare better.
-                _log.error("the library could not be looked at", error=repr(error))
-                self._looked.set()
-            if time.monotonic() - written_at >= WRITE_EVERY_S:
-                await self._write()
-                written_at = time.monotonic()
-            # A tree that takes long to look at is looked at less often.
-            worked_s = max((root.tree.worked_s for root in self._roots.values()), default=0.0)
-            await asyncio.sleep(max(self._times.every_s, min(REST_SHARE * worked_s, REST_MAX_S)))
+    def _rest_s(self) -> float:
+        """A tree that takes long to look at is looked at less often."""
+        worked_s = max((root.tree.worked_s for root in self._roots.values()), default=0.0)
+        return max(self._times.every_s, min(REST_SHARE * worked_s, REST_MAX_S))
 
     async def _write(self) -> None:
         path, used, roots = self._path, dict(self._remembered.used), list(self._roots.values())
@@ -342,10 +343,7 @@ class Library:
                 self._replace_file(path, text)
             return text
 
-        try:
-            self._written = await self._run(write, "write library")
-        except OSError as error:
-            _log.warning("cannot be written", file=str(path), error=error.strerror or str(error))
+        self._written = await self._run(write, "write library")
 
 
 def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | None]:

@@ -27,6 +27,8 @@ SWEEP_TERM_S = 2.0
 KILL_WAIT_S = 5.0
 # Each round ends what it found; another one is needed only for processes forked meanwhile.
 SWEEP_ROUNDS_MAX = 5
+# Looked at before the loop gets its turn: about two milliseconds.
+PIDS_A_TURN = 64
 PR_GET_CHILD_SUBREAPER = 37
 
 _log = logging.getLogger(__name__)
@@ -41,11 +43,11 @@ class OwnedProcess:
     identity: str
 
 
-def find(identity_prefix: str) -> list[OwnedProcess]:
-    """Every living process at or below this identity, except this one and its ancestors. Reads all of /proc."""
+def find(identity_prefix: str, pids: Iterable[int] | None = None) -> list[OwnedProcess]:
+    """Of these processes (all there are), those at or below this identity, except this one and its ancestors."""
     if not identity_prefix.strip(":"):
         raise ValueError("an empty identity would match strangers")
-    found = (_look_at(pid) for pid in proc.pids())
+    found = (_look_at(pid) for pid in (proc.pids() if pids is None else pids))
     spared = proc.self_and_above()
     return [one for one in found if one and _matches(one.identity, identity_prefix) and one.pid not in spared]
 
@@ -54,13 +56,21 @@ async def sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
     """End all processes at or below this identity except `spare`; return how many were ended."""
     ended = 0
     for _ in range(SWEEP_ROUNDS_MAX):
-        # In a thread: a machine may have thousands of processes. Nothing is forked there.
-        found = [one for one in await asyncio.to_thread(find, identity_prefix) if one.pid not in spare]
+        found = [one for one in await _found(identity_prefix) if one.pid not in spare]
         if not found:
             return ended
         ended += await end(found, SWEEP_TERM_S)
     _log.warning("orphans left identity=%s rounds=%d", identity_prefix, SWEEP_ROUNDS_MAX)
     return ended
+
+
+async def _found(identity_prefix: str) -> list[OwnedProcess]:
+    """Bit by bit: a machine may have thousands of processes. Not in a thread, which it may have none left for."""
+    found, pids = list[OwnedProcess](), list(proc.pids())
+    for first in range(0, len(pids), PIDS_A_TURN):
+        found += find(identity_prefix, pids[first : first + PIDS_A_TURN])
+        await asyncio.sleep(0)
+    return found
 
 
 async def end(found: Iterable[OwnedProcess], term_s: float) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,12 +17,16 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+class SystemShort(OSError):
+    """The system gives no thread, or no memory. It may a moment later: work that failed so can be tried again."""
+
+
 async def run_detached(
     work: Callable[[], Result], name: str, *, unclaimed: Callable[[Result], object] | None = None
 ) -> Result:
-    """Return or raise what `work` does. If this is cancelled, the thread runs on by itself.
+    """Return or raise what `work` does. Raises SystemShort if there is no thread for it, or no memory.
 
-    Then `unclaimed` gets its result, to release what that holds.
+    If this is cancelled, the thread runs on by itself. Then `unclaimed` gets its result, to release what that holds.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
@@ -28,6 +34,8 @@ async def run_detached(
     def run() -> None:
         try:
             result = work()
+        except MemoryError:
+            tell(_fail, done, SystemShort(errno.ENOMEM, os.strerror(errno.ENOMEM)))
         except Exception as error:
             tell(_fail, done, error)
         else:
@@ -44,7 +52,10 @@ async def run_detached(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(how, *said)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except (RuntimeError, MemoryError) as error:
+        raise SystemShort(errno.EAGAIN, "no thread can be started (a limit of processes, or of memory)") from error
     try:
         return await done
     except asyncio.CancelledError:

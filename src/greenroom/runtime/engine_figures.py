@@ -8,14 +8,17 @@ twice at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
+from greenroom.base.repeated import Repeated
 from greenroom.core.model import SlotId
 from greenroom.engines.base import CacheFigures
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("figures")
 
 # As often as Prometheus usually looks, or a little more.
 ASK_EVERY_S: Final = 5.0
@@ -36,34 +39,30 @@ class EngineFigures:
         """`hosted` asks the worker of a slot that has no process of its own."""
         self._slots = slots
         self._is_ready = is_ready
-        self._every_s = every_s
         self._hosted = hosted
-        self._task: asyncio.Task[None] | None = None
+        self._looking = Repeated(self._look, "asking engines for figures", lambda: every_s, _log.failed)
         self._asking: dict[SlotId, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine figures")
+        self._looking.start()
 
     async def close(self) -> None:
-        tasks = [*self._asking.values(), *([] if self._task is None else [self._task])]
-        for task in tasks:
+        await self._looking.cancel()
+        for task in self._asking.values():
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._asking:
+            await asyncio.wait(self._asking.values())
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            for live in list(self._slots.live.values()):
-                if not self._tells(live) or live.id in self._asking:
-                    continue
-                if not self._is_ready(live.id):
-                    live.figures = None
-                    continue
-                task = asyncio.get_running_loop().create_task(self._ask(live), name=f"figures of {live.id}")
-                self._asking[live.id] = task
-                task.add_done_callback(partial(self._asked, live.id))
+    async def _look(self) -> None:
+        for live in list(self._slots.live.values()):
+            if not self._tells(live) or live.id in self._asking:
+                continue
+            if not self._is_ready(live.id):
+                live.figures = None
+                continue
+            task = asyncio.get_running_loop().create_task(self._ask(live), name=f"figures of {live.id}")
+            self._asking[live.id] = task
+            task.add_done_callback(partial(self._asked, live.id))
 
     def _tells(self, live: LiveSlot) -> bool:
         engine = live.entry.engine

@@ -59,6 +59,13 @@ class Logger:
     def error(self, event: str, /, **fields: Any) -> None:
         _sink.write(ERROR, self._area, event, fields)
 
+    def failed(self, event: str, error: Exception, /, **fields: Any) -> None:
+        """What the system refused is a warning in its words; any other error is a bug."""
+        if isinstance(error, OSError):
+            self.warning(event, **{"file": error.filename, **fields}, error=error.strerror or error)
+        else:
+            self.bug(event, error, **fields)
+
     def bug(self, event: str, error: BaseException, /, **fields: Any) -> None:
         """An unexpected error, with its traceback in the same line."""
         _sink.write(ERROR, self._area, event, {**fields, "error": error, "traceback": _traceback(error)})

@@ -124,9 +124,11 @@ class RemoteParts:
             await self.shared.open()
 
     async def close(self) -> None:
-        if self.shared is not None:
-            await self.shared.close()
-        await self.spending.close()
+        try:
+            if self.shared is not None:
+                await self.shared.close()
+        finally:
+            await self.spending.close()
 
 
 def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemoteParts:

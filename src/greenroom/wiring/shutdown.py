@@ -19,6 +19,9 @@ _log = get_logger("app")
 LAST_EVENTS_S = 0.05
 # The longest wait for the last writes to disk.
 WRITE_MAX_S = 10.0
+# The steps of these two have bounds of their own, which are shorter.
+IDLE_MAX_S = STOP_MAX_S + 5.0
+PARTS_MAX_S = 90.0
 
 
 class File(Protocol):
@@ -49,7 +52,7 @@ async def close_parts(common: CommonParts, memory: MemoryParts, leases: LeasePar
     front.management.close()
     await in_time(front.close(), "the listening sockets", close_s)
     front.inference.sweep.close()
-    await front.keys.close()
+    await in_time(front.keys.close(), "the key file", close_s)
     front.prefetch.close()
     common.effects.close()
     await in_time(memory.watch.close(), "the memory watch", close_s)
@@ -59,15 +62,18 @@ async def close_parts(common: CommonParts, memory: MemoryParts, leases: LeasePar
 
 
 async def in_time(closing: Awaitable[None], what: str, within_s: float) -> None:
-    try:
-        async with asyncio.timeout(within_s):
-            await closing
-    except TimeoutError:
+    """Wait for this end, but not longer. What fails or hangs is told and left behind: the others end all the same."""
+    ending = asyncio.ensure_future(closing)
+    done, _ = await asyncio.wait((ending,), timeout=within_s)
+    if not done:
+        # Not waited for: it may hang in its cancellation, too.
+        ending.cancel()
         _log.warning("not closed in time and left behind", what=what)
+    elif not ending.cancelled() and isinstance(error := ending.exception(), Exception):
+        _log.failed("not closed well", error, what=what)
 
 
 async def write_last(files: Sequence[File | None]) -> None:
     """Close files that have data to write; a disk that hangs does not delay the exit beyond `WRITE_MAX_S`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WRITE_MAX_S):
-            await asyncio.gather(*(file.close() for file in files if file is not None))
+    closing = (in_time(file.close(), type(file).__name__, WRITE_MAX_S) for file in files if file is not None)
+    await asyncio.gather(*closing)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.plain_file import sync_folder
 from greenroom.leases.records import Holder
 from greenroom.runtime.detached import run_detached
@@ -255,8 +256,9 @@ class JournalWriter:
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder / FILE_NAME)
         self._pending: list[_Pending] = []
-        self._writing: asyncio.Task[None] | None = None
-        self._warned = False
+        self._writing = Repeated(
+            self._write, "writing the journal of leases", lambda: AGAIN_S if self._pending else None, _log.failed
+        )
         self._last_token = 0
 
     def next_token(self, wall_s: float) -> int:
@@ -269,7 +271,7 @@ class JournalWriter:
         try:
             self._journal.open()
         except OSError as error:
-            self._warn(error)
+            _log.failed("the journal of leases cannot be read", error)
         if self._journal.spoiled:
             _log.warning("lines of the journal of leases make no sense", lines=self._journal.spoiled)
         return list(self._journal.live.values())
@@ -289,57 +291,46 @@ class JournalWriter:
         self._put(Ended(lease), None)
 
     async def close(self) -> None:
+        """Write what waits, if the disk takes it."""
         try:
             async with asyncio.timeout(CLOSE_MAX_S):
-                if self._writing is not None:
-                    await asyncio.wait((self._writing,))
+                await self._writing.stop()
+                await self._write()
         except TimeoutError:
             # A thread still uses the file; the process ends soon.
             return
+        except OSError as error:
+            _log.failed("ends of leases are not written", error)
         self._journal.close()
 
     def _put(self, change: Change, done: asyncio.Future[None] | None) -> None:
         self._pending.append((change, done))
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="write leases")
+        self._writing.start()
+        self._writing.wake()
 
-    async def _write_all(self) -> None:
-        try:
-            while self._pending:
-                batch, self._pending = self._pending, []
-                if not await self._write(batch):
-                    return
-        finally:
-            self._writing = None
-
-    async def _write(self, batch: list[_Pending]) -> bool:
+    async def _write(self) -> None:
+        batch, self._pending = self._pending, []
+        if not batch:
+            return
         changes = [change for change, _ in batch]
         try:
             await run_detached(lambda: self._journal.append(changes), "write leases")
-        except OSError as error:
-            self._warn(error)
+        except Exception as error:
             self._pending = self._still_to_write(changes) + self._pending
             _tell([done for _, done in batch], error)
-            return any(done is not None for _, done in self._pending)
-        self._warned = False
+            raise
         _tell([done for _, done in batch], None)
-        return True
 
     def _still_to_write(self, changes: list[Change]) -> list[_Pending]:
-        """Ends to write again with the next change: one for each lease, and only for leases that are in the journal.
+        """Ends to write again: one for each lease, and only for leases that are in the journal.
 
         While a disk is full, leases that were never held end too; these must not pile up.
         """
         ends = {change.id: change for change in changes if isinstance(change, Ended)}
         return [(change, None) for id, change in ends.items() if id in self._journal.live]
 
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("the journal of leases cannot be written", error=error.strerror or str(error))
 
-
-def _tell(waiting: list[asyncio.Future[None] | None], error: OSError | None) -> None:
+def _tell(waiting: list[asyncio.Future[None] | None], error: Exception | None) -> None:
     for done in waiting:
         if done is None or done.done():
             continue

@@ -1,8 +1,8 @@
 """The book of needs: how much memory models were seen to take, kept across restarts.
 
 Owns one small JSON file. A figure is keyed by the model's file, the engine with its version, the arguments and the kind
-of GPU. A file that cannot be read or written costs a warning and nothing else. How a file is replaced and where
-warnings go is passed in.
+of GPU. A file that cannot be read costs a warning and nothing else. How a file is replaced and where warnings go is
+passed in.
 
 The book keeps the measured peak itself. The safety margin of a plan belongs to each device: added here as well, it
 would count twice.
@@ -70,11 +70,9 @@ class NeedBook:
     def __init__(self, folder: Path | None, replace_file: Replace, warn: Warn, figures_max: int = FIGURES_MAX) -> None:
         self._path = None if folder is None else folder / FILE_NAME
         self._replace_file = replace_file
-        self._warn = warn
         self._figures_max = figures_max
         self._figures = {} if self._path is None else _read(self._path, warn)
         self._written = _text(self._figures)
-        self._failed = False
 
     def recall(self, key: BookKey) -> Measured | None:
         return self._figures.get(key)
@@ -99,7 +97,7 @@ class NeedBook:
             del self._figures[oldest]
 
     def writing(self) -> Callable[[], None]:
-        """A function that writes the current figures to the file. It may run in a thread and never raises."""
+        """A function that writes the current figures to the file. It may run in a thread. Raises OSError."""
         figures = dict(self._figures)
         return lambda: self._write(figures)
 
@@ -107,15 +105,8 @@ class NeedBook:
         text = _text(figures)
         if self._path is None or text == self._written:
             return
-        try:
-            self._replace_file(self._path, text)
-        except OSError as error:
-            # Warned once until a write succeeds: a full disk stays full for a while.
-            if not self._failed:
-                self._warn(f"remembered needs cannot be written to {self._path}", error.strerror or str(error))
-            self._failed = True
-        else:
-            self._written, self._failed = text, False
+        self._replace_file(self._path, text)
+        self._written = text
 
 
 def _forgiven(measured: Measured) -> Measured:

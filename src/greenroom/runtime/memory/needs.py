@@ -7,13 +7,13 @@ so it is called only when a configuration is loaded.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final, Protocol
 
+from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.kinds import words
 from greenroom.config.schema import Model
 from greenroom.core.model import Claim, DeviceId, ModelId, Need
@@ -104,9 +104,8 @@ class Needs:
         # MiB on each GPU that a model may use; empty if that is not known.
         self.usable_mib: Mapping[DeviceId, int] = {}
         self._looked_at: dict[ModelId, FileLook] = {}
-        # Never cancelled: two threads must not write the same file.
-        self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
+        self._writing = Repeated(self._write, "writing needs", lambda: AGAIN_S if self._is_stale else None, _log.failed)
 
     def need_of(self, entry: MeasuredModel) -> tuple[Need, str]:
         """Its need and the source of that figure. Reads its files again, which blocks."""
@@ -168,10 +167,9 @@ class Needs:
         self._write_soon()
 
     async def close(self) -> None:
-        """Write a last time."""
-        while self._writing is not None:
-            await asyncio.wait((self._writing,))
-        await run_detached(self.book.writing(), "write needs")
+        """Write a last time. Raises OSError."""
+        await self._writing.stop()
+        await self._write()
 
     # --- looking --------------------------------------------------------------------------------------------------
 
@@ -265,14 +263,16 @@ class Needs:
 
     def _write_soon(self) -> None:
         self._is_stale = True
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write(), name="write needs")
+        self._writing.start()
+        self._writing.wake()
 
     async def _write(self) -> None:
-        while self._is_stale:
-            self._is_stale = False
-            await run_detached(self.book.writing(), "write needs")
-        self._writing = None
+        writing, self._is_stale = self.book.writing(), False
+        try:
+            await run_detached(writing, "write needs")
+        except BaseException:
+            self._is_stale = True
+            raise
 
 
 def kind_of(kinds: list[str]) -> str:

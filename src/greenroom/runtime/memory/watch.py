@@ -7,11 +7,11 @@ a warning: the last look is kept, and plans go on by claims. A look blocks, so i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from greenroom.base.repeated import Repeated
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
@@ -98,11 +98,10 @@ class MemoryWatch:
         self._told = Attribution()
         self._peaks: dict[str, Claim] = {}
         self._missing: frozenset[str] = frozenset()
-        self._wanted = asyncio.Event()
+        self._watching = Repeated(self._look_soon, "looking at memory", lambda: every_s, _log.failed)
         self._one_look = asyncio.Lock()
         # No look starts before the last one has ended: a stuck driver would take thread after thread.
         self._looking: asyncio.Task[MemoryLook] | None = None
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def kind(self) -> str:
@@ -130,12 +129,11 @@ class MemoryWatch:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="memory watch")
+        self._watching.wake()
+        self._watching.start()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        await self._watching.cancel()
         if self._looking is None or self._looking.done():
             self._probe.close()
 
@@ -150,22 +148,14 @@ class MemoryWatch:
 
     def nudge(self) -> None:
         """Look soon: something has happened."""
-        self._wanted.set()
+        self._watching.wake()
 
-    async def _watch(self) -> None:
-        while True:
-            self._wanted.clear()
-            try:
-                await self.look_now()
-            except Exception as bug:
-                _log.bug("looking at memory broke", bug)
-            await asyncio.sleep(min(GAP_S, self._every_s))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._every_s):
-                    await self._wanted.wait()
-            if self._hosted.there:
-                # A swap is two moves in a row: a look between them would see neither, and delay the second.
-                await asyncio.sleep(min(SWAP_S, self._every_s))
+    async def _look_soon(self) -> None:
+        if self._hosted.there:
+            # A swap is two moves in a row: a look between them would see neither, and delay the second.
+            await asyncio.sleep(min(SWAP_S, self._every_s))
+        await self.look_now()
+        await asyncio.sleep(min(GAP_S, self._every_s))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -175,8 +165,8 @@ class MemoryWatch:
             try:
                 stirs = dict(self._hosted.stirs)
                 look = await self._looked()
-            except ProbeFailed as error:
-                self._fail(error.message)
+            except (ProbeFailed, OSError) as error:
+                self._fail(str(error))
                 return self.last.reading
             self._recover()
             if self._hosted.there or self._hosted.stirs:
@@ -255,8 +245,8 @@ class MemoryWatch:
         try:
             async with asyncio.timeout(self._timeouts.glance_s):
                 return await run_detached(lambda: self._probe.glance(gpu), "glance at memory")
-        except (ProbeFailed, TimeoutError):
-            # The next look finds out whether this lasts.
+        except (ProbeFailed, OSError):
+            # It does not answer in time, or there is no thread to ask it. The next look finds out whether this lasts.
             return None
 
     def _others_mib(self, now: Attribution) -> dict[DeviceId, int]:

@@ -233,8 +233,8 @@ class Prefetch:
             self._tell(entry.id, read_bytes, time.monotonic() - began)
 
     async def _detached(self, work: Callable[[], _Result]) -> _Result | None:
-        """None if the disk does not answer in time; the thread is left behind then."""
-        with contextlib.suppress(TimeoutError):
+        """None if there is no thread, or the disk does not answer in time; the thread is left behind then."""
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(self._piece_max_s):
                 return await run_detached(work, "prefetch")
         return None

@@ -8,13 +8,13 @@ is no whole state, and states that are not newer than the last that was taken, c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import struct
 from collections.abc import Callable
 from typing import Final
 
+from greenroom.base.repeated import Repeated
 from greenroom.config.schema import Config
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.library.desired import DesiredState, read_state
@@ -36,8 +36,8 @@ class StateFollower:
     def __init__(self, updates: Updates, config: Callable[[], Config]) -> None:
         self._updates = updates
         self._config = config
-        self._task: asyncio.Task[None] | None = None
-        self._watch = FileWatch()
+        self._following = Repeated(self._follow, "following the desired state", self._pause_s, _log.failed)
+        self._watch = FileWatch(self._following.wake)
         # The state that failed last, and how long to wait before it is tried again.
         self._failed: DesiredState | None = None
         self._retry_s = RETRY_S
@@ -48,31 +48,26 @@ class StateFollower:
 
     def start(self) -> None:
         self.is_catching_up = self._config().versions.state_file is not None
-        self._task = asyncio.get_running_loop().create_task(self._follow(), name="follow the desired state")
+        self._following.wake()
+        self._following.start()
 
     def reloaded(self) -> None:
         """The configuration may name another file."""
-        self._watch.wake()
+        self._following.wake()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        await self._following.cancel()
         self._watch.close()
 
     async def _follow(self) -> None:
-        while True:
-            path = self._config().versions.state_file
-            # Before the file is read: what is written meanwhile is told.
-            self._watch.watch(path)
-            is_done = False
-            try:
-                is_done = path is not None and await self._look(path)
-            except Exception as bug:
-                _log.bug("the desired state was not followed", bug)
+        path = self._config().versions.state_file
+        # Before the file is read: what is written meanwhile is told.
+        self._watch.watch(path)
+        try:
+            if path is not None and await self._look(path):
+                self._following.wake()
+        finally:
             self.is_catching_up = False
-            if not is_done:
-                await self._watch.changed(LOOK_EVERY_S if self._failed is None else self._pause_s())
 
     async def _look(self, path: str) -> bool:
         """Read the file, and take what it says if that is new. True if it was new: a newer one may be there by now."""
@@ -146,6 +141,8 @@ class StateFollower:
         self._retry_at = asyncio.get_running_loop().time() + self._retry_s
 
     def _pause_s(self) -> float:
+        if self._failed is None:
+            return LOOK_EVERY_S
         return min(LOOK_EVERY_S, max(0.05, self._retry_at - asyncio.get_running_loop().time()))
 
     def _tell_problem(self, problem: str | None) -> None:
@@ -170,13 +167,13 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class FileWatch:
-    """Tells when a file was written or replaced, by inotify on its folder. Where there is none, it tells nothing."""
+    """Calls `changed` when a file was written or replaced, by inotify on its folder. Where there is none, never."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = -1
         self._path: str | None = None
-        self._is_changed = asyncio.Event()
 
     def watch(self, path: str | None) -> None:
         """From now on this file. A folder that is not there yet is watched by a later call."""
@@ -196,16 +193,6 @@ class FileWatch:
         self._fd = fd
         asyncio.get_running_loop().add_reader(fd, self._read)
 
-    async def changed(self, within_s: float) -> None:
-        """Return when the file has changed, or after so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._is_changed.wait()
-        self._is_changed.clear()
-
-    def wake(self) -> None:
-        self._is_changed.set()
-
     def close(self) -> None:
         if self._fd >= 0:
             asyncio.get_running_loop().remove_reader(self._fd)
@@ -224,6 +211,6 @@ class FileWatch:
             told = told[_EVENT.size + length :]
         # An event without a name is about the folder, which may be gone, or says that events were lost.
         if names & {wanted, b""}:
-            self.wake()
+            self._changed()
         if b"" in names:
             self.close()

@@ -6,14 +6,15 @@ process, so that a changed model starts anew. A file that cannot be read or writ
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from greenroom.base.repeated import Repeated
 from greenroom.config.diff import NEW_SLOT_KEYS
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
@@ -66,15 +67,12 @@ class LearnedTimes:
         self._path = folder / FILE_NAME
         self._learned = learned
         self._entries = entries
-        self._write_every_s = write_every_s
         self._models_max = models_max
         self._known = _read(self._path)
         self._written = _text(self._known)
-        self._failed = False
         self._identities: dict[ModelId, tuple[Entry, str]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        # Never cancelled: two threads must not write the same file.
-        self._writing: asyncio.Task[None] | None = None
+        tell = partial(_log.failed, file=str(self._path))
+        self._writing = Repeated(self.write, "writing learned times", lambda: write_every_s, tell)
 
     def recall(self, models: Iterable[ModelId]) -> dict[ModelId, Learned]:
         """The learned times of these models, as they are configured now."""
@@ -87,34 +85,18 @@ class LearnedTimes:
 
     def start(self) -> None:
         """Write from time to time."""
-        self._timer = asyncio.get_running_loop().call_later(self._write_every_s, self._on_time)
+        self._writing.start()
 
     async def close(self) -> None:
-        """Write a last time."""
-        if self._writing is not None:
-            await asyncio.wait((self._writing,))
-        if self._timer is not None:
-            self._timer.cancel()
+        """Write a last time. Raises OSError."""
+        await self._writing.stop()
         await self.write()
-
-    def _on_time(self) -> None:
-        self._writing = asyncio.get_running_loop().create_task(self._write_and_go_on(), name="learned times")
-
-    async def _write_and_go_on(self) -> None:
-        await self.write()
-        self.start()
-        self._writing = None
 
     async def write(self) -> None:
-        """Write what is new, if anything is."""
+        """Write what is new, if anything is. Raises OSError."""
         self._take()
-        try:
-            known, written = dict(self._known), self._written
-            self._written = await run_detached(lambda: _write_if_new(self._path, known, written), "write learned times")
-        except OSError as error:
-            self._warn_once(error)
-        else:
-            self._failed = False
+        known, written = dict(self._known), self._written
+        self._written = await run_detached(lambda: _write_if_new(self._path, known, written), "write learned times")
 
     def _take(self) -> None:
         learned = self._learned()
@@ -134,11 +116,6 @@ class LearnedTimes:
         if known is None or known[0] is not entry:
             known = self._identities[entry.id] = (entry, identity_of(entry.config))
         return known[1]
-
-    def _warn_once(self, error: OSError) -> None:
-        if not self._failed:
-            self._failed = True
-            _log.warning("learned times cannot be written", file=str(self._path), error=error.strerror or str(error))
 
 
 def known_loads_s(folder: Path, models: Mapping[str, Model]) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Files that grow by lines, written in a thread so that no disk can stall the loop.
 
-`LineFile` owns the buffer and the rotation: lines wait in a bounded buffer and are encoded and written in batches. A
-line that does not fit, or cannot be written, is counted and lost. `Appended` owns the file itself: a regular file that
-is empty or begins with our head; anything else (a pipe, a device, a link, a foreign file) is refused and left as it is.
+`LineFile` owns the buffer and the rotation: lines wait in a bounded buffer and are encoded and written in batches. What
+cannot be written waits for the next try; a line that does not fit is counted and lost. `Appended` owns the file itself:
+a regular file that is empty or begins with our head; anything else (a pipe, a device, a link, a foreign file) is
+refused and left as it is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from greenroom.base.repeated import Repeated
 from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
@@ -62,8 +65,8 @@ class LineFile(Generic[Line]):
         self._waiting_max = waiting_max
         self._close_max_s = close_max_s
         self._waiting: list[Line] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Task[None] | None = None
+        tell = partial(_log.failed, file=str(path))
+        self._writing = Repeated(self.flush, "recording", lambda: WRITE_EVERY_S, tell)
         self._failed = False
         self._closed = False
         self.is_full = False
@@ -76,7 +79,7 @@ class LineFile(Generic[Line]):
         if self.will_set_aside():
             set_aside(self._path, self._head, *self._older)
         self._file = Appended(self._path, self._head)
-        self._write_soon()
+        self._writing.start()
 
     def will_set_aside(self) -> bool:
         """True if `open` would rename an existing file to PATH.1. Changes nothing. Raises OSError as `open` would."""
@@ -96,54 +99,40 @@ class LineFile(Generic[Line]):
             self.dropped += 1
             return False
         self._waiting.append(line)
-        self._write_soon()
         return True
 
     async def close(self) -> None:
         """Write what waits, as far as the disk permits. Takes no more lines."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         try:
             async with asyncio.timeout(self._close_max_s):
-                if self._writing is not None:
-                    await asyncio.wait((self._writing,))
+                await self._writing.stop()
                 await self.flush()
-        except TimeoutError:
+        except OSError:
+            # A disk that is full, or hangs, which raises TimeoutError: a thread may use the file still.
             return
         finally:
+            self.dropped += len(self._waiting)
             if self.dropped:
                 _log.warning("lines were lost", file=str(self._path), lines=self.dropped)
         if self._file is not None:
             self._file.close()
 
-    def _write_soon(self) -> None:
-        if self._waiting and self._file is not None and self._timer is None and self._writing is None:
-            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._start_writing)
-
-    def _start_writing(self) -> None:
-        self._timer = None
-        self._writing = asyncio.get_running_loop().create_task(self._write_all(), name=f"write {self._path.name}")
-
-    async def _write_all(self) -> None:
-        while self._waiting:
-            await self.flush()
-        self._writing = None
-
     async def flush(self) -> None:
-        """Write what waits now, as one batch."""
-        file, batch, self._waiting = self._file, self._waiting, []
-        if file is None or not batch:
-            self.dropped += len(batch)
+        """Write what waits now, as one batch. Raises OSError, and then it waits on."""
+        file = self._file
+        if file is None or not self._waiting:
             return
+        batch, self._waiting = self._waiting, []
         try:
             self._file = await run_detached(lambda: self._written(file, batch), f"write {self._path.name}")
-        except asyncio.CancelledError:
+        except OSError:
+            self._waiting = batch + self._waiting
+            raise
+        except BaseException:
+            # Cancelled, or one of its lines can never be encoded.
             self.dropped += len(batch)
             raise
-        except OSError as error:
-            self.dropped += len(batch)
-            self._warn_once(error)
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from greenroom.base.repeated import Repeated
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.steady_clock import SteadyClock
@@ -90,13 +91,11 @@ class UsageStore:
     ) -> None:
         self._file = UsageFile(folder / FILE_NAME, days)
         self._counts = counts
-        self._write_every_s = write_every_s
         self._wall = wall
         self._steady = SteadyClock(wall, clock)
         # What was taken to be written is neither in memory nor in the file until it is.
         self._lock = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._writing = Repeated(self.write, "writing usage", lambda: write_every_s, _log.failed)
         self._failed = False
         self._rolled_on = 0
 
@@ -107,28 +106,12 @@ class UsageStore:
             self._counts.recall(await run_detached(lambda: self._file.opened(now), "read usage"))
         except (OSError, sqlite3.Error) as error:
             self._warn_once(error)
-        self._on_time_later()
+        self._writing.start()
 
     async def close(self) -> None:
         """Write a last time."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._writing is not None:
-            await asyncio.wait((self._writing,))
-        if self._timer is not None:
-            self._timer.cancel()
+        await self._writing.stop()
         await self.write()
-
-    def _on_time_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._write_every_s, self._on_time)
-
-    def _on_time(self) -> None:
-        self._writing = asyncio.get_running_loop().create_task(self._write_and_go_on(), name="usage")
-
-    async def _write_and_go_on(self) -> None:
-        await self.write()
-        self._on_time_later()
-        self._writing = None
 
     async def write(self) -> None:
         """Write what is new, if anything is."""
@@ -141,7 +124,7 @@ class UsageStore:
                 if now is not None and int(now // DAY_S) != self._rolled_on:
                     await run_detached(lambda: self._file.roll(int(now)), "tidy usage")
                     self._rolled_on = int(now // DAY_S)
-            except (OSError, sqlite3.Error) as error:
+            except Exception as error:
                 self._counts.put_back(taken)
                 self._warn_once(error)
             else:
@@ -156,13 +139,13 @@ class UsageStore:
         except (OSError, sqlite3.Error) as error:
             raise UsageUnavailable(f"The file of usage cannot be read: {_why(error)}.") from error
 
-    def _warn_once(self, error: OSError | sqlite3.Error) -> None:
+    def _warn_once(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
             _log.warning("usage is kept in memory for now", file=str(self._file.path), error=_why(error))
 
 
-def _why(error: OSError | sqlite3.Error) -> str:
+def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)
 
 

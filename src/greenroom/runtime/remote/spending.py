@@ -10,7 +10,6 @@ was left.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -22,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
@@ -81,8 +81,10 @@ class Spending:
         self._wall = wall
         self._spent: Days = {}
         self._open: set[Bill] = set()
-        self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
+        self._writing = Repeated(
+            self._write_down, "writing what was spent", lambda: AGAIN_S if self._is_stale else None, _log.failed
+        )
         # Why it is not known what earlier runs spent. The file is not written then: it is the only trace of that.
         self.problem: str | None = None
         # Exchanges sums with the other gateways; False if the store does not answer. None where none is shared.
@@ -226,9 +228,9 @@ class Spending:
         self._write_soon()
 
     async def close(self) -> None:
-        """Write a last time, if there is anything to write."""
-        while self._writing is not None:
-            await asyncio.wait((self._writing,))
+        """Write a last time, if there is anything to write. Raises OSError."""
+        await self._writing.stop()
+        await self._write_down()
 
     @property
     def _today(self) -> int:
@@ -236,22 +238,20 @@ class Spending:
 
     def _write_soon(self) -> None:
         self._is_stale = True
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write_down(), name="write spending")
-            self._writing.add_done_callback(self._written)
-
-    def _written(self, task: asyncio.Task[None]) -> None:
-        self._writing = None
+        self._writing.start()
+        self._writing.wake()
 
     async def _write_down(self) -> None:
-        while self._is_stale and self.problem is None:
-            self._is_stale = False
-            try:
-                await run_detached(partial(self._write, self._path, self._text()), "write spending")
-                self._unwritten = None
-            except OSError as error:
-                self._unwritten = f"{self._path}: {error.strerror or error}"
-                _log.error("what was spent cannot be written", file=str(self._path), error=str(error))
+        if not self._is_stale or self.problem is not None:
+            return
+        self._is_stale = False
+        try:
+            await run_detached(partial(self._write, self._path, self._text()), "write spending")
+            self._unwritten = None
+        except BaseException as error:
+            self._is_stale = True
+            self._unwritten = f"{self._path}: {getattr(error, 'strerror', None) or error}"
+            raise
 
     def _text(self) -> str:
         today = self._today

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -26,6 +26,7 @@ from greenroom.config.limits import POLICIES
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, Overload
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, Order, View
@@ -149,11 +150,10 @@ class Simulating:
         with tempfile.TemporaryDirectory(prefix="greenroom-simulate-") as folder:
             config, asleep, trace = (Path(folder, name) for name in ("greenroom.json", "asleep.json", "trace.csv"))
             written, needs = json.dumps(self._configuration()), json.dumps(self._needs_asleep())
-            await asyncio.to_thread(config.write_text, written, "utf-8")
-            await asyncio.to_thread(asleep.write_text, needs, "utf-8")
+            texts = {config: written, asleep: needs} | ({} if order.rate is not None else {trace: _csv(rows)})
+            await run_detached(lambda: _write_all(texts), "write a simulation")
             options += ["--asleep", str(asleep)]
             if order.rate is None:
-                await asyncio.to_thread(trace.write_text, _csv(rows), "utf-8")
                 options += ["--trace", str(trace), "--skip-unknown"]
             else:
                 options += ["--rate", f"{order.rate:g}", "--seconds", str(DRAWN_S)]
@@ -173,7 +173,7 @@ class Simulating:
         path = self._recording
         if path is None:
             return [activity_row(record) for record in self._gateway.activity.recent(10_000) if _is_answered(record)]
-        return await asyncio.to_thread(_last_rows, path)
+        return await run_detached(lambda: _last_rows(path), "read recorded requests")
 
     def _gpus(self) -> list[Device]:
         devices = self._gateway.loop.scheduler.view.devices
@@ -286,6 +286,11 @@ def _csv(rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text).writerows([ACTIVITY_COLUMNS, *rows])
     return text.getvalue()
+
+
+def _write_all(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
 
 
 def _last_rows(path: Path) -> list[list[str]]:

@@ -197,7 +197,8 @@ class PictureRoutes:
         """A picture that an answer named. Needs no key: its address is the secret."""
         id = f"img-{picture}"
         kept = self._store().find(id)
-        pieces = None if kept is None else await asyncio.to_thread(self._store().read, kept.id)
+        store = self._store()
+        pieces = None if kept is None else await run_detached(lambda: store.read(id), "read a picture")
         if kept is None or pieces is None:
             raise NotFound(f"There is no picture {shown(id)}; pictures are kept for a while only.")
         headers = {

@@ -306,11 +306,12 @@ class RequestSweep:
 
     def _sweep(self) -> None:
         self._next = None
+        if self._running:
+            # First, so that one look that fails is not the last.
+            self._arm()
         now = self._clock()
         for request in list(self._running):
             request.look(now)
-        if self._running:
-            self._arm()
 
     def close(self) -> None:
         if self._next is not None:

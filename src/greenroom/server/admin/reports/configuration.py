@@ -6,7 +6,6 @@ be a secret is never told.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from greenroom.config.problems import problems
 from greenroom.config.reader import Where, dotted
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.runtime.detached import run_detached
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 
@@ -89,19 +89,24 @@ class ConfigRoutes:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
         gateway = self._gateway
         # In threads: of hundreds of models each of these takes longer than the loop may wait.
-        loaded, wrong = await asyncio.to_thread(_read, gateway.path)
+        loaded, wrong = await run_detached(lambda: _read(gateway.path), "read the configuration")
         config = gateway.config
-        warnings = await asyncio.to_thread(problems, config) if loaded is None else loaded.warnings
+        warnings = (
+            await run_detached(lambda: problems(config), "check the configuration")
+            if loaded is None
+            else loaded.warnings
+        )
         return EffectiveConfig(
             file=None if gateway.path is None else str(gateway.path),
-            values=await asyncio.to_thread(lambda: list(_values(config, loaded))),
+            values=await run_detached(lambda: list(_values(config, loaded)), "list the configuration"),
             check=ConfigCheck(problems=wrong, warnings=list(warnings)),
             pending=None if loaded is None else await self._pending(),
         )
 
     async def _pending(self) -> PendingChanges | None:
         try:
-            changes = await asyncio.to_thread(diff, self._gateway.config, await self._gateway.reread())
+            now, then = self._gateway.config, await self._gateway.reread()
+            changes = await run_detached(lambda: diff(now, then), "compare configurations")
         except ConfigError:
             # There is no file, or it has become unusable just now.
             return None

@@ -19,6 +19,7 @@ from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import NotFound
 from greenroom.library.versions import told_as
+from greenroom.runtime.detached import run_detached
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.live import LiveState, StateFeed
@@ -103,7 +104,9 @@ class Watching:
         listed = None if asked_by_admin(request) else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
-            body, content_type = await asyncio.to_thread(render, gateway.metrics, now, only_models=listed)
+            body, content_type = await run_detached(
+                lambda: render(gateway.metrics, now, only_models=listed), "write metrics"
+            )
         return Response(body, headers={"content-type": content_type})
 
     async def status(self) -> views.StatusView:

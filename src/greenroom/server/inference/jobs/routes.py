@@ -33,6 +33,7 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
 from greenroom.server.asgi import asked_by_admin
@@ -264,7 +265,7 @@ class JobRoutes:
             raise JobUnfinished(f"The job {row.id} is {row.status.value}.", retry_after_s=POLL_S)
         if row.status is OperationStatus.CANCELLED:
             raise JobCancelled(f"The job {row.id} was cancelled and has no result.")
-        found = await asyncio.to_thread(self._jobs().read_result, row.id)
+        found = await run_detached(lambda: self._jobs().read_result(row.id), "read a result")
         if found is None:
             raise _without_result(row)
         answer, pieces = found

@@ -1,0 +1,1 @@
+"""Leaves that every part may import. They import nothing of ours."""
