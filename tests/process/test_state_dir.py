@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import pytest
 
 from greenroom import errors
 from greenroom.process.state_dir import SOCKET_NAME_BYTES_MAX, StateDir
+from tests.full_disk import full_disk
 
 
 @pytest.fixture
@@ -223,3 +224,35 @@ def test_a_directory_that_is_read_only_stays_so(tmp_path: Path) -> None:
     with contextlib.suppress(OSError):
         StateDir.open(path).close()
     assert path.stat().st_mode & 0o777 == 0o500
+
+
+def test_a_full_disk_does_not_keep_a_gateway_from_starting_again(path: Path) -> None:
+    before = StateDir.open(path)
+    before.close()
+    with full_disk():
+        again = StateDir.open(path)
+    assert again.id == before.id
+    again.close()
+
+
+FILES = ("lock", "id", "learned.json", "needs.json", "library.json", "leases.jsonl", "usage.db", "versions.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_where_one_is_expected_is_refused(path: Path, name: str, make: Callable[[Path], None]) -> None:
+    StateDir.open(path).close()
+    (path / name).unlink(missing_ok=True)
+    make(path / name)
+    with pytest.raises(errors.ConfigError, match=f"{name} is no plain file; move it away"):
+        StateDir.open(path)
+
+
+@pytest.mark.parametrize("name", ["run", "jobs", "pictures", "governance"])
+def test_what_is_no_folder_where_one_is_expected_is_refused(path: Path, name: str) -> None:
+    StateDir.open(path).close()
+    with contextlib.suppress(FileNotFoundError):
+        (path / name).rmdir()
+    os.mkfifo(path / name)
+    with pytest.raises(errors.ConfigError, match=f"{name} is no folder; move it away"):
+        StateDir.open(path)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import pytest
 
 from greenroom.runtime.detached import SystemShort, run_detached
 from tests.waiting import PATIENCE_S, until, until_now
+
+
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 async def test_a_result_that_comes_after_a_cancel_is_handed_back() -> None:
@@ -37,11 +42,12 @@ async def test_a_result_that_comes_with_a_cancel_is_handed_back() -> None:
         may_end.wait(PATIENCE_S)
         return "locks"
 
+    before = threads()
     task = asyncio.ensure_future(run_detached(work, "such work", unclaimed=left.append))
     await until(begun.is_set)
     may_end.set()
     # The loop stands still until the thread has told its result. The cancel comes after that, and before the waiter.
-    until_now(lambda: all(thread.name != "such work" for thread in threading.enumerate()))
+    until_now(lambda: threads() <= before)
     asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -62,7 +68,7 @@ async def test_a_system_without_a_thread_is_an_error_of_the_system(
         raise refusal
 
     # What the kernel does at a limit of processes: tests/integration/failures/test_resources_run_out.py.
-    monkeypatch.setattr("threading._start_new_thread", refused)
+    monkeypatch.setattr("_thread.start_new_thread", refused)
     with pytest.raises(SystemShort, match="no thread can be started") as raised:
         await run_detached(lambda: 1, "work")
     # That would say that something is locked.

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from greenroom.config.kinds import can_be_run, words
+from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.reader import Problem
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Config, Model, Remote, Server
@@ -78,19 +80,24 @@ def _unusable_state_dir(path: str) -> Iterator[str]:
         yield f"state_dir: this user may not write to {path}"
     elif holds_other_files(path):
         yield f"state_dir: {path} {OTHER_FILES}"
+    elif (wrong := of_wrong_kind(path)) is not None:
+        yield f"state_dir: {wrong}"
 
 
 # The files of a state directory. The temporary name of its id begins so.
-_STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending", "settings")
+_STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending", "settings", "versions")
+_STATE_FOLDERS: Final = frozenset(("run", "jobs", "pictures", "governance"))
 _STATE_FILES: Final = frozenset(
     (
-        *("lock", "id", "run", "checked", "jobs", "pictures", "leases.jsonl", "governance"),
+        *("lock", "id", "leases.jsonl", "usage.db"),
         *(f"{name}.{kind}" for name in _STATE_KEPT for kind in ("json", "new")),
     )
 )
+_STATE_NAMES: Final = _STATE_FOLDERS | _STATE_FILES | {"checked"}
 _STATE_ID_PREFIX: Final = ".id-"
 # Created by a file system in its top directory.
 _NOBODYS: Final = frozenset({"lost+found"})
+_STATE_ID_BYTES_MAX: Final = 64
 _STATE_ID: Final = re.compile(r"[0-9a-f]{16}")
 OTHER_FILES: Final = "holds other files; a state directory must be empty or new at first"
 
@@ -104,15 +111,30 @@ def holds_other_files(path: str | Path) -> bool:
         return False
     if known_state_id(Path(path) / "id") is not None:
         return False
-    strange = {name for name in names - _STATE_FILES if not name.startswith(_STATE_ID_PREFIX)}
+    strange = {name for name in names - _STATE_NAMES if not name.startswith(_STATE_ID_PREFIX)}
     return bool(strange) or ("lock" not in names and bool(names))
+
+
+def of_wrong_kind(path: str | Path) -> str | None:
+    """What lies in a state directory where it has a plain file or a folder of its own: opening a pipe would hang."""
+    try:
+        for name in sorted(_STATE_NAMES.intersection(os.listdir(path))):
+            mode = os.stat(os.path.join(path, name)).st_mode
+            if name in _STATE_FILES and not stat.S_ISREG(mode):
+                return f"{os.path.join(path, name)} is no plain file; move it away"
+            if name in _STATE_FOLDERS and not stat.S_ISDIR(mode):
+                return f"{os.path.join(path, name)} is no folder; move it away"
+    except OSError:
+        # As above.
+        pass
+    return None
 
 
 def known_state_id(file: Path) -> str | None:
     """The id of a state directory, from its file."""
     try:
-        known = file.read_text(encoding="ascii", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        known = read_plain(file, _STATE_ID_BYTES_MAX).decode("ascii", "replace").strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotPlainFile, FileTooLarge):
         return None
     return known if _STATE_ID.fullmatch(known) else None
 

@@ -6,6 +6,7 @@ other parts put their files next to these. Only its owner can read it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from greenroom import errors
-from greenroom.config.problems import OTHER_FILES, holds_other_files, known_state_id
+from greenroom.config.problems import OTHER_FILES, holds_other_files, known_state_id, of_wrong_kind
 
 # The kernel's limit on the path of a Unix socket, without its final zero byte.
 UNIX_PATH_BYTES_MAX = 107
@@ -39,11 +40,13 @@ class StateDir:
     def open(cls, path: str | Path) -> StateDir:
         """Create the directory if need be and lock it.
 
-        Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other files.
+        Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other things.
         """
         whole = Path(path).expanduser().resolve()
         if holds_other_files(whole):
             raise errors.ConfigError(f"{whole} {OTHER_FILES}")
+        if (wrong := of_wrong_kind(whole)) is not None:
+            raise errors.ConfigError(f"state_dir: {wrong}")
         _make_private(whole)
         try:
             return cls._locked(whole)
@@ -114,7 +117,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,9 +125,11 @@ def _lock(path: Path) -> int:
         os.close(lock_fd)
         who = f"the gateway with pid {holder}" if holder else "a gateway that is just starting"
         raise errors.StateDirBusy(f"{path} is held by {who}; stop it or choose another state directory") from None
-    # The kernel releases the lock when the process ends; the pid in the file is only for messages.
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+    # The kernel releases the lock when the process ends; the pid in the file is only for messages, and not worth a
+    # start on a full disk.
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
     return lock_fd
 
 

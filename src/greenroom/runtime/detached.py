@@ -6,15 +6,21 @@ dead disk, a dead network mount) does not delay it.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+# A thread begins within microseconds, on a machine that swaps within seconds. One without memory never does.
+BEGINS_WITHIN_S = 15.0
+TELL_AGAIN_S = 0.1
 
 
 class SystemShort(OSError):
@@ -31,7 +37,11 @@ async def run_detached(
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
+    begun = threading.Lock()
+
     def run() -> None:
+        if not begun.acquire(blocking=False):
+            return
         try:
             result = work()
         except MemoryError:
@@ -50,12 +60,23 @@ async def run_detached(
     def tell(how: Callable[..., None], *said: object) -> None:
         # A closed loop raises this; no caller is left then.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(how, *said)
+            while True:
+                try:
+                    loop.call_soon_threadsafe(how, *said)
+                    return
+                except MemoryError:
+                    time.sleep(TELL_AGAIN_S)
+
+    def give_up() -> None:
+        if begun.acquire(blocking=False):
+            _fail(done, SystemShort(errno.ENOMEM, f"there was no memory to begin to {name}"))
 
     try:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        # Not `threading.Thread`: the loop would wait without end for a thread that has no memory to begin.
+        _thread.start_new_thread(run, ())
     except (RuntimeError, MemoryError) as error:
         raise SystemShort(errno.EAGAIN, "no thread can be started (a limit of processes, or of memory)") from error
+    giving_up = loop.call_later(BEGINS_WITHIN_S, give_up)
     try:
         return await done
     except asyncio.CancelledError:
@@ -63,6 +84,8 @@ async def run_detached(
         if unclaimed is not None and not done.cancelled() and done.exception() is None:
             unclaimed(done.result())
         raise
+    finally:
+        giving_up.cancel()
 
 
 def _fail(done: asyncio.Future[Result], error: Exception) -> None:

@@ -7,13 +7,13 @@ Only calls that the request's bytes cause count: what the gateway does by itself
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import re
 import sys
 import tempfile
 import textwrap
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -50,13 +50,11 @@ class Tracer:
         self._files: dict[str, None] | None = None
         self._entries = {entry.__code__ for entry in ENTRIES}
         self._number = 0
-        self._threads: set[threading.Thread] = set()
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, None]]:
         """Note what the bytes that come in from now on cause."""
         self._number += 1
-        self._threads.clear()
         self._files = files = {}
         try:
             yield files
@@ -69,10 +67,8 @@ class Tracer:
         code = frame.f_code
         if code in self._entries:
             _cause.set(self._number)
-        if _cause.get() != self._number and threading.current_thread() not in self._threads:
+        if _cause.get() != self._number:
             return
-        if code is threading.Thread.start.__code__:
-            self._threads.add(frame.f_locals["self"])
         if code.co_filename.startswith(SOURCE):
             self._files.setdefault(code.co_filename[len(SOURCE) :])
 
@@ -81,9 +77,21 @@ async def ways(folder: Path) -> Ways:
     """The files of a cold streaming request, of ready requests, and of a lease. Each in order of first call."""
     tracer = Tracer()
     # Before the gateway starts its threads.
-    threading.setprofile(tracer)
     sys.setprofile(tracer)
+    begin = _thread.start_new_thread
+
+    def begin_traced(run: Callable[[], None], args: tuple[()]) -> int:
+        cause = _cause.get()
+
+        def traced() -> None:
+            _cause.set(cause)
+            sys.setprofile(tracer)
+            run()
+
+        return begin(traced, args)
+
     try:
+        _thread.start_new_thread = begin_traced
         async with gateway(folder, {"alpha": fake("alpha")}, server=PATIENT) as app:
             return {
                 "cold": await _streamed(tracer, app),
@@ -92,7 +100,7 @@ async def ways(folder: Path) -> Ways:
             }
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        _thread.start_new_thread = begin
 
 
 async def _streamed(tracer: Tracer, app: App) -> list[str]:

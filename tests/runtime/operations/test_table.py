@@ -387,13 +387,14 @@ class HeldFiles(OperationFiles):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.begun, self.may_write = threading.Event(), threading.Event()
+        self.begun, self.may_write, self.written = threading.Event(), threading.Event(), threading.Event()
 
     def write_row(self, row: Operation) -> None:
         if row.status is RUNNING:
             self.begun.set()
             assert self.may_write.wait(10.0)
         super().write_row(row)
+        self.written.set()
 
 
 async def test_a_start_whose_caller_leaves_is_not_written_over_the_end(rig: Rig) -> None:
@@ -407,7 +408,7 @@ async def test_a_start_whose_caller_leaves_is_not_written_over_the_end(rig: Rig)
     await asyncio.wait({ending}, timeout=0.1)
     held.may_write.set()
     assert (await ending).status is CANCELLED
-    await until(lambda: not any(thread.name == "write operation" for thread in threading.enumerate()), "all is written")
+    await until(held.written.is_set, "the start is written")
     rig.again()
     assert rig.status(id) is CANCELLED
 

@@ -12,6 +12,7 @@ between that and the last row loses nothing. Never decides what is kept.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import BinaryIO, Final, Protocol, TypeVar
 
 import msgspec
 
-from greenroom.config.plain_file import sync_folder
+from greenroom.config.plain_file import open_plain, read_plain, sync_folder
 from greenroom.errors import OperationStoreFull
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
@@ -134,7 +135,7 @@ class OperationFiles:
 
     def read(self, id: str, suffix: str, about: type[About]) -> tuple[About, BinaryIO]:
         """What the first line says, and the file, open at the body. Raises OSError or msgspec.MsgspecError."""
-        file = self._path(id, suffix).open("rb")
+        file = io.BufferedReader(open_plain(self._path(id, suffix)))
         try:
             return msgspec.json.decode(file.readline(_LINE_BYTES_MAX), type=about), file
         except BaseException:
@@ -166,7 +167,7 @@ class OperationFiles:
 
     def _read_row(self, id: str) -> Operation | None:
         try:
-            row = msgspec.json.decode(self._path(id, ROW).read_bytes(), type=Operation)
+            row = msgspec.json.decode(read_plain(self._path(id, ROW), _LINE_BYTES_MAX), type=Operation)
             if row.id == id and _ID.fullmatch(id):
                 return row
             raise ValueError("it names another operation")

@@ -163,11 +163,16 @@ class OperationTable:
         return said, files.chunks(file)
 
     def read_result(self, id: str, about: type[About]) -> tuple[About, Iterator[bytes]] | None:
-        """None if there is no result. Blocks. What is read stays readable when the operation is removed."""
+        """None if there is no result. Blocks. What is read stays readable when the operation is removed.
+
+        Raises OperationStoreFull if it cannot be read now.
+        """
         try:
             said, file = self._files.read(id, files.RESULT, about)
-        except (OSError, msgspec.MsgspecError):
+        except (FileNotFoundError, msgspec.MsgspecError):
             return None
+        except OSError as error:
+            raise disk_failed(error) from error
         return said, files.chunks(file)
 
     # --- changing -----------------------------------------------------------------------------------------------------

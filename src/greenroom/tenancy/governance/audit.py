@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from greenroom.config.plain_file import NotPlainFile, open_plain, sync_folder, why
+from greenroom.config.plain_file import NotPlainFile, open_plain, read_plain, sync_folder, why
 from greenroom.errors import AuditUnavailable, ConfigError
 from greenroom.tenancy.governance.canonical_json import NotCanonical, canonical, read, sha256_of
 from greenroom.tenancy.governance.nonces import WRITE_MAX_S, Run
@@ -194,7 +194,7 @@ def verify(path: Path, expected_head: str | None = None) -> Verified:
 def read_head(path: Path) -> LastLine | None:
     """What is kept beside the log; None if nothing is. One that cannot be read fits no line."""
     try:
-        value = read(head_path(path).read_bytes())
+        value = read(read_plain(head_path(path), LINE_BYTES_MAX))
         return LastLine(int(value["n"]), str(value["sha256"]))
     except FileNotFoundError:
         return None

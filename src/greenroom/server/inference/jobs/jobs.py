@@ -21,6 +21,7 @@ from greenroom.errors import (
     GatewayBug,
     GreenroomError,
     InvalidKey,
+    OperationStoreFull,
     QueueFull,
     RateLimited,
     ShuttingDown,
@@ -29,7 +30,14 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
-from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus, ResultPart
+from greenroom.runtime.operations.files import (
+    Operation,
+    OperationError,
+    OperationKind,
+    OperationStatus,
+    ResultPart,
+    disk_failed,
+)
 from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
@@ -320,11 +328,14 @@ class Jobs:
         return caller
 
     async def _read(self, id: str, body: Body) -> StoredRequest:
-        kept, pieces = self._table.read_request(id, StoredRequest)
-        for number, piece in enumerate(pieces):
-            body.append(piece)
-            if number % _PIECES_A_TURN == 0:
-                await asyncio.sleep(0)
+        try:
+            kept, pieces = self._table.read_request(id, StoredRequest)
+            for number, piece in enumerate(pieces):
+                body.append(piece)
+                if number % _PIECES_A_TURN == 0:
+                    await asyncio.sleep(0)
+        except OSError as error:
+            raise disk_failed(error) from error
         return kept
 
     def ended(self, job: Job, error: GreenroomError | None) -> None:
@@ -356,10 +367,10 @@ class Jobs:
         self.pump()
 
     def is_put_back(self, job: Job, error: GreenroomError | None) -> bool:
-        """True if it is no end: the queue was full or a limit reached for now, or the gateway ends."""
+        """True if it is no end: the queue or the disk was full or a limit reached for now, or the gateway ends."""
         if job.is_cancelled:
             return False
-        if isinstance(error, QueueFull | BodiesFull | RateLimited) and not job.is_started:
+        if isinstance(error, QueueFull | BodiesFull | RateLimited | OperationStoreFull) and not job.is_started:
             return True
         return self._services.is_draining() and (error is not None or not job.answer.is_complete)
 
