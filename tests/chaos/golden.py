@@ -56,7 +56,7 @@ DROPPED: frozenset[str] = frozenset(
         *("ModelSpec.beside_mib", "ModelSpec.version_of", "ModelSpec.held", "Rejection.beside"),
         *("Limits.tenant_depths", "Limits.tenant_depth_max", "Limits.others_share_depth"),
         *("RequestArrived.choice", "ModelSpec.is_remote", "ServeDone.was_busy", "Rejection.room_s"),
-        *("Rejection.pinned", "Rejection.leases", "OtherLease.is_model"),
+        *("Rejection.pinned", "Rejection.leases", "OtherLease.is_model", "MemoryChanged.taken"),
     }
 )
 # Facts of a reason that were not told when the hashes were made.

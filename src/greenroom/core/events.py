@@ -240,7 +240,8 @@ class MemoryChanged:
     """What undeclared processes use, per device; devices that are not named keep their last figure.
 
     `leases` are all leases held through other gateways. `store_is_down` says that the lease store does not answer, so
-    no memory can be granted. None leaves either unchanged.
+    no memory can be granted. None leaves either unchanged. `taken` are slots whose memory the store has granted to
+    another holder: they leave at once, pinned or not, and their answers are cut.
     """
 
     now: float
@@ -248,6 +249,7 @@ class MemoryChanged:
     seen: Mapping[SlotId, Claim] | None = None
     leases: tuple[OtherLease, ...] | None = None
     store_is_down: bool | None = None
+    taken: tuple[SlotId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

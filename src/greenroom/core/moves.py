@@ -1,11 +1,12 @@
 """How operators start moves, and how every move ends: arrival, setback, departure, loss.
 
-Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. The scheduler settles afterwards.
+Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`, and to leases that other holders have taken. The scheduler
+settles afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import inf
 
 from greenroom.core.apply import Actions
@@ -14,7 +15,19 @@ from greenroom.core.decide.decision import refusal
 from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
-from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, ModelId, Move, MoveKind, Outcome, Slot, Tier, learn
+from greenroom.core.model import (
+    ARRIVING,
+    LEGAL_MOVES,
+    NO_CLAIM,
+    ModelId,
+    Move,
+    MoveKind,
+    Outcome,
+    Slot,
+    SlotId,
+    Tier,
+    learn,
+)
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter, leaving
 from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State
@@ -205,3 +218,17 @@ class Moves:
             record.failures = 1
         if record.spec.preload:
             self._act.preload(record.spec.id, now)
+
+    # --- taken ------------------------------------------------------------------------------------------------------
+
+    def taken(self, slots: Iterable[SlotId], now: float) -> None:
+        """Another holder was granted the memory of these slots: they leave at once. Preloaded models wait to return."""
+        for slot_id in slots:
+            slot = self._state.slots.get(slot_id)
+            if slot is None or slot.lease is not None:
+                self._state.counters.ignored += 1
+                continue
+            self._slots.leave(slot, Tier.COLD, 0.0, because("lease_taken", model=slot.model), now)
+            record = self._state.record_of(slot)
+            if record is not None and record.spec.preload:
+                self._act.preload(record.spec.id, now)

@@ -68,7 +68,7 @@ class Scheduler:
         self._act = Actions(self.state, effects, self._slots, self._places)
         self._rounds = Rounds(self.state, self._slots, self._act, self._places)
         configuration = Configuration(self.state, self._slots, self._act, policies, swappers)
-        moves = Moves(self.state, effects, self._slots, self._act)
+        self._moves = moves = Moves(self.state, effects, self._slots, self._act)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             ev.ConfigChanged: configuration.changed,
             ev.VersionPromoted: configuration.promoted,
@@ -339,6 +339,7 @@ class Scheduler:
             self.state.ledger.set_others(event.leases)
         if event.store_is_down is not None:
             self.state.store_is_down = event.store_is_down
+        self._moves.taken(event.taken, event.now)
 
     def _on_shutdown_asked(self, event: ev.ShutdownAsked) -> None:
         self.state.shutting_down = True

@@ -104,9 +104,11 @@ def _open_store(config: Config, url: str) -> SharedStore:
     try:
         # Imported only if used: it is slow to import.
         from greenroom.leases.shared.redis_store import RedisStore
+        from greenroom.runtime.leases.renewer import RenewerProcess
     except ImportError as error:
         raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
-    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
+    host, ttl_s = config.leases.host or os.uname().nodename, config.leases.ttl_s
+    return RedisStore(url, host, ttl_s=ttl_s, renewer=RenewerProcess(url, host, ttl_s))
 
 
 @dataclass(frozen=True, slots=True)

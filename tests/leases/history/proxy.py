@@ -1,4 +1,4 @@
-"""A relay between one program and Redis that can lose its connections, or keep them and pass nothing on."""
+"""A relay between one program and Redis that can lose its connections, pass on late what it gets, or nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self.refuses = False
+        # Everything arrives so much later, each way.
+        self.delay_s = 0.0
 
     @property
     def port(self) -> int:
@@ -37,7 +39,7 @@ class Proxy:
         self._open.clear()
 
     def flow(self) -> None:
-        self.refuses = False
+        self.refuses, self.delay_s = False, 0.0
         self._open.set()
 
     async def close(self) -> None:
@@ -74,6 +76,8 @@ class Proxy:
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         while chunk := await source.read(65_536):
             await self._open.wait()
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
             target.write(chunk)
             await target.drain()
         with contextlib.suppress(OSError):

@@ -196,17 +196,75 @@ async def test_a_gateway_that_stood_still_confirms_its_lease_before_an_engine_st
         await rig.sharing.slots.confirm(SlotId("s1"))
 
 
-async def test_a_lease_that_was_lost_is_held_again_as_soon_as_it_can_be(rig: Rig) -> None:
-    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+async def lapsed(rig: Rig, *others: SlotAsk) -> None:
+    """In steps, as time passes for the store: our leases lapse, and other gateways take these at once."""
     for _ in range(6):
         rig.now += TTL_S / 3
         await rig.other.leases()
-    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 9_000}), gateway="you")
+    for ask in others:
+        await rig.other.hold(ask, gateway="you")
+
+
+def left(rig: Rig) -> list[SlotId]:
+    """Slots that the scheduler was told to make leave."""
+    return [slot for event in rig.posted if isinstance(event, MemoryChanged) for slot in event.taken]
+
+
+async def test_a_lease_that_was_lost_is_held_again_at_once_where_its_place_is_free(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 6_000))
+    await lapsed(rig, SlotAsk("you/s1", "m", {GPU: 3_000}))
     await rig.beat()
-    assert rig.sharing.slots_without_lease == 1
-    await rig.other.release("you/s1", kind="slot")
+    assert rig.sharing.slots_without_lease == 0 and rig.claims()["me/s1"] == ("held", 6_000)
+    assert not left(rig)
+
+
+async def test_a_slot_whose_place_another_gateway_has_taken_leaves_and_says_so(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await lapsed(rig, SlotAsk("you/s1", "theirs", {GPU: 9_000}))
     await rig.beat()
-    assert rig.sharing.slots_without_lease == 0 and rig.claims() == {"me/s1": ("held", 4_000)}
+    await rig.beat()
+    assert left(rig) == ["s1"] and rig.sharing.slots.is_taken(SlotId("s1"))
+    (facts,) = [facts for what, facts in rig.told if what == "lease_taken"]
+    assert facts == {"slot": "s1", "model": "m-s1", "lease": "me/s1", "holders": ["theirs"]}
+    await rig.sharing.slots.leave(SlotId("s1"))
+    await rig.beat()
+    assert rig.claims() == {"you/s1": ("held", 9_000)} and rig.sharing.slots_without_lease == 0
+
+
+async def test_of_several_slots_only_those_leave_that_no_longer_fit(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await rig.sharing.slots.enter(rig.slot("s2", 5_000))
+    await lapsed(rig, SlotAsk("you/s1", "theirs", {GPU: 5_000}))
+    await rig.beat()
+    assert left(rig) == ["s2"] and rig.claims()["me/s1"] == ("held", 4_000)
+
+
+async def test_a_slot_stays_where_another_gateway_takes_its_engine_for_a_strangers(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await lapsed(rig, SlotAsk("you/s1", "theirs", {GPU: 5_000}))
+    hold = rig.store.hold
+
+    async def after_theirs(*words: Any, **more: Any) -> Any:
+        await rig.other.publish("you", {GPU: 5_500}, {})
+        return await hold(*words, **more)
+
+    rig.store.hold = after_theirs  # type: ignore[method-assign]
+    await rig.beat()
+    assert rig.sharing.slots_without_lease == 1 and not left(rig)
+    rig.store.hold = hold  # type: ignore[method-assign]
+    await rig.beat()
+    assert rig.sharing.slots_without_lease == 0 and not left(rig)
+
+
+async def test_a_lease_that_is_gone_is_noticed_by_the_beat_that_reads_of_it(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await rig.beat()
+    # An operator may have released it: no renewal is due for long.
+    await rig.other.release("me/s1", kind="slot")
+    await rig.other.hold(SlotAsk("you/s1", "theirs", {GPU: 9_000}), gateway="you")
+    for _ in range(2):
+        await rig.beat()
+    assert left(rig) == ["s1"]
 
 
 async def test_an_engine_that_uses_more_than_it_was_given_is_told_of_with_that(rig: Rig) -> None:
@@ -262,10 +320,7 @@ async def test_margin_and_strangers_are_not_offered(rig: Rig) -> None:
 
 async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> None:
     await rig.sharing.slots.enter(rig.slot("s1", 4_000))
-    for _ in range(6):
-        rig.now += TTL_S / 3
-        await rig.other.leases()
-    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 6_000}), gateway="you")
+    await lapsed(rig, SlotAsk("you/s1", "m", {GPU: 6_000}))
     await rig.beat()
     await rig.other.release("you/s1", kind="slot")
     rig.is_down = True
@@ -276,7 +331,7 @@ async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> N
         await rig.beat()
     assert rig.store.offered == {GPU: 5_500}
     rig.is_down = False
-    await rig.beat()
+    await rig.sharing.slots.leave(SlotId("s1"))
     await rig.beat()
     assert rig.store.offered == {GPU: 9_500}
 

@@ -13,7 +13,7 @@ import random
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import redis.exceptions as redis_errors
@@ -164,6 +164,48 @@ STEP_SHARE = 1 / 3
 _MS = 1_000
 
 
+def frame(ttl_s: float, grace_s: float | None = None) -> dict[str, Any]:
+    """What every script is told of this store."""
+    birth_grace_s = ttl_s * (1 + STEP_SHARE) if grace_s is None else grace_s
+    return {
+        "step_ms": int(ttl_s * STEP_SHARE * _MS),
+        "birth_grace_ms": int(birth_grace_s * _MS),
+        "leases_max": LEASES_MAX,
+    }
+
+
+class Renewer(Protocol):
+    """Renews leases in place of this process while this process cannot."""
+
+    def hold(self, lease: Stored) -> None:
+        """This lease is held. Of a program: its holder was just heard of."""
+
+    def forget(self, id: str) -> None:
+        """This lease is no longer held."""
+
+    def beat(self) -> None:
+        """This process runs."""
+
+    def close(self) -> None:
+        """Renew nothing from now on."""
+
+
+class NoRenewer:
+    """For programs: their heartbeat is part of them."""
+
+    def hold(self, lease: Stored) -> None:
+        return
+
+    def forget(self, id: str) -> None:
+        return
+
+    def beat(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 class RedisStore:
     """The leases on one host's GPUs. `ttl_s` is the longest TTL; a new store grants nothing for about as long."""
 
@@ -175,11 +217,13 @@ class RedisStore:
         ttl_s: float = 30.0,
         grace_s: float | None = None,
         offers: Mapping[str, int] | None = None,
+        renewer: Renewer | None = None,
     ) -> None:
         self.host = host
         self._url = url
         self._ttl_s = ttl_s
-        self._grace_s = ttl_s * (1 + STEP_SHARE) if grace_s is None else grace_s
+        self._frame = frame(ttl_s, grace_s)
+        self._renewer: Renewer = renewer or NoRenewer()
         self._offers = dict(offers or {})
         self._keys = stored.keys(host)
         self._client = _connected(url)
@@ -212,15 +256,16 @@ class RedisStore:
     async def renew(self, id: str, token: int) -> Lease:
         reply = await self._renew(((id, token),), "program")
         if id in reply.renewed:
+            self._renewer.hold(reply.renewed[id])
             return stored.lease_of(reply.renewed[id], reply.now)
-        if self._held.pop(id, None) is None:
+        if not self._forget(id):
             raise LeaseUnknown(f"nothing is known of a lease {id} with this token")
         raise LeaseLost(f"lease {id} is lost: it was not renewed in time, or is held under another token")
 
     async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:
         reply = await self._renew(tuple(held), "slot")
         for id in reply.lost:
-            self._held.pop(id, None)
+            self._forget(id)
         return {**dict.fromkeys(reply.renewed, True), **dict.fromkeys(reply.lost, False)}
 
     async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
@@ -229,7 +274,7 @@ class RedisStore:
         mine = self._held.get(id)
         # A lease that an operator released is kept, so that its holder is told that it is lost rather than unknown.
         if mine is not None and mine.kind == kind and (token == int(mine.token) or (kind == "slot" and token is None)):
-            del self._held[id]
+            self._forget(id)
 
     async def leases(self) -> list[Lease]:
         reply = await self._run("leases", {})
@@ -257,7 +302,11 @@ class RedisStore:
     async def recall(self, id: str) -> None:
         await self._run("recall", {"id": id})
 
+    def beat(self) -> None:
+        self._renewer.beat()
+
     async def close(self) -> None:
+        self._renewer.close()
         await self._client.aclose()
 
     # --- how -------------------------------------------------------------------------------------------------------
@@ -268,10 +317,16 @@ class RedisStore:
 
     def _keep(self, record: Stored, now: float) -> Lease:
         self._held[record.id] = record
+        self._renewer.hold(record)
         if len(self._held) > LEASES_MAX:
             # The oldest: its holder is gone, or it would have been released or found lost.
-            del self._held[next(iter(self._held))]
+            self._forget(next(iter(self._held)))
         return stored.lease_of(record, now)
+
+    def _forget(self, id: str) -> bool:
+        """True if it was known."""
+        self._renewer.forget(id)
+        return self._held.pop(id, None) is not None
 
     def _slot_refusal(self, ask: SlotAsk, reply: Reply) -> Exception:
         if reply.denied == TAKEN:
@@ -309,7 +364,7 @@ class RedisStore:
     async def _give_up(self, arguments: Mapping[str, Any]) -> None:
         reply = await self._run("release", arguments)
         if reply.released:
-            self._held.pop(arguments["id"], None)
+            self._forget(arguments["id"])
 
     async def _renew(self, held: Sequence[tuple[str, int]], kind: str) -> Reply:
         known = [self._renewal(id, token) for id, token in held]
@@ -325,14 +380,8 @@ class RedisStore:
         return {"id": id, "token": str(token), "record": record}
 
     async def _run(self, operation: str, arguments: Mapping[str, Any]) -> Reply:
-        step_ms = int(self._ttl_s * STEP_SHARE * _MS)
-        frame = {
-            "step_ms": step_ms,
-            "birth_grace_ms": int(self._grace_s * _MS),
-            "floor": str(self._highest),
-            "leases_max": LEASES_MAX,
-        }
-        reply = stored.decode(await self._answer(operation, stored.encode({**frame, **arguments})))
+        asked = {**self._frame, "floor": str(self._highest), **arguments}
+        reply = stored.decode(await self._answer(operation, stored.encode(asked)))
         self._highest = max(self._highest, int(reply.last))
         return reply
 

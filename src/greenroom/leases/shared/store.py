@@ -86,6 +86,10 @@ class SharedStore(LeaseStore, Protocol):
         """Ask a preemptible holder to leave within its own grace time."""
         ...
 
+    def beat(self) -> None:
+        """This process runs and renews its leases itself. Without this call they are renewed for it meanwhile."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:

@@ -2,12 +2,14 @@
 
 Owns which slot holds which lease, from before its engine starts until after its memory is back, and the pending claims
 of newcomers for which slots are evicted. An outage of the store takes nothing away: when it is back, leases are renewed
-or entered again, and ended ones are released. Never decides what moves.
+or entered again, and ended ones are released. A lease that was lost is entered again at once; where the store refuses
+that, `Sharing` finds out whether the slot must leave. Never decides what moves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -38,6 +40,9 @@ class Entered:
     token: int = 0
     heard_at: float = 0.0
     is_lost: bool = False
+    # True if it was lost and cannot be held again, and if its slot leaves for that.
+    is_refused: bool = False
+    is_taken: bool = False
     # One call at a time: a `pend` that arrived after the `hold` would make it pending again.
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -142,7 +147,7 @@ class SharedSlots:
             elif slot is None and not entered.token:
                 # The plan was cancelled before anything was held.
                 await self.leave(slot_id)
-            elif entered.is_lost:
+            elif entered.is_lost and not entered.is_taken:
                 await self._hold_again(entered)
             elif slot is not None and entered.token:
                 await self._resize(slot, entered)
@@ -153,19 +158,19 @@ class SharedSlots:
         renewed = await self._store.renew_all([(one.id, one.token) for one in held.values()]) if held else {}
         for id, one in held.items():
             if renewed.get(id):
-                one.heard_at, one.is_lost = sent, False
+                one.heard_at, one.is_lost, one.is_refused = sent, False, False
             elif not one.is_lost:
                 one.is_lost = True
-                _log.warning("a model's lease was lost; its engine runs on and is entered again", lease=id)
+                _log.warning("a model's lease was lost", lease=id, model=one.ask.name)
         self._renewed_at = sent
 
     async def _hold_again(self, entered: Entered) -> None:
         try:
             await self._hold(entered)
         except LeaseDenied:
-            # Its memory was granted to another holder, which does not start there: the memory is seen to be used.
+            entered.is_refused = True
             return
-        _log.info("a model's lease is held again", lease=entered.id)
+        _log.info("a model's lease is held again", lease=entered.id, model=entered.ask.name)
 
     async def _pend_again(self, newcomer: SlotFacts) -> None:
         try:
@@ -195,6 +200,12 @@ class SharedSlots:
             if lease.gateway == self._gateway and lease.id not in known:
                 self._owed.setdefault(lease.id, None)
 
+    def give_up(self, slot: SlotId) -> Entered:
+        """Another holder has the memory of this slot, which leaves: its lease is not entered again."""
+        entered = self._entered[slot]
+        entered.is_taken = True
+        return entered
+
     async def close(self) -> None:
         """Release everything, as far as the store answers."""
         for slot in list(self._entered):
@@ -210,6 +221,23 @@ class SharedSlots:
         """Slots that run without a lease at present."""
         return [one for one in self._entered.values() if one.is_lost]
 
+    def is_taken(self, slot: SlotId) -> bool:
+        entered = self._entered.get(slot)
+        return entered is not None and entered.is_taken
+
+    def look_for(self, leases: list[Lease]) -> bool:
+        """True if a lease of ours is missing among these, which are all there are: the next beat renews it."""
+        there = {lease.id: lease.token for lease in leases}
+        held = [one for one in self._entered.values() if one.token and not one.is_lost]
+        is_missing = any(there.get(one.id) != one.token for one in held)
+        if is_missing:
+            self._renewed_at = -math.inf
+        return is_missing
+
+    def refused(self) -> dict[SlotId, Entered]:
+        """Slots whose lost lease the store refuses to enter again, and which were not told to leave for that."""
+        return {slot: one for slot, one in self._entered.items() if one.is_refused and not one.is_taken}
+
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _ask(self, slot: SlotId, model: str, claim: dict[str, int]) -> SlotAsk:
@@ -224,7 +252,7 @@ class SharedSlots:
             sent = self._clock()
             lease = await self._store.hold(ask or entered.ask, gateway=self._gateway)
             entered.ask, entered.token = ask or entered.ask, lease.token
-            entered.heard_at, entered.is_lost = sent, False
+            entered.heard_at, entered.is_lost, entered.is_refused = sent, False, False
 
     async def _pend(self, newcomer: SlotFacts) -> None:
         """Enter the newcomer's claim before anything is evicted for it, and name our leaving slots as its victims."""

@@ -22,11 +22,11 @@ from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLeas
 from greenroom.core.view import SchedulerView
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.shared.store import Membership, PublishReply, SharedStore
+from greenroom.leases.shared.store import Membership, PublishReply, SharedStore, SlotAsk
 from greenroom.runtime.leases.entry import DeviceNamed, devices_meant
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels
-from greenroom.runtime.leases.shared_slots import SharedSlots
+from greenroom.runtime.leases.shared_slots import Entered, SharedSlots
 from greenroom.runtime.memory.readings import Reading
 from greenroom.telemetry.logs import get_logger
 
@@ -115,6 +115,7 @@ class Sharing:
 
     async def open(self) -> None:
         """Make the first beat, then start the heartbeat. A store that is down is logged and tried again."""
+        self._store.beat()
         try:
             async with asyncio.timeout(FIRST_BEAT_MAX_S):
                 await self.beat()
@@ -142,15 +143,19 @@ class Sharing:
     async def _beats(self) -> None:
         while True:
             self._wanted.clear()
+            self._store.beat()
+            pause_s = BEAT_S
             try:
                 await self.beat()
             except StoreDown as error:
+                # After a first failure at once: this process may have stood still, and its leases may be gone.
+                pause_s = 0.0 if self.is_up else RETRY_S * random.uniform(0.5, 1.0)
                 self._went_down(error.message)
             except Exception as bug:
                 _log.bug("a beat broke", bug)
             await asyncio.sleep(GAP_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S if self.is_up else RETRY_S * random.uniform(0.5, 1.0)):
+                async with asyncio.timeout(pause_s):
                     await self._wanted.wait()
 
     # --- one beat ---------------------------------------------------------------------------------------------------
@@ -163,6 +168,7 @@ class Sharing:
         await self.waiting_models.renew()
         if was_down or orders.version != self._version:
             await self._read(orders.version)
+        await self._give_way()
         self._recalls.look()
         await self._release_dead()
         self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self.leases})
@@ -175,7 +181,8 @@ class Sharing:
     def _usable(self) -> dict[str, int]:
         """MiB to plan with on each device: without its margin and without what is used without a lease.
 
-        That is the use of strangers and of our engines whose lease was lost. A device that is gone offers 0.
+        That is the use of strangers, and of our engines that leave because another holder was granted their memory. A
+        device that is gone offers 0.
         """
         seen = {DeviceId(gpu.uuid) for gpu in self._memory.reading.gpus}
         return {
@@ -186,8 +193,9 @@ class Sharing:
         }
 
     def _unleased_mib(self, device: DeviceId) -> int:
-        lost_mib = sum(entered.ask.claim.get(device, 0) for entered in self.slots.lost)
-        return self._state.ledger.foreign.get(device, 0) + lost_mib
+        taken = [entered for entered in self.slots.lost if entered.is_taken]
+        taken_mib = sum(entered.ask.claim.get(device, 0) for entered in taken)
+        return self._state.ledger.foreign.get(device, 0) + taken_mib
 
     async def _read(self, version: int) -> None:
         made = self.room.made
@@ -202,6 +210,8 @@ class Sharing:
         self.slots.forget_strays(self.leases)
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
+        if self.slots.look_for(self.leases):
+            self._wanted.set()
         # The scheduler has the new leases by now, so that their memory never seems free in between.
         self.room.note(self.leases, made)
 
@@ -216,6 +226,33 @@ class Sharing:
             self._post(MemoryChanged(self._clock(), {}, leases=others))
             # Their use was counted as strangers' before, or is from now on.
             self._memory.nudge()
+
+    async def _give_way(self) -> None:
+        """Have slots leave, pinned or not, whose memory was granted to others while their leases were not renewed."""
+        if not self.slots.refused():
+            return
+        # Engines of other holders are leases by now: they must not be counted as strangers too.
+        await self._memory.look_now()
+        taken = {slot: names for slot, one in self.slots.refused().items() if (names := self._holders_instead(one))}
+        for slot, names in taken.items():
+            entered = self.slots.give_up(slot)
+            facts = {"slot": slot, "model": entered.ask.name, "lease": entered.id, "holders": names}
+            _log.warning("another holder was granted the memory of a model, which leaves", **facts)
+            self._tell("lease_taken", facts)
+        if taken:
+            self._post(MemoryChanged(self._clock(), {}, taken=tuple(taken)))
+
+    def _holders_instead(self, entered: Entered) -> list[str]:
+        """Who was granted what this slot uses. Empty if it only has to ask again.
+
+        By our own figures: another gateway may offer less, because it counts this very engine as a stranger's.
+        """
+        ledger, over = self._state.ledger, set()
+        for device, mib in _claim(entered.ask).items():
+            granted_mib = sum(lease.claim.get(device, 0) for lease in self.leases)
+            if granted_mib + mib > ledger.devices[device].usable_mib - ledger.foreign.get(device, 0):
+                over.add(device)
+        return [one.holder for one in ledger.others if any(one.claim.get(device, 0) for device in over)]
 
     async def _release_dead(self) -> None:
         """Release the leases of dead holders, after the memory that they still use is counted as strangers'."""
@@ -252,7 +289,7 @@ class Sharing:
         self.failure = why
 
 
-def _claim(lease: Lease) -> dict[DeviceId, int]:
+def _claim(lease: Lease | SlotAsk) -> dict[DeviceId, int]:
     return {DeviceId(device): lease.claim[device] for device in sorted(lease.claim) if lease.claim[device] > 0}
 
 

@@ -53,6 +53,10 @@ class Grants(Protocol):
     async def leave(self, slot: SlotId) -> None:
         """The slot's processes have ended and its memory is back. Never raises; slots without a grant are ignored."""
 
+    def is_taken(self, slot: SlotId) -> bool:
+        """True if the slot's memory was granted to another holder, so that its engine must end at once."""
+        ...
+
 
 class AlwaysGranted:
     """The GPUs of this gateway are not shared: what the scheduler decided is enough."""
@@ -68,6 +72,9 @@ class AlwaysGranted:
 
     async def leave(self, slot: SlotId) -> None:
         return
+
+    def is_taken(self, slot: SlotId) -> bool:
+        return False
 
 
 class FreeMemory(Protocol):

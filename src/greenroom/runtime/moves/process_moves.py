@@ -32,6 +32,8 @@ from greenroom.telemetry.logs import get_logger
 
 # Another process may take the port between our choice and the engine's bind; another port is tried this often.
 PORT_TRIES = 3
+# An engine whose memory was granted to another holder has so long to end before it is killed.
+TAKEN_STOP_S = 0.5
 # An engine that needs longer to fall asleep is unloaded, which is as quick.
 SLEEP_MAX_S = 60.0
 
@@ -127,7 +129,7 @@ class ProcessMoves:
         except BaseException as error:
             # Also when this move was aborted: its processes and their memory must be gone before the move ends.
             held = self._memory.held_by(move.slot)
-            await child.stop(entry.config.stop_timeout_s)
+            await child.stop(self._stop_s(move.slot, entry))
             await self._memory.back(move.slot, held)
             lines = log.tail(START_LINES_MAX)
             if isinstance(error, LoadFailed) and (complaint := evidence_of_no_memory(child, lines, kills_before)):
@@ -265,8 +267,11 @@ class ProcessMoves:
 
     def _stop_timeout_s(self, live: LiveSlot) -> float:
         """As configured now: a reload may have changed it while the engine runs."""
-        current = self._catalog.revision(live.entry.id, live.entry.spec.revision)
-        return (current or live.entry).config.stop_timeout_s
+        return self._stop_s(live.id, self._catalog.revision(live.entry.id, live.entry.spec.revision) or live.entry)
+
+    def _stop_s(self, slot: SlotId, entry: Entry) -> float:
+        is_taken = self._admission.grants.is_taken(slot)
+        return min(TAKEN_STOP_S, entry.config.stop_timeout_s) if is_taken else entry.config.stop_timeout_s
 
     def _on_exit(self, live: LiveSlot, exit: Exit) -> None:
         """The engine ended. If it was not asked to, everything it served is lost."""
