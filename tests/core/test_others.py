@@ -23,6 +23,7 @@ from greenroom.core.model import (
     OtherLease,
     Outcome,
     RequestId,
+    SlotId,
     Tier,
 )
 from tests.core.decide.test_memory import victims
@@ -45,6 +46,55 @@ def rejection_of(world: World, name: str) -> Rejection:
     rejection = world.calls_by_id[name].rejection
     assert rejection is not None
     return rejection
+
+
+# --- leases that others have taken -----------------------------------------------------------------------------------
+
+
+def taken(world: World, *slots: SlotId) -> None:
+    world.memory({}, leases=(other(6_000),))
+    world.post(ev.MemoryChanged(world.now, {}, taken=slots))
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_slot_whose_memory_was_granted_to_another_leaves_at_once_and_its_answers_are_cut(pinned: bool) -> None:
+    world = World([model("a", 6_000, pinned=pinned)])
+    ready(world, "a")
+    world.arrive("r", "a", takes_s=100.0)
+    (slot,) = world.places
+    taken(world, slot)
+    assert world.calls_by_id["r"].was_cut
+    world.run(5.0)
+    last = world.moves[-1]
+    assert last.kind is MoveKind.UNLOAD and "lease_taken" in str(world.reasons[last.id]) and not world.places
+
+
+def test_a_preloaded_model_whose_memory_was_taken_returns_when_it_is_free() -> None:
+    world = World([model("a", 6_000, pinned=True, preload=True)])
+    world.run(60.0)
+    (slot,) = world.places
+    taken(world, slot)
+    world.run(60.0)
+    assert not world.places
+    world.memory({}, leases=())
+    world.run(60.0)
+    assert len(world.places) == 1 and slot not in world.places
+
+
+def test_a_load_is_aborted_where_its_memory_was_granted_to_another() -> None:
+    world = World([model("a", 6_000)])
+    world.arrive("r", "a", takes_s=1.0)
+    (slot,) = world.scheduler.state.slots
+    taken(world, slot)
+    world.run(60.0)
+    assert not world.places and world.fate("r") is Fate.WAITING
+
+
+def test_a_slot_that_is_gone_already_has_nothing_to_leave() -> None:
+    world = World([model("a", 6_000)])
+    ignored = world.scheduler.state.counters.ignored
+    taken(world, SlotId("gone"))
+    assert world.scheduler.state.counters.ignored == ignored + 1
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------

@@ -120,8 +120,6 @@ class Control:
 def main() -> None:
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    with open("/proc/self/comm", "w") as name:
-        name.write(NAME_IN_PS)
     control = Control()
     lines: list[bytes] = []
     while not lines and not control.is_closed:
@@ -129,6 +127,8 @@ def main() -> None:
     if control.is_closed:
         return
     renewer = Renewer(json.loads(lines.pop(0)), time.monotonic())
+    with open("/proc/self/comm", "w") as name:
+        name.write(NAME_IN_PS)
     while not control.is_closed:
         now = time.monotonic()
         for line in lines:
