@@ -55,6 +55,8 @@ class LeaseEntry:
     # How long it lasts at first: what is left of its TTL, for a lease of an earlier run.
     lasts_s: float | None = None
     expires_at: float = 0.0
+    # How long this process had stood still in all when that was last set.
+    stood_still_s: float = 0.0
     # When a renewal was last journaled.
     written_at: float = 0.0
     recall_at: float | None = None

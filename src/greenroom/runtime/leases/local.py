@@ -38,6 +38,7 @@ from greenroom.runtime.leases.entry import (
 )
 from greenroom.runtime.leases.holders import Holders
 from greenroom.runtime.leases.journal import JournalWriter
+from greenroom.runtime.leases.standstill import Standstill
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
@@ -48,8 +49,6 @@ LEASES_MAX = 1_000
 LOST_MAX = 1_000
 # Between the grant and the answer there is one look at memory and one write to disk.
 HAND_OVER_MAX_S = 30.0
-# A timer this late shows that this process was suspended: it could not receive renewals.
-STOOD_STILL_S = 1.0
 
 Tell = Callable[[str, Mapping[str, object]], None]
 
@@ -80,6 +79,7 @@ class LocalLeasing:
         self._wall = wall
         self._leases_max = leases_max
         self._holders = Holders()
+        self._standstill = Standstill()
         self._entries: dict[str, LeaseEntry] = {}
         self._by_core_id: dict[LeaseId, LeaseEntry] = {}
         self._lost: OrderedDict[str, str] = OrderedDict()
@@ -222,7 +222,7 @@ class LocalLeasing:
 
     def _heard(self, entry: LeaseEntry) -> Lease:
         now = self._clock()
-        entry.expires_at = now + entry.ask.ttl_s
+        self._lasts(entry, entry.ask.ttl_s, now)
         if must_journal_renewal(entry.ask.ttl_s, now - entry.written_at):
             entry.written_at = now
             self._journal.heard(entry.id, self._wall())
@@ -296,7 +296,8 @@ class LocalLeasing:
     def _hold(self, entry: LeaseEntry) -> None:
         now = self._clock()
         entry.is_held = True
-        entry.expires_at = now + (entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s)
+        self._standstill.watch()
+        self._lasts(entry, entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s, now)
         # The first renewal of a lease of an earlier run must be journaled.
         entry.written_at = now if entry.lasts_s is None else -math.inf
         self._look_later(entry)
@@ -311,16 +312,21 @@ class LocalLeasing:
         if self._is_known(entry):
             self._lose(entry, "its holder has ended")
 
+    def _lasts(self, entry: LeaseEntry, lasts_s: float, now: float) -> None:
+        entry.expires_at, entry.stood_still_s = now + lasts_s, self._standstill.total_s
+
     def _look_later(self, entry: LeaseEntry) -> None:
         entry.watch = asyncio.get_running_loop().call_at(entry.expires_at, self._look, entry, entry.expires_at)
 
     def _look(self, entry: LeaseEntry, due: float) -> None:
-        """Lose it if it was not renewed in time. Timers round to milliseconds and may be early."""
-        now = max(self._clock(), due)
+        """Lose it if it was not renewed in time. Timers round to milliseconds and may be early.
+
+        Time in which this process stood still does not count: renewals that came in it are not read yet.
+        """
+        now, stood_still_s = max(self._clock(), due), self._standstill.total_s
+        entry.expires_at += stood_still_s - entry.stood_still_s
+        entry.stood_still_s = stood_still_s
         if entry.expires_at > now:
-            self._look_later(entry)
-        elif now - due > STOOD_STILL_S:
-            entry.expires_at = now + entry.ask.ttl_s
             self._look_later(entry)
         else:
             self._lose(entry, f"its holder was not heard of for {entry.ask.ttl_s:g} s")
@@ -379,4 +385,5 @@ class LocalLeasing:
         for task in self._handing_over:
             task.cancel()
         self._holders.close()
+        self._standstill.close()
         await self._journal.close()
