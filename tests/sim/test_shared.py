@@ -32,7 +32,9 @@ def test_seeds_show_no_violation(part: int) -> None:
     assert not figures.failures, figures.failures[0]
     assert sum(one.served for one in figures.played) > 10 * len(figures.played)
     assert sum(one.leases for one in figures.played) > 0
-    assert {"crash", "kill", "outage", "forget", "impostor"} <= set().union(*(one.faults for one in figures.played))
+    assert {"crash", "kill", "outage", "forget", "impostor", "cut_off"} <= set().union(
+        *(one.faults for one in figures.played)
+    )
 
 
 @pytest.mark.parametrize("seed", ONCE_FAILED)
@@ -61,6 +63,9 @@ class OfSlots:
 
     async def leave(self, slot: SlotId) -> None:
         await self.slots.leave(slot)
+
+    def is_taken(self, slot: SlotId) -> bool:
+        return self.slots.is_taken(slot)
 
 
 class KeepsWhatIsOver(OfSlots):

@@ -38,6 +38,7 @@ LAPSES_S = TTL_S * 4 / 3
 OVERLAP_MAX_S = 2.0
 LOOK_EVERY_S = 0.02
 JUMPS_S = (3_600, -3_600, 365 * 86_400, 0)
+GAVE_WAY = "another holder was granted the memory of a model, which leaves"
 # Sent to a gateway, it holds its interpreter in one call of C, as a request can that is parsed at once.
 STALL = signal.SIGUSR1
 _STALLING = f"""
@@ -88,12 +89,12 @@ class History:
         return found
 
     def overlapped_s(self, now: float) -> list[float]:
-        """How long each overlap lasted after its cause had ended."""
-        ended = [
-            (ends_at, [one.ends_at for one in self.faults if one.begins_at <= ends_at])
-            for _, ends_at in self.overlaps(now)
-        ]
-        return [round(ends_at - max(causes), 2) for ends_at, causes in ended if causes]
+        """How long each overlap lasted after its last cause had ended."""
+        found = []
+        for _, ends_at in self.overlaps(now):
+            causes = [one.ends_at for one in self.faults if not one.is_harmless and one.ends_at <= ends_at]
+            found.append(round(ends_at - max(causes), 2) if causes else 0.0)
+        return found
 
 
 class Gateways:
@@ -276,13 +277,11 @@ async def run(folder: Path, seconds: float, seed: int) -> tuple[History, list[st
         gateways = Gateways(folder, redis, seed)
         async with gateways.running():
             await gateways.rage(seconds)
-            now = time.monotonic()
-            wrong = gateways.history.wrong(now)
-            if gateways.said("another holder was granted the memory of a model, which leaves") < len(
-                list(gateways.history.overlaps(now))
-            ):
-                wrong.append("a gateway gave way and did not say so")
-            return gateways.history, wrong
+            history, now = gateways.history, time.monotonic()
+            wrong, overlaps = history.wrong(now), list(history.overlaps(now))
+            if gateways.said(GAVE_WAY) < len(overlaps):
+                wrong.append(f"{len(overlaps)} overlaps, of which {gateways.said(GAVE_WAY)} were said")
+            return history, wrong
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from tests.leases.history.events import Event, Log
 from tests.leases.history.setting import DEVICES, GPU_MIB, HOST
 
 HANDS = 2
+# Sent to a program, it holds its interpreter for so many TTLs in one call of C: neither its loop nor a thread runs.
+BUSY = signal.SIGUSR1
+BUSY_TTLS = 1.5
 RELEASE_TRIES = 20
 
 
@@ -118,6 +123,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     given = parser.parse_args()
+    signal.signal(BUSY, lambda number, frame: ctypes.PyDLL(None).usleep(int(BUSY_TTLS * given.ttl_s * 1e6)))
     client = Client(given.name, given.url, given.ttl_s, given.ends_at, given.seed, Log(given.log))
     asyncio.run(client.run())
 

@@ -1,4 +1,4 @@
-"""Everything that goes wrong: programs killed and stopped, Redis stopped and emptied, connections cut, clocks moved.
+"""Everything that goes wrong: programs killed, stopped and busy, Redis stopped, slow and emptied, clocks moved.
 
 Every kind comes once in each round, in an order that the seed decides. Each fault is over when the next begins.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
+from tests.leases.history.client import BUSY, BUSY_TTLS
 from tests.leases.history.events import Event, Log
 from tests.leases.history.proxy import Proxy
 from tests.redis_server import RedisServer
@@ -49,7 +50,8 @@ class Nemesis:
             await asyncio.sleep(self._random.uniform(0.1, 0.5) * self._ttl_s)
 
     def _rounds(self) -> Iterator[Callable[[], Awaitable[None]]]:
-        faults = [self._kill, self._stop, self._stop_redis, self._empty_redis, self._cut, self._stall, self._jump]
+        faults = [self._kill, self._stop, self._busy, self._stop_redis, self._empty_redis, self._slow]
+        faults += [self._cut, self._stall, self._jump]
         while True:
             self._random.shuffle(faults)
             yield from faults
@@ -68,6 +70,12 @@ class Nemesis:
         for program in stopped:
             program.send_signal(signal.SIGCONT)
 
+    async def _busy(self) -> None:
+        """Their loops run nothing else for longer than their leases last."""
+        for program in self._some():
+            program.send_signal(BUSY)
+        await asyncio.sleep(BUSY_TTLS * self._ttl_s)
+
     async def _stop_redis(self) -> None:
         self._server.pause()
         await asyncio.sleep(self._random.uniform(0.2, 1.5) * self._ttl_s)
@@ -83,6 +91,9 @@ class Nemesis:
 
     async def _stall(self) -> None:
         await self._interrupt(lambda proxy: proxy.stall())
+
+    async def _slow(self) -> None:
+        await self._interrupt(lambda proxy: setattr(proxy, "delay_s", self._random.uniform(0.1, 0.8)))
 
     async def _interrupt(self, how: Callable[[Proxy], object]) -> None:
         cut_off = self._some()

@@ -10,17 +10,20 @@ import asyncio
 import collections
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from greenroom.errors import GreenroomError
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.history import checker
+from tests.leases.history.client import BUSY
 from tests.leases.history.events import Event, Log, read
 from tests.leases.history.nemesis import Nemesis
 from tests.leases.history.proxy import Proxy
@@ -70,7 +73,9 @@ class ClientProgram:
         log = self._folder / f"{name}.jsonl"
         argv = [sys.executable, "-m", "tests.leases.history.client", "--name", name, "--url", self.proxy.url]
         argv += ["--ttl-s", str(TTL_S), "--ends-at", str(self._ends_at), "--seed", str(self._seed + self._lives)]
-        return subprocess.Popen([*argv, "--log", str(log)], cwd=_ROOT, env=os.environ)
+        # Ignored until the program heeds it.
+        ignore = partial(signal.signal, BUSY, signal.SIG_IGN)
+        return subprocess.Popen([*argv, "--log", str(log)], cwd=_ROOT, env=os.environ, preexec_fn=ignore)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,13 +86,15 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         # A dead gateway sends nothing, whatever of it is still unwinding.
         self.is_dead = False
+        # One that is cut off from the store cannot renew.
+        self.is_cut_off = False
         self.clock: Callable[[], float] = self._loop.time
         scheduler = Scheduler(self)
         self.state = scheduler.state
         self._events = SchedulerLoop(scheduler)
         self.post: Callable[[Event], None] = self._events.post
         self.sharing = Sharing(
-            Membership(world.new_store(lambda: self.is_dead), name, world.ttl_s, holder=None),
+            Membership(world.new_store(lambda: self.is_dead or self.is_cut_off), name, world.ttl_s, holder=None),
             scheduler.view,
             self._post_and_look,
             self.clock,

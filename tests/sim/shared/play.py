@@ -154,7 +154,7 @@ class Play:
             await self._start(name)
         actors = [self._callers(name) for name in self._models]
         actors += [self._trainer(number) for number in range(self.chance.randint(0, 2))]
-        await asyncio.gather(*actors, self._nemesis(), self._impostor())
+        await asyncio.gather(*actors, self._nemesis(), self._cutter(), self._impostor())
         self._is_down = False
         for name in [name for name in self._models if name not in self.gateways]:
             await self._start(name)
@@ -298,6 +298,18 @@ class Play:
             fault = self.chance.choice(faults)
             self.played.faults[fault.__name__.removeprefix("_")] += 1
             await fault()
+
+    async def _cutter(self) -> None:
+        """Cuts off gateways until their leases lapse. In odd seeds only, so that the others stay what they were."""
+        chance = random.Random(f"{self.played.seed} cutter")
+        while self._is_stormy and self.played.seed % 2:
+            await asyncio.sleep(chance.expovariate(1 / 3.0))
+            gateway = self.gateways.get(chance.choice(list(self._models)))
+            if gateway is not None:
+                self.played.faults["cut_off"] += 1
+                gateway.is_cut_off = True
+                await asyncio.sleep(self.ttl_s * chance.uniform(1.0, 3.0))
+                gateway.is_cut_off = False
 
     async def _crash(self) -> None:
         alive = [(gateway, slot) for gateway in self.gateways.values() for slot in gateway.engines]
