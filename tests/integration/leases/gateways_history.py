@@ -116,10 +116,7 @@ class Gateways:
         inside = ("env", f"PYTHONPATH={self._folder}", f"STALL_FILE={self._stall_file}")
         watcher = asyncio.create_task(self._watch(), name="watcher")
         try:
-            for name, proxy in self.proxies.items():
-                await proxy.start()
-                config = self._config(self._folder / name, name, proxy.url)
-                self.gateways[name] = await asyncio.to_thread(GatewayProcess, config.parent, config, inside)
+            await asyncio.gather(*(self._start(name, inside) for name in NAMES))
             await until(lambda: self._engines(), "one of them is loaded")
             yield
         finally:
@@ -129,6 +126,11 @@ class Gateways:
             for proxy in self.proxies.values():
                 await proxy.close()
             assert all(gateway.nothing_left() for gateway in self.gateways.values()), "engines were left behind"
+
+    async def _start(self, name: str, inside: Sequence[str]) -> None:
+        await self.proxies[name].start()
+        config = self._config(self._folder / name, name, self.proxies[name].url)
+        self.gateways[name] = await asyncio.to_thread(GatewayProcess, config.parent, config, inside)
 
     def _config(self, folder: Path, name: str, store: str) -> Path:
         folder.mkdir()
