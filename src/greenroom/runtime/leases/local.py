@@ -38,7 +38,7 @@ from greenroom.runtime.leases.entry import (
 )
 from greenroom.runtime.leases.holders import Holders
 from greenroom.runtime.leases.journal import JournalWriter
-from greenroom.runtime.leases.standstill import Standstill
+from greenroom.runtime.standstill import Standstill
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

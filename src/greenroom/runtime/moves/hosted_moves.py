@@ -25,6 +25,7 @@ from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.standstill import running_timeout
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.workers.worker import STOP_S, Worker
@@ -240,7 +241,7 @@ class HostedMoves:
     async def _wake_in(self, move: Move, slot: HostedSlot, worker: Worker) -> Answer:
         with self.table.stirring(*slot.gpus):
             try:
-                async with asyncio.timeout(worker.timeouts.wake_s):
+                async with running_timeout(worker.timeouts.wake_s):
                     answer = await worker.ask("wake", slot=slot.id)
             except OpFailed as error:
                 raise await self._errors.wake_error(move, slot.entry, error) from error

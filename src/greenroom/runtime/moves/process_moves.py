@@ -28,6 +28,7 @@ from greenroom.runtime.moves.admission import Admission, ModelRoots
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.standstill import running_timeout
 from greenroom.telemetry.logs import get_logger
 
 # Another process may take the port between our choice and the engine's bind; another port is tried this often.
@@ -154,7 +155,9 @@ class ProcessMoves:
         ended = asyncio.ensure_future(child.wait())
         ready = asyncio.ensure_future(self._answers(launch, place))
         try:
-            await asyncio.wait((ended, ready), timeout=entry.config.load_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with running_timeout(entry.config.load_timeout_s):
+                    await asyncio.wait((ended, ready), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 self._check_port_was_free(child, place, entry)
                 raise _failed(entry, child, f"the engine ended while loading ({ended.result()})")
@@ -237,7 +240,7 @@ class ProcessMoves:
         engine = live.entry.engine
         assert isinstance(engine, ProcessEngine) and live.call is not None, "others are moved elsewhere"
         try:
-            async with asyncio.timeout(max_s):
+            async with running_timeout(max_s):
                 await order(engine)(live.entry.config, live.call)
         except (LoadFailed, OSError, ValueError) as error:
             why = error.message.rstrip(".") if isinstance(error, LoadFailed) else str(error)

@@ -17,6 +17,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
+from greenroom.runtime.standstill import running_timeout
 from greenroom.runtime.timeouts import TIMEOUTS, WorkerTimeouts
 from greenroom.runtime.workers.control_link import Answer, ControlLink, OpFailed, Progress, WorkerLost, connect
 from greenroom.telemetry.logs import get_logger
@@ -106,11 +107,15 @@ class Worker:
         asking = asyncio.ensure_future(self.ask(op, slot=slot))
         waited_s = 0.0
         try:
-            while not (await asyncio.wait((asking,), timeout=alone_s))[0]:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with running_timeout(alone_s):
+                        await asyncio.wait((asking,))
+                if asking.done():
+                    return asking.result()
                 waited_s += alone_s
                 if waited_s >= shared_s or not self.slots.keys() - self._going:
                     raise TimeoutError
-            return asking.result()
         finally:
             asking.cancel()
             self._going.discard(slot)
@@ -196,7 +201,7 @@ async def watch_liveness(worker: Worker) -> None:
     """Ask the worker from time to time, and kill it if it does not answer. Returns when it has ended."""
     while not await _is_gone(worker):
         try:
-            async with asyncio.timeout(worker.timeouts.answer_s):
+            async with running_timeout(worker.timeouts.answer_s):
                 await worker.ask("look")
         except OpFailed:
             continue

@@ -6,6 +6,8 @@ What others sent meanwhile is not read yet, so a deadline for hearing of them mu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
 # The loop is looked at this often. A turn longer than two of these is a standstill: a busy loop has none.
@@ -46,3 +48,28 @@ class Standstill:
         self._before_s += self._current_s()
         self._looked_at = loop.time()
         self._timer = loop.call_later(EVERY_S, self._look)
+
+
+@asynccontextmanager
+async def running_timeout(seconds: float) -> AsyncIterator[None]:
+    """As `asyncio.timeout`, but for answers of other processes: time in which this one stood still does not count."""
+    loop, standstill = asyncio.get_running_loop(), Standstill()
+    standstill.watch()
+    began = loop.time()
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as limit:
+
+        def look() -> None:
+            nonlocal timer
+            left_s = seconds - (loop.time() - began - standstill.total_s)
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(seconds, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            standstill.close()
