@@ -166,6 +166,7 @@ AT_ONCE_KEYS = frozenset(
         "server.default_model",
         "server.forward_headers",
         "server.body_max_mib",
+        "server.json_values_max",
         "server.upload_max_mib",
         "server.heartbeat",
         "server.heartbeat_after_s",

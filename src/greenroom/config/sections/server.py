@@ -83,6 +83,9 @@ class Server(Section):
     """Bytes of the request line."""
     body_max_mib: MibAboveZero = 64
     """Largest JSON body."""
+    json_values_max: Annotated[int, Field(ge=1_000, le=10_000_000), NotBool] = 100_000
+    """Values in a JSON body above 64 KiB: fields of objects, items of lists, objects and lists; lists of numbers hardly
+    count. Bodies with more are refused with 400: each value costs time, of which other answers get less."""
     upload_max_mib: MibAboveZero = 1_024
     """Largest multipart or pass-through body (audio, images)."""
     bodies_memory_mib: MibAboveZero = 512

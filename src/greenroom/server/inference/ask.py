@@ -23,6 +23,7 @@ from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.inference.answers import LaterAnswer, RemadeAnswer
 from greenroom.server.inference.body import peek
+from greenroom.server.inference.body.long_body import LongBody
 from greenroom.server.inference.prefix_cache import CacheScope
 from greenroom.server.inference.routes import UPSTREAM, Route
 from greenroom.tenancy.keys import Caller, Permission, parse_priority
@@ -44,6 +45,7 @@ class Settings:
     forward_headers: frozenset[bytes]
     body_max: int
     upload_max: int
+    json_values_max: int
     keep_alive_max_s: float | None
     governed: bool = False
     """Operations are signed: control paths of engines are closed to admins too."""
@@ -61,6 +63,7 @@ class Settings:
             forward_headers=REQUEST_ALLOWED | {name.lower().encode("latin-1") for name in server.forward_headers},
             body_max=server.body_max_mib * 1024 * 1024,
             upload_max=server.upload_max_mib * 1024 * 1024,
+            json_values_max=server.json_values_max,
             keep_alive_max_s=config.scheduler.keep_alive_max_s,
             governed=config.governance.is_on,
         )
@@ -239,8 +242,15 @@ class Ask:
             setattr(copy, name, getattr(self, name))
         return copy
 
+    @property
+    def long(self) -> LongBody | None:
+        """Its body, if that is JSON and was too long to be read at once."""
+        return None if self.peeked is None else self.peeked.long
+
     def drop_peeked(self) -> None:
-        """Keep no copy of the body while it waits."""
+        """Keep no copy of the body while it waits. The outline of a long one stays: it is counted with the body."""
+        if self.long is not None:
+            return
         self.peeked = None
         if self.rungs is not None:
             for other in self.rungs.asks.values():
@@ -255,10 +265,14 @@ class Ask:
         """The body for the engine, with the fields that pin it. Made at the grant: a waiting request holds no copy."""
         if self.rewritten is not None:
             return self.rewritten()
-        peeked, self.peeked = self.peeked, None
+        peeked, long = self.peeked, self.long
         if peeked is None:
             peeked = self._peeked_again()
-        return peek.join(peeked.fields, drop=self.drops, put={**self.puts, **pinned} if pinned else self.puts)
+        joined = peek.join(peeked.fields, drop=self.drops, put={**self.puts, **pinned} if pinned else self.puts)
+        if long is not None:
+            return long.outline.put_back(joined)
+        self.peeked = None
+        return joined
 
     def _peeked_again(self) -> peek.Peeked:
         peeked = peek.peek(self._body.read(), lambda _: self.asked_as)

@@ -17,7 +17,7 @@ from greenroom.dialects.chat import CHAT_PATH
 from greenroom.dialects.ollama_request import untagged
 from greenroom.dialects.shapes import Dialect
 from greenroom.engines.base import UsageSource
-from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
+from greenroom.errors import BadRequest, BodyTooLarge, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.library.versions import Version
@@ -44,7 +44,8 @@ from greenroom.server.inference.ask import (
     wants_facts,
 )
 from greenroom.server.inference.body import model_options, multipart, peek
-from greenroom.server.inference.body.media import check_body, check_media, is_upload
+from greenroom.server.inference.body.long_body import LongBody
+from greenroom.server.inference.body.media import check_media, is_upload
 from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
 from greenroom.server.inference.routes import (
     GENERATE,
@@ -55,7 +56,7 @@ from greenroom.server.inference.routes import (
     split_model,
 )
 from greenroom.server.inference.rungs import RungReader
-from greenroom.server.inference.translating import check_native, translate_ask
+from greenroom.server.inference.translating import check_native, check_whole, translate_ask
 from greenroom.tenancy.keys import OTHER, Caller, Tenants, cap
 from greenroom.tenancy.limits import Charge, Limiter
 from greenroom.tenancy.profiles import Profiles, RequestProfile
@@ -95,12 +96,16 @@ class AskReader:
         # Without it engines are asked for what the caller asked for.
         self.picture_urls: PictureUrls | None = None
 
-    def read(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
-        """A JSON request. Raises Unresolved if only the disk can tell which model it names."""
+    def read(
+        self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, long: LongBody | None = None
+    ) -> Ask:
+        """A JSON request. Raises Unresolved if only the disk can tell which model it names, and Pending where `long`
+        is given: its body."""
         head = exchange.head
         _expect_post(head)
         may_be_meant = route is GENERATE or route.is_native or self.profiles is not None
-        peeked = peek.peek(exchange.body.read(), self._meaning(head, route, caller) if may_be_meant else None)
+        meant = self._meaning(head, route, caller) if may_be_meant else None
+        peeked = peek.peek(exchange.body.read(), meant) if long is None else peek.peek_long(long, meant)
         if peeked.client_id is not None:
             head.client = peeked.client_id
         if route.dialect is Dialect.OLLAMA:
@@ -162,10 +167,12 @@ class AskReader:
         if route.translate is not None:
             translate_ask(ask, peeked, route.translate, ask.asked_as if task is None else ask.entry.public_id)
         elif route.is_native:
-            check_native(ask, peeked, exchange.body, settings.body_max)
+            check_native(ask, peeked, exchange.body)
         if ask.charge is not None and ask.charge.counts_tokens():
             ask.charge.tokens_asked = peek.tokens_asked(peeked.fields)
-        if peek.has_parts(peeked.fields):
+        if peeked.long is not None:
+            self._check_long_media(ask, peeked, peeked.long)
+        elif peek.has_parts(peeked.fields):
             check_media(peeked.fields, ask.entry.config.media_hosts)
         self._rewrite(ask, peeked, exchange.head, task)
         if route.check is not None:
@@ -173,6 +180,10 @@ class AskReader:
         if options is not NO_OPTIONS:
             ask.drops = ask.drops | model_options.FIELDS
         return ask
+
+    def _check_long_media(self, ask: Ask, peeked: peek.Peeked, long: LongBody) -> None:
+        fields, hosts = peeked.fields, ask.entry.config.media_hosts
+        long.done(("media", ask.entry.id), lambda: check_media(fields, hosts))
 
     def _rewrite(self, ask: Ask, peeked: peek.Peeked, head: Head, task: TaskRoute | None) -> None:
         """Note which fields the engine is sent in place of the caller's, or not at all."""
@@ -286,10 +297,13 @@ class AskReader:
         head.asked = ask.entry.id
         return ask
 
-    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
+    def read_upstream(
+        self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, long: LongBody | None = None
+    ) -> Ask:
         """A pass-through: the path after the model's id goes to its engine unchanged.
 
-        Raises NotAllowed for control paths of the engine, also to admins: its state is the scheduler's.
+        Raises NotAllowed for control paths of the engine, also to admins: its state is the scheduler's. Raises Pending
+        where `long` is given: its body.
         """
         head = exchange.head
         if not caller.admin:
@@ -302,8 +316,9 @@ class AskReader:
         target = path + (b"?" + head.query if head.query else b"")
         ask = self._ask(exchange, route, caller, settings, name, None, target=target)
         if ask.entry.engine.fetches_media and not is_upload(head.get(b"content-type")):
-            refused = ask.entry.engine.peer_fields
-            check_body(exchange.body, ask.entry.config.media_hosts, settings.body_max, refused)
+            if len(exchange.body) > settings.body_max:
+                raise BodyTooLarge(f"The body has more than {settings.body_max:,} bytes.")
+            check_whole(ask, exchange.body, long, ask.entry.engine.peer_fields)
         ask.rewritten = lambda: exchange.body
         return ask
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, client_named
 from greenroom.server.inference.ask_reader import AskReader
+from greenroom.server.inference.body.long_body import SHORT_BYTES, LongBodies, LongBody, Pending
 from greenroom.server.inference.request_log import RequestLog, tokens_used, version_headers
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, Running
@@ -58,6 +59,7 @@ class Inference:
         self._clock = clock
         self._waits = waits
         self._tickets = tickets
+        self._long_bodies = LongBodies()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ids = RequestIds()
         self.sweep = RequestSweep(self._sweep_s, clock)
@@ -75,8 +77,8 @@ class Inference:
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
-        if route.form:
-            self._begin_form(exchange, route, caller)
+        if route.form or len(exchange.body) > SHORT_BYTES:
+            self._begin_long(exchange, route, caller)
             return
         request_id = self.ids.next()
         try:
@@ -86,17 +88,36 @@ class Inference:
         except Exception as error:
             self._refuse(exchange, error, request_id, caller)
 
-    def _read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
-        if route is UPSTREAM:
-            return self._reader.read_upstream(exchange, route, caller, self.settings)
-        return self._reader.read(exchange, route, caller, self.settings)
+    def _read(self, exchange: Exchange, route: Route, caller: Caller, long: LongBody | None = None) -> Ask:
+        read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
+        return read(exchange, route, caller, self.settings, long)
+
+    async def _read_long(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A form, or any body however long it is. Other requests are served meanwhile."""
+        if route.form:
+            return await self._reader.read_form(exchange, route, caller, self.settings)
+        long = None
+        if len(exchange.body) > SHORT_BYTES:
+            long = self._long_bodies.of(exchange.body, self.settings.json_values_max)
+        is_resolved = False
+        while True:
+            # Not the exception itself, which would hold this frame, and this frame it.
+            try:
+                return self._read(exchange, route, caller, long)
+            except Pending as pending:
+                step = pending.step
+            except Unresolved as wanted:
+                if is_resolved:
+                    raise
+                is_resolved, step = True, _resolving(self._resolver, wanted)
+            await step()
 
     async def _handle_resolved(
         self, exchange: Exchange, route: Route, caller: Caller, wanted: Unresolved, request_id: str
     ) -> None:
         """Answer a request for a model that was not known yet."""
         try:
-            await self._resolver.named(wanted.name, wanted.options, wanted.asker)
+            await _resolving(self._resolver, wanted)()
             self._answer(exchange, self._read(exchange, route, caller), request_id)
         except Exception as error:
             self._refuse(exchange, error, request_id, caller)
@@ -109,17 +130,17 @@ class Inference:
         """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
         self._reader.check_open(head, caller)
 
-    def _begin_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
-        reading = self._own(self._handle_form(exchange, route, caller), "form")
-        # While a form is read, the request holds nothing but its connection.
+    def _begin_long(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+        reading = self._own(self._handle_long(exchange, route, caller), "long body")
+        # While it is read, the request holds nothing but its connection.
         reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
 
-    async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+    async def _handle_long(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         request_id = self.ids.next()
         try:
-            self._answer(exchange, await self._reader.read_form(exchange, route, caller, self.settings), request_id)
+            self._answer(exchange, await self._read_long(exchange, route, caller), request_id)
         except Exception as error:
-            # If the client has left, its form cannot be read any more, and there is no one to answer.
+            # If the client has left, its body cannot be read any more, and there is no one to answer.
             if not exchange.gone:
                 self._refuse(exchange, error, request_id, caller)
 
@@ -127,15 +148,7 @@ class Inference:
         """What a request that is answered later asks for. Raises the error to answer with."""
         # A job's path came in a body.
         expect_route(caller, exchange.head.path)
-        if route.form:
-            return await self._reader.read_form(exchange, route, caller, self.settings)
-        try:
-            return self._read(exchange, route, caller)
-        except Unresolved as wanted:
-            # Not the exception itself, which would hold this frame, and this frame it.
-            name, options, asker = wanted.name, wanted.options, wanted.asker
-        await self._resolver.named(name, options, asker)
-        return self._read(exchange, route, caller)
+        return await self._read_long(exchange, route, caller)
 
     def begin_job(self, exchange: Exchange, ask: Ask, request_id: str, wait_max_s: float) -> None:
         """Serve it like every other request, but without heartbeats, and with more time to wait."""
@@ -275,6 +288,15 @@ class Inference:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
+
+
+def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable[None]]:
+    name, options, asker = wanted.name, wanted.options, wanted.asker
+
+    async def resolve() -> None:
+        await resolver.named(name, options, asker)
+
+    return resolve
 
 
 class RequestSweep:

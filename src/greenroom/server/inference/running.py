@@ -170,6 +170,8 @@ class Running(Served):
             return False
         if slot.pool.idle_count == 0 or self.ask.job is not None or self.ask.remade is not None:
             return False
+        if (long := self.ask.long) is not None and long.is_heavy:
+            return False
         if slot.remote is not None:
             return False
         if slot.prompts is not None and (self.ask.spreads or not self._pinned(slot.prompts)):
@@ -231,7 +233,7 @@ class Running(Served):
                 await slot.erase(self._pin.erase)
             if self.exchange.gone:
                 return
-            payload = self.ask.payload(None if self._pin is None else self._pin.fields)
+            payload = await self._payload()
             try:
                 if slot.remote is not None and slot.meter is not None:
                     await self._enter_cost(slot.meter, payload)
@@ -249,6 +251,10 @@ class Running(Served):
             await relay.wait()
         if isinstance(relay, Collected) and not self.exchange.gone:
             await self._answer_anew(relay)
+
+    async def _payload(self) -> Payload:
+        ask, pinned, long = self.ask, None if self._pin is None else self._pin.fields, self.ask.long
+        return ask.payload(pinned) if long is None else await long.in_thread(lambda: ask.payload(pinned))
 
     async def _granted(self) -> LiveSlot:
         """Wait for a slot. Of the models of a task, those at their limits are passed over."""

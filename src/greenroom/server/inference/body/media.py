@@ -1,8 +1,9 @@
 """Pictures, sound and films that a request names by URL. Engines fetch them, from inside the operator's network.
 
 Owns what a request may name: data that it brings along (`data:`), and hosts that the operator listed (`media_hosts`).
-Everything else is refused before anything is loaded, for every engine alike. Fetches nothing itself. A text request
-never comes here (`has_parts` in `peek.py`).
+Everything else is refused before anything is loaded, for every engine alike. Fetches nothing itself. Of a text request
+nothing is decoded (`holds_parts` in `peek.py`). The mark of an outline is no URL, so an address that is so long is
+refused.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 from msgspec import Raw
 
-from greenroom.errors import BadRequest, BodyTooLarge, MediaRefused
-from greenroom.http.body import Chunked
+from greenroom.errors import BadRequest, MediaRefused
 from greenroom.server.inference.body.peek import CONTENT, MESSAGES, Fields, holds_parts
 
 # Fields that hold schemas and notes, whose words mean something else.
@@ -35,10 +35,7 @@ _messages: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 def check_media(fields: Fields, hosts: Sequence[str]) -> None:
-    """Raises MediaRefused for media that the engine would have to fetch from anywhere but these hosts.
-
-    Needed only for a request that `has_parts`.
-    """
+    """Raises MediaRefused for media that the engine would have to fetch from anywhere but these hosts."""
     for name in CONTENT:
         raw = fields.get(name)
         if raw is not None and holds_parts(name, raw):
@@ -51,17 +48,15 @@ def is_upload(content_type: bytes | None) -> bool:
     return (content_type or b"").lower().startswith(b"multipart/")
 
 
-def check_body(body: Chunked, hosts: Sequence[str], bytes_max: int, refused: frozenset[str] = frozenset()) -> None:
+def check_body(body: bytes, hosts: Sequence[str], refused: frozenset[str] = frozenset()) -> None:
     """The same for what is passed on to a path of the engine's own: all of it, as JSON. Raises BadRequest if it is not,
     or if it has one of the `refused` fields.
 
     What cannot be read here might still be read there.
     """
-    if len(body) == 0:
+    if not body:
         return
-    if len(body) > bytes_max:
-        raise BodyTooLarge(f"The body has more than {bytes_max:,} bytes.")
-    said = _decoded(body.read())
+    said = _decoded(body)
     for one in said if isinstance(said, list) else (said,):
         if isinstance(one, dict) and (names := sorted(refused.intersection(one))):
             raise BadRequest(f"{names[0]} tells the engine of another host; leave it out.", param=names[0])

@@ -19,6 +19,8 @@ from msgspec import Raw
 from greenroom.config.kinds import SECONDS_MAX
 from greenroom.errors import BadRequest
 from greenroom.server.inference.body.bounded_json import TooManyKeys, decode_counting
+from greenroom.server.inference.body.long_body import LongBody
+from greenroom.server.inference.body.outline import Outline
 from greenroom.tenancy.keys import bad_priority
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
@@ -29,6 +31,8 @@ _UTF8_STEP_BYTES: Final = 256 * 1024
 CLIENT_ID_CHARS_MAX: Final = 128
 # The longest path that Linux takes.
 NAME_CHARS_MAX: Final = 4_096
+# Such a path with each character escaped.
+_COMPARED_BYTES_MAX: Final = 6 * NAME_CHARS_MAX
 # Keys with this prefix are for the gateway. Engines never see them.
 OURS: Final = "x_"
 PRIORITY: Final = "x_priority"
@@ -64,12 +68,13 @@ CONTENT: Final = (MESSAGES, "input", "documents", "query", "prompt")
 
 
 class Peeked:
-    """`fields` has everything that was sent; the other attributes are read from it."""
+    """`fields` has everything that was sent, of a `long` body its outline; the other attributes are read from it."""
 
-    __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "model", "priority", "stream")
+    __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "long", "model", "priority", "stream")
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
+        self.long: LongBody | None = None
         self.model = ""
         self.stream = False
         self.priority: int | str | None = None
@@ -87,7 +92,7 @@ def copied(peeked: Peeked) -> Peeked:
         peeked.priority,
         peeked.client_id,
     )
-    copy.budget_s, copy.keep_alive_s = peeked.budget_s, peeked.keep_alive_s
+    copy.budget_s, copy.keep_alive_s, copy.long = peeked.budget_s, peeked.keep_alive_s, peeked.long
     return copy
 
 
@@ -110,10 +115,29 @@ def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -
 
     `meant` returns the model where the body names none, for the client that the body names; None if there is none.
     """
+    return read_top_level(fields_of(body), meant)
+
+
+def peek_long(long: LongBody, meant: Callable[[str | None], str | None] | None = None) -> Peeked:
+    """The same of a long body. Also raises Pending."""
+    outline = long.outline
+    fields = long.done("fields", lambda: fields_of(outline.text))
+    peeked = read_top_level({name: _whole_value(outline, raw) for name, raw in fields.items()}, meant)
+    peeked.long = long
+    return peeked
+
+
+def fields_of(body: bytes) -> Fields:
+    """The fields of the top level. Raises BadRequest."""
     fields = _read_fields(body)
     # Checks also the strings inside of values, so that engines get valid UTF-8.
     if not body.isascii():
         _expect_utf8(body)
+    return fields
+
+
+def read_top_level(fields: Fields, meant: Callable[[str | None], str | None] | None) -> Peeked:
+    """What they say to the gateway. Raises BadRequest."""
     peeked = Peeked(fields)
     if PRIORITY in fields or CLIENT_ID in fields or BUDGET_S in fields:
         _read_ours(peeked)
@@ -129,6 +153,13 @@ def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -
     if KEEP_ALIVE in fields or KEEP_ALIVE_S in fields:
         peeked.keep_alive_s = _read_keep_alive(fields)
     return peeked
+
+
+def _whole_value(outline: Outline, raw: Raw) -> Raw:
+    """A text that the gateway may compare, such as a model's path, is never cut. Prompts are longer."""
+    text = bytes(raw) if len(raw) <= _SMALL_BYTES else b""
+    whole = outline.put_back(text) if text.startswith(b'"') else text
+    return raw if isinstance(whole, bytes) or len(whole) > _COMPARED_BYTES_MAX else Raw(whole.read())
 
 
 def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> bytes:
