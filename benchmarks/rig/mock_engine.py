@@ -80,7 +80,7 @@ class Pace:
 class Engine(asyncio.Protocol):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._seen = b""
+        self._seen = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -91,15 +91,16 @@ class Engine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._seen += data
         while (end := self._seen.find(b"\r\n\r\n")) >= 0:
-            head = self._seen[:end].lower()
+            head = bytes(self._seen[:end]).lower()
             _, found, rest = head.partition(b"content-length:")
             length = int(rest.split(b"\r\n", 1)[0]) if found else 0
             if len(self._seen) < end + 4 + length:
                 return
-            body, self._seen = self._seen[end + 4 : end + 4 + length], self._seen[end + 4 + length :]
+            body = self._seen[end + 4 : end + 4 + length]
+            del self._seen[: end + 4 + length]
             self._answer(head, body)
 
-    def _answer(self, head: bytes, body: bytes) -> None:
+    def _answer(self, head: bytes, body: bytearray) -> None:
         if head.startswith(b"get "):
             self._transport.write(HEALTH_ANSWER)
         elif b'"stream":true' in body or b'"stream": true' in body:
@@ -108,23 +109,28 @@ class Engine(asyncio.Protocol):
             self._transport.write(JSON_ANSWER)
 
 
-async def serve(port: int, chunks: int, chunk_s: float) -> None:
+async def serve(host: str, port: int, chunks: int, chunk_s: float) -> None:
     loop = asyncio.get_running_loop()
     pace = Pace(chunks, chunk_s)
-    await loop.create_server(lambda: Engine(pace), "127.0.0.1", port, backlog=1024)
+    if "/" in host:
+        await loop.create_unix_server(lambda: Engine(pace), host, backlog=1024)
+    else:
+        await loop.create_server(lambda: Engine(pace), host, port, backlog=1024)
     await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="an address, or the path of a socket")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--chunks", type=int, default=100)
     parser.add_argument("--chunk-s", type=float, default=0.02)
     parser.add_argument("--gate", default="")
-    options = parser.parse_args()
+    # It may stand in for llama-server, which has more options.
+    options, _ = parser.parse_known_args()
     while options.gate and not os.path.exists(options.gate):
         time.sleep(GATE_POLL_S)
-    uvloop.run(serve(options.port, options.chunks, options.chunk_s))
+    uvloop.run(serve(options.host, options.port, options.chunks, options.chunk_s))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Every connection is an open file; many systems allow 1024 by default.
 OPEN_FILES_WANTED: Final = 65_536
 LEAVE_MAX_S: Final = 5.0
+# How long a thread that computes keeps the loop waiting; by default five times as long, for each of its reads.
+SWITCH_INTERVAL_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
 
 
 async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: Signals) -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # What a start makes stays: there is no garbage to look for.
     gc.disable()
     from greenroom.app import App

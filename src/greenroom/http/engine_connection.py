@@ -24,6 +24,8 @@ log = logging.getLogger("greenroom.http")
 RESPONSE_HEAD_BYTES_MAX: Final = 64 * 1024
 # Above this many unsent bytes of a request's body we wait for the engine to take them.
 WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
+# Of a spooled body so much is written before other requests get their turn.
+TURN_BYTES: Final = 128 * 1024
 # Bodies up to this size are joined with their head into one write.
 _ONE_WRITE_MAX: Final = 64 * 1024
 
@@ -84,6 +86,7 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_heard",
         "_interim",
+        "_is_sending_later",
         "_keep_alive",
         "_out",
         "_parser",
@@ -122,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._head = b""
         self._body: Payload = b""
         self._unsent: Iterator[bytes] | None = None
+        self._is_sending_later = False
         self._forget_answer()
 
     def _forget_answer(self) -> None:
@@ -342,16 +346,26 @@ class Connection(asyncio.Protocol):
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send_more(self) -> None:
-        """Write pieces of a spooled body until the write buffer is full."""
+        """Write pieces of a spooled body until the write buffer is full, or other requests are to get their turn."""
+        written = 0
         try:
-            while self._writable and self._unsent is not None:
+            while self._writable and self._unsent is not None and written < TURN_BYTES:
                 piece = next(self._unsent, None)
                 if piece is None:
                     self._unsent = None
                 else:
                     self.transport.write(piece)
+                    written += len(piece)
+            if self._writable and self._unsent is not None and not self._is_sending_later:
+                # The engine reads as fast as we write.
+                self._is_sending_later = True
+                asyncio.get_running_loop().call_soon(self._send_later)
         except (GreenroomError, OSError) as error:
             self.lose(f"could not be sent the request: {error}")
+
+    def _send_later(self) -> None:
+        self._is_sending_later = False
+        self._send_more()
 
     def _let_go_of_request(self) -> None:
         self._head = self._body = b""

@@ -26,7 +26,7 @@ from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
-from greenroom.http.body import Payload
+from greenroom.http.body import Payload, Spliced
 from greenroom.http.relays.relay import Relay
 from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.activity import Record
@@ -284,8 +284,8 @@ class SpendingMeter:
     def begin(self, payload: Payload, form_n: str | None = None) -> Bill:
         """Enter a request that is about to be sent. `form_n` is the field `n` of a form. Raises RemoteBudgetSpent."""
         prompt = -(-len(payload) // BYTES_PER_TOKEN)
-        if isinstance(payload, bytes):
-            answer = _answer_tokens(payload)
+        if isinstance(payload, bytes | Spliced):
+            answer = _answer_tokens(payload if isinstance(payload, bytes) else payload.outline)
         else:
             answer = ANSWER_TOKENS * _count((form_n or "").encode(), 1)
         bill = Bill(self._spending, self._name, self._cost, prompt, min(answer, TOKENS_MAX))
