@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.server.front import MANAGEMENT_BODY_MAX
+from greenroom.server.asgi import MANAGEMENT_BODY_MAX
 from tests.harness import fake, gateway
 from tests.integration.raw import Raw, http
 

@@ -279,6 +279,10 @@ class ClientConnection(asyncio.Protocol):
                         break
                 elif not data:
                     self._await_rest(reader.head)
+                elif reader.head is not None and reader.head.chunked:
+                    # Of its many chunks the rest has its turn later.
+                    self._await_rest(reader.head)
+                    break
         except GreenroomError as error:
             self.turn_away(error)
             return

@@ -26,6 +26,9 @@ from greenroom.http.headers import Headers, Pattern
 from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
+# Of chunks, and of places where the body might end, before other connections get their turn: about a millisecond.
+CHUNKS_A_TURN: Final = 1_000
+_CHUNKED_FEED_BYTES: Final = 16 * 1024
 _FRAMING: Final = frozenset(
     (
         *(b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"),
@@ -69,6 +72,7 @@ class ClientRequestReader:
         "_budget",
         "_chunk_bytes",
         "_chunk_idle_bytes",
+        "_content_bytes",
         "_head_done",
         "_headers",
         "_keep_alive",
@@ -108,6 +112,7 @@ class ClientRequestReader:
         self._last = b""
         self._chunk_bytes = 0
         self._chunk_idle_bytes = 0
+        self._content_bytes = 0
         self._trailer_refused = False
 
     @property
@@ -141,7 +146,7 @@ class ClientRequestReader:
             return head, Body(self._budget)
         if self._chunk_bytes:
             self._last = b""
-            self._chunk_bytes = self._chunk_idle_bytes = 0
+            self._chunk_bytes = self._chunk_idle_bytes = self._content_bytes = 0
         return head, body
 
     def drop(self) -> None:
@@ -247,33 +252,42 @@ class ClientRequestReader:
         return data[left:]
 
     def _take_chunked(self, data: bytes, body: Body) -> bytes:
-        """Feed up to each CRLF CRLF: a chunked body can end nowhere else, and bytes after its end are not for it."""
+        """Feed up to each CRLF CRLF: a chunked body can end nowhere else, and bytes after its end are not for it.
+
+        Many short chunks are taken in turns: the rest is given back, and the request is not complete.
+        """
         crossing = (self._last + data[:3]).find(_END)
         end = crossing + 4 - len(self._last) if crossing >= 0 else 0
-        start = 0
-        while start < len(data) and not self.is_complete:
+        start = steps = 0
+        while start < len(data) and not self.is_complete and steps + len(self._pieces) < CHUNKS_A_TURN:
             if end <= start:
-                end = data.find(_END, start) + 4
+                end = data.find(_END, start, start + _CHUNKED_FEED_BYTES) + 4
                 if end == 3:
-                    end = len(data)
+                    # Its mark may be parted.
+                    end = min(len(data), start + _CHUNKED_FEED_BYTES - 3)
             self._feed_chunked(data[start:end], body)
             start = end
-        self._last = (self._last + data[-3:])[-3:]
+            steps += 1
+        self._keep_chunks(body)
+        self._last = (self._last + data[max(0, start - 3) : start])[-3:]
         return data[start:]
 
     def _feed_chunked(self, piece: bytes, body: Body) -> None:
+        pieces = len(self._pieces)
         self._parser.feed_data(piece)
         if self._trailer_refused:
             raise BadFraming("A trailer must not carry framing headers.")
         self._chunk_bytes += len(piece)
-        self._chunk_idle_bytes = 0 if self._pieces else self._chunk_idle_bytes + len(piece)
-        if self._pieces:
-            self._keep_chunks(body)
+        for content in self._pieces[pieces:]:
+            self._content_bytes += len(content)
+        self._chunk_idle_bytes = 0 if len(self._pieces) > pieces else self._chunk_idle_bytes + len(piece)
         overhead_max = self._limits.chunk_overhead_bytes_max
-        if self._chunk_bytes > 2 * body.length + overhead_max or self._chunk_idle_bytes > overhead_max:
+        if self._chunk_bytes > 2 * self._content_bytes + overhead_max or self._chunk_idle_bytes > overhead_max:
             raise BadFraming("The chunks of the body hold hardly any content.")
 
     def _keep_chunks(self, body: Body) -> None:
+        if not self._pieces:
+            return
         data = b"".join(self._pieces)
         self._pieces.clear()
         if body.length + len(data) > self._body_limit:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from greenroom.errors import GatewayBug, NotAllowed
+from greenroom.errors import BadRequest, GatewayBug, NotAllowed
+from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from greenroom.library.orders import DownloadOrder
 from greenroom.server import render
+from greenroom.server.inference.body.outline import count_values
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import STRANGER, Caller
 
@@ -28,6 +30,12 @@ Application = Callable[
 ]
 
 _log = get_logger("server")
+
+# The management API takes small JSON only, but for orders of jobs.
+MANAGEMENT_BODY_MAX: Final = 1024 * 1024
+# Values in one body: each may become a mistake that is told. Bodies up to this size cannot have more.
+VALUES_MAX: Final = 10_000
+COUNTED_BYTES: Final = 16 * 1024
 
 
 class AsgiBridge:
@@ -39,7 +47,7 @@ class AsgiBridge:
         self, exchange: Exchange, path: bytes, request_id: str, *, is_admin: bool, caller: Caller | None = None
     ) -> None:
         """Answer this request. Handlers find `request_id`, `is_admin` and `caller` in the scope's state."""
-        state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
+        state = {"request_id": request_id, "is_admin": is_admin, "caller": caller, "body": exchange.body}
         # Made before its task runs: the client may leave first, and the application must be told.
         call = _AsgiCall(exchange, request_id)
         running = self._run(call, exchange, scope_of(exchange.head, path, state), request_id)
@@ -55,7 +63,11 @@ class AsgiBridge:
 
     async def _run(self, call: _AsgiCall, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
         try:
+            if COUNTED_BYTES < len(exchange.body) <= MANAGEMENT_BODY_MAX:
+                await count_values(exchange.body, VALUES_MAX)
             await self._application(scope, call.receive, call.send)
+        except BadRequest as error:
+            exchange.respond(*render.response(error, request_id, to_operator=False))
         except Exception as bug:
             _log.error("management request broke", request=request_id, path=scope["path"], error=repr(bug))
             if not exchange.started and not exchange.gone:
@@ -93,6 +105,13 @@ def order_to_fetch(request: Request, read: Callable[[], DownloadOrder]) -> Downl
     if not isinstance(order, DownloadOrder):
         raise NotAllowed("The model was on disk when the token was checked, and is not any more. Sign the call again.")
     return order
+
+
+def body_of(request: Request) -> Body:
+    """The body as the edge holds it, for what is too long to be read at once."""
+    body = request.scope["state"]["body"]
+    assert isinstance(body, Body)
+    return body
 
 
 class _AsgiCall:

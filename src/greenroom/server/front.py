@@ -19,7 +19,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
-from greenroom.server.asgi import AsgiBridge
+from greenroom.server.asgi import MANAGEMENT_BODY_MAX, AsgiBridge
 from greenroom.server.inference.ask import said_tenant
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import (
@@ -46,8 +46,6 @@ READING: Final = (b"GET", b"HEAD")
 # Paths whose GET does more than read.
 ACTING_GETS: Final = frozenset((b"/unload",))
 METRICS_PATH: Final = b"/metrics"
-# The management API takes small JSON only.
-MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
 JOBS_PATH: Final = b"/v1/jobs"

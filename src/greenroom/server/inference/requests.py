@@ -14,6 +14,7 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
 from greenroom.dialects.translation import JSON, ChatTranslation
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
+from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange, RequestIds
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
@@ -96,9 +97,7 @@ class Inference:
         """A form, or any body however long it is. Other requests are served meanwhile."""
         if route.form:
             return await self._reader.read_form(exchange, route, caller, self.settings)
-        long = None
-        if len(exchange.body) > SHORT_BYTES:
-            long = self._long_bodies.of(exchange.body, self.settings.json_values_max)
+        long = self.long_body(exchange.body) if len(exchange.body) > SHORT_BYTES else None
         is_resolved = False
         while True:
             # Not the exception itself, which would hold this frame, and this frame it.
@@ -143,6 +142,10 @@ class Inference:
             # If the client has left, its body cannot be read any more, and there is no one to answer.
             if not exchange.gone:
                 self._refuse(exchange, error, request_id, caller)
+
+    def long_body(self, body: Body) -> LongBody:
+        """For a body above SHORT_BYTES."""
+        return self._long_bodies.of(body, self.settings.json_values_max)
 
     async def read_job(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         """What a request that is answered later asks for. Raises the error to answer with."""

@@ -55,7 +55,7 @@ class LongBody:
     def outline(self) -> Outline:
         """Raises Pending."""
         if self._outline is None:
-            raise Pending(self._scan)
+            raise Pending(self.scan)
         return self._outline
 
     @property
@@ -87,7 +87,8 @@ class LongBody:
         except GreenroomError as error:
             self._results[key] = error
 
-    async def _scan(self) -> None:
+    async def scan(self) -> None:
+        """Make the outline. Raises BadRequest."""
         async with self._turn:
             outline = await outline_of(self._body, self._values_max)
         if not outline.text.strip():

@@ -204,15 +204,16 @@ def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
 
 
 async def scan_in_turns(source: BodySource, content_type: bytes | None) -> MultipartForm:
-    """Like `scan`, for large bodies: yields to the loop after every mebibyte."""
+    """Like `scan`, for large bodies: yields to the loop after every mebibyte, and after every head of a part."""
     scanner = FormScanner(source, read_boundary(content_type))
-    since_turn = 0
+    since_turn = heads = 0
     for chunk in _gathered(source.chunks()):
-        scanner.feed(chunk)
-        since_turn += len(chunk)
-        if since_turn >= _TURN_BYTES:
-            since_turn = 0
-            await asyncio.sleep(0)
+        for begin in range(0, len(chunk), _FEED_BYTES_MIN):
+            scanner.feed(chunk[begin : begin + _FEED_BYTES_MIN])
+            since_turn += _FEED_BYTES_MIN
+            if since_turn >= _TURN_BYTES or scanner.heads > heads:
+                since_turn, heads = 0, scanner.heads
+                await asyncio.sleep(0)
     return scanner.finished()
 
 
@@ -249,6 +250,11 @@ class FormScanner:
         self._text: bytearray | None = None
         # One step: True when it made progress, False when it needs more bytes.
         self._step: Callable[[], bool] = self._at_opening
+
+    @property
+    def heads(self) -> int:
+        """How many heads of parts were read, each of which can take as long as much content."""
+        return len(self._form.parts) + (self._head is not None)
 
     def feed(self, data: bytes) -> None:
         self._buffer += data

@@ -85,9 +85,9 @@ async def outline_of(body: Body, values_max: int) -> Outline:
     return Outline(body, scan)
 
 
-async def count_values(body: Body, values_max: int, key: str) -> None:
-    """Raises BadRequest if the body has more values. One that is no JSON is counted alike."""
-    scan = _Scan(values_max, key)
+async def count_values(body: Body, values_max: int) -> None:
+    """The same, without an outline."""
+    scan = _Scan(values_max, "")
     for chunk in body.chunks():
         scan.feed(chunk)
         await asyncio.sleep(0)
@@ -97,7 +97,8 @@ class _Scan:
     """Is fed the body in any pieces. `begins` and `ends` are what was taken out; `grown`: by how many bytes that grows
     when it is escaped once more."""
 
-    def __init__(self, values_max: int, key: str = "server.json_values_max") -> None:
+    def __init__(self, values_max: int, key: str = " (server.json_values_max)") -> None:
+        """`key` is how the limit is called where operators can change it."""
         self._values_max, self._key = values_max, key
         self.mark = secrets.token_hex(8).encode()
         # Of ten digits: with six more still a number of 64 bits.
@@ -121,13 +122,11 @@ class _Scan:
         if not self._in_text:
             self._take_values(data)
         if self._values > self._values_max or self._texts > 2 * self._values_max:
-            raise BadRequest(
-                f"The body has more than {self._values_max:,} JSON values, which is the limit ({self._key})."
-            )
+            raise BadRequest(f"The body has more than {self._values_max:,} JSON values, which is the limit{self._key}.")
         if self._bytes > DENSE_FROM_BYTES + _VALUE_BYTES * self._values_max:
             raise BadRequest(
                 f"The body has more than {self._bytes:,} bytes beside long texts and lists of numbers, too many for "
-                f"{self._values_max:,} JSON values, which is the limit ({self._key})."
+                f"{self._values_max:,} JSON values, which is the limit{self._key}."
             )
 
     def text(self) -> bytes:

@@ -42,6 +42,7 @@ from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
+from greenroom.server.inference.body.long_body import LongBody
 from greenroom.server.inference.jobs.files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
 from greenroom.server.inference.jobs.progress import ASK_EVERY_S, JobProgress
 from greenroom.server.inference.requests import Inference
@@ -197,6 +198,10 @@ class Jobs:
         )
         self.pump()
         return row
+
+    def long_body(self, body: Body) -> LongBody:
+        """For an order above SHORT_BYTES."""
+        return self._inference.long_body(body)
 
     async def cancel(self, id: str) -> Operation:
         """End it now, and free its engine. One that has ended stays as it is. Returns the row as it is then.

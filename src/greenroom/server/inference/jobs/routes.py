@@ -29,14 +29,15 @@ from greenroom.errors import (
     ResultGone,
     shown,
 )
-from greenroom.http.body import Body, BodyBudget
+from greenroom.http.body import Body, BodyBudget, Spliced
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
-from greenroom.server.asgi import asked_by_admin
+from greenroom.server.asgi import asked_by_admin, body_of
+from greenroom.server.inference.body.long_body import SHORT_BYTES
 from greenroom.server.inference.jobs.files import route_of
 from greenroom.server.inference.jobs.jobs import JobFacts, Jobs
 from greenroom.server.inference.pictures import HARMLESS
@@ -215,7 +216,7 @@ class JobRoutes:
 
     async def submit_job(self, request: Request, response: Response) -> JobView:
         """Run a request to a model and keep its answer. Returns at once."""
-        asked = _read(await request.body())
+        asked, content = await self._read(body_of(request))
         route = route_of(asked.route.partition("?")[0].encode("latin-1"))
         if route.form:
             raise BadRequest(
@@ -224,7 +225,9 @@ class JobRoutes:
             )
         body = Body(self._bodies())
         try:
-            body.append(bytes(asked.body))
+            for piece in (content,) if isinstance(content, bytes) else content.chunks():
+                body.append(piece)
+                await asyncio.sleep(0)
             row = await self._jobs().submit(
                 _head(request, asked.route), route, body, _caller(request), retry=asked.retry
             )
@@ -232,6 +235,20 @@ class JobRoutes:
             body.close()
         response.headers["location"] = f"{JOBS}/{row.id}"
         return self._view(request, row)
+
+    async def _read(self, body: Body) -> tuple[_JobBody, bytes | Spliced]:
+        """The order, and the body of its request."""
+        if len(body) <= SHORT_BYTES:
+            asked = _read(body.read())
+            return asked, bytes(asked.body)
+        long = self._jobs().long_body(body)
+        await long.scan()
+
+        def read() -> tuple[_JobBody, bytes | Spliced]:
+            order = _read(long.outline.text)
+            return order, long.outline.put_back(bytes(order.body))
+
+        return await long.in_thread(read)
 
     async def list_jobs(
         self,
