@@ -13,7 +13,9 @@ import jsonschema_rs
 import pytest
 
 from greenroom.config.kinds import id_problem
+from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
+from greenroom.http.limits import EdgeLimits
 from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.model_openapi import DOCUMENTED
 from greenroom.server.asgi import AsgiBridge
@@ -362,7 +364,7 @@ class FakeExchange:
         self.head = SimpleNamespace(
             method=method.encode(), path=path, query=query, headers=[], http_version="1.1", peer_ip="127.0.0.1"
         )
-        self.body_sent = SimpleNamespace(read=lambda: b"")
+        self.body_sent = Body(BodyBudget(EdgeLimits()))
         self.started = self.finished = self.gone = False
         self.on_gone: Any = None
         self.status = 0

@@ -90,8 +90,9 @@ class Inference:
             self._refuse(exchange, error, request_id, caller)
 
     def _read(self, exchange: Exchange, route: Route, caller: Caller, long: LongBody | None = None) -> Ask:
-        read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
-        return read(exchange, route, caller, self.settings, long)
+        if route is UPSTREAM:
+            return self._reader.read_upstream(exchange, route, caller, self.settings, long)
+        return self._reader.read(exchange, route, caller, self.settings, long)
 
     async def _read_long(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         """A form, or any body however long it is. Other requests are served meanwhile."""

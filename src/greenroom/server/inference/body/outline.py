@@ -86,20 +86,34 @@ async def outline_of(body: Body, values_max: int) -> Outline:
 
 
 async def count_values(body: Body, values_max: int) -> None:
-    """The same, without an outline."""
-    scan = _Scan(values_max, "")
+    """Raises BadRequest if it has more values. Numbers count, and what is no JSON is counted alike."""
+    values, rest = 0, b""
     for chunk in body.chunks():
-        scan.feed(chunk)
+        parts, rest = _split(rest + chunk)
+        values += _values(b"".join(parts[::2]))
+        if values > values_max:
+            raise BadRequest(f"The body has more than {values_max:,} JSON values, which is the limit.")
         await asyncio.sleep(0)
+
+
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """What is between texts, a text, what is between texts …; and a text that does not end here."""
+    parts = _STRING.split(data)
+    if len(parts) > 1 and not parts[-1] and _CLOSED.fullmatch(parts[-2]) is None:
+        return parts[:-2], parts[-2]
+    return parts, b""
+
+
+def _values(between: bytes) -> int:
+    return between.count(b",") + between.count(b"[") + between.count(b"{")
 
 
 class _Scan:
     """Is fed the body in any pieces. `begins` and `ends` are what was taken out; `grown`: by how many bytes that grows
     when it is escaped once more."""
 
-    def __init__(self, values_max: int, key: str = " (server.json_values_max)") -> None:
-        """`key` is how the limit is called where operators can change it."""
-        self._values_max, self._key = values_max, key
+    def __init__(self, values_max: int) -> None:
+        self._values_max = values_max
         self.mark = secrets.token_hex(8).encode()
         # Of ten digits: with six more still a number of 64 bits.
         self.digits = b"%d" % (10**9 + secrets.randbelow(8 * 10**9))
@@ -122,11 +136,13 @@ class _Scan:
         if not self._in_text:
             self._take_values(data)
         if self._values > self._values_max or self._texts > 2 * self._values_max:
-            raise BadRequest(f"The body has more than {self._values_max:,} JSON values, which is the limit{self._key}.")
+            raise BadRequest(
+                f"The body has more than {self._values_max:,} JSON values, which is the limit (server.json_values_max)."
+            )
         if self._bytes > DENSE_FROM_BYTES + _VALUE_BYTES * self._values_max:
             raise BadRequest(
                 f"The body has more than {self._bytes:,} bytes beside long texts and lists of numbers, too many for "
-                f"{self._values_max:,} JSON values, which is the limit{self._key}."
+                f"{self._values_max:,} JSON values, which is the limit (server.json_values_max)."
             )
 
     def text(self) -> bytes:
@@ -152,12 +168,7 @@ class _Scan:
 
     def _take_values(self, data: bytes) -> None:
         """All that is whole in these bytes."""
-        # Between texts, a text, between texts, …
-        parts = _STRING.split(data)
-        rest = b""
-        if len(parts) > 1 and not parts[-1] and _CLOSED.fullmatch(parts[-2]) is None:
-            rest = parts[-2]
-            del parts[-2:]
+        parts, rest = _split(data)
         long_bytes = DENSE_BYTES if self._bytes > DENSE_FROM_BYTES else LONG_BYTES
         if len(data) > long_bytes:
             at = self._at
@@ -165,8 +176,7 @@ class _Scan:
                 if len(part) > long_bytes:
                     parts[index] = self._short_text(part, at, long_bytes) if index % 2 else self._few_numbers(part, at)
                 at += len(part)
-        between = b"".join(parts[::2])
-        self._values += between.count(b",") + between.count(b"[") + between.count(b"{")
+        self._values += _values(b"".join(parts[::2]))
         self._texts += len(parts) // 2
         self._keep(b"".join(parts))
         self._at += len(data) - len(rest)
