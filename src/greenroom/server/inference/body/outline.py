@@ -42,6 +42,7 @@ _HEADS: Final = {
     long_bytes: re.compile(_UNIT + rb"{0,%d}+" % (long_bytes // _UNIT_BYTES_MAX), re.DOTALL)
     for long_bytes in (LONG_BYTES, DENSE_BYTES)
 }
+_SPACES: Final = re.compile(rb"[ \t\r\n]{2,}")
 _NUMBERS: Final = re.compile(rb"[-+.0-9eE, \t\r\n]{%d,}" % DENSE_BYTES)
 
 
@@ -234,9 +235,9 @@ class _Scan:
             end = between.rfind(b",", found.start(), found.end())
             if 0 < begin < end and len(self.begins) < _NUMBERED_MAX:
                 self._taken_out(at + begin, at + end, 0)
-                kept += [b" ".join(between[done:begin].split()), b"%b%06d" % (self.digits, len(self.begins) - 1)]
+                kept += [_SPACES.sub(b" ", between[done:begin]), b"%b%06d" % (self.digits, len(self.begins) - 1)]
                 done = end
-        return b"".join((*kept, b" ".join(between[done:].split())))
+        return b"".join((*kept, _SPACES.sub(b" ", between[done:])))
 
 
 def _head_end(text: bytes, long_bytes: int) -> int:
