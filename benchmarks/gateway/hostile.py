@@ -186,7 +186,7 @@ def other_cases() -> Iterator[Case]:
     yield Case(
         "chunks of 6 bytes", "/v1/chat/completions", said(USER + '"', b"a", '"}]', size=8 * MIB), is_chunked=True
     )
-    yield Case("chunk of line breaks", "/v1/chat/completions", filled(" ", b"\r\n", "{}", 16 * MIB), is_chunked=True)
+    yield Case("chunk of line breaks", "/v1/chat/completions", filled(" ", b"\r\n", "{}", 4 * MIB), is_chunked=True)
 
 
 def _part(name: str, content: bytes, parameters: str = "", more: str = "") -> bytes:

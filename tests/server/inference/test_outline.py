@@ -27,7 +27,7 @@ def held(raw: bytes, piece_bytes: int = 100_000) -> Body:
 
 
 def outlined(raw: bytes, piece_bytes: int = 100_000) -> Outline:
-    return asyncio.run(outline_of(held(raw, piece_bytes), VALUES_MAX))
+    return asyncio.run(outline_of(held(raw, piece_bytes), VALUES_MAX, asyncio.Lock()))
 
 
 def put_back(outline: Outline, text: bytes) -> Any:

@@ -30,7 +30,7 @@ class Pending(Exception):
 
 
 class LongBodies:
-    """Long bodies are read one after the other, so that many of them take no more of a turn than one, nor of memory."""
+    """One step of one long body is done at a time, so that many of them take no more of a turn than one."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -89,8 +89,7 @@ class LongBody:
 
     async def scan(self) -> None:
         """Make the outline. Raises BadRequest."""
-        async with self._turn:
-            outline = await outline_of(self._body, self._values_max)
+        outline = await outline_of(self._body, self._values_max, self._turn)
         if not outline.text.strip():
             raise BadRequest("The body is empty; send a JSON object that names a model.")
         # It is held until the request has ended: to read the body once more would take as long as this.

@@ -76,12 +76,14 @@ class Outline:
         return spliced if end else text
 
 
-async def outline_of(body: Body, values_max: int) -> Outline:
-    """Scan a body in turns. Raises BadRequest for what is no JSON, as far as is seen, and for too many values."""
+async def outline_of(body: Body, values_max: int, turn: asyncio.Lock) -> Outline:
+    """Scan a body step by step, each when it has the turn. Raises BadRequest for what is no JSON, as far as is seen, and
+    for too many values."""
     scan = _Scan(values_max)
     for chunk in body.chunks():
         for begin in range(0, len(chunk), STEP_BYTES):
-            scan.feed(chunk[begin : begin + STEP_BYTES])
+            async with turn:
+                scan.feed(chunk[begin : begin + STEP_BYTES])
             await asyncio.sleep(0)
     return Outline(body, scan)
 
