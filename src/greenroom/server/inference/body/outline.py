@@ -77,8 +77,10 @@ class Outline:
 
 
 async def outline_of(body: Body, values_max: int, turn: asyncio.Lock) -> Outline:
-    """Scan a body step by step, each when it has the turn. Raises BadRequest for what is no JSON, as far as is seen, and
-    for too many values."""
+    """Scan a body step by step, each when it has the turn.
+
+    Raises BadRequest for what is no JSON, as far as is seen, and for too many values.
+    """
     scan = _Scan(values_max)
     for chunk in body.chunks():
         for begin in range(0, len(chunk), STEP_BYTES):
