@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from greenroom.runtime.operations.files import Operation, OperationKind
 from greenroom.server.inference.jobs.jobs import Jobs
 from tests.waiting import PATIENCE_S
 
@@ -24,6 +25,30 @@ class EmptyTable:
     async def tidy(self) -> None:
         self.tidied += 1
         await asyncio.sleep(0)
+
+
+class FixedTable(EmptyTable):
+    """A table with these rows, the oldest first."""
+
+    def __init__(self, *rows: Operation) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self._rows)
+
+    def ran_s(self, row: Operation) -> float | None:
+        return None
+
+
+def test_a_job_keeps_its_place_when_the_clock_is_set_back() -> None:
+    def queued(id: str, priority: int, created: float) -> Operation:
+        return Operation(id, OperationKind.JOB, "t", "k", "m", "/r", priority, False, created)
+
+    rows = [queued("before", 1, 9_000.0), queued("urgent", 0, 8_999.0), queued("after", 1, 5_000.0)]
+    services = SimpleNamespace(learned=dict, clock=lambda: 0.0, inference=None)
+    jobs = Jobs(cast(Any, FixedTable(*rows)), cast(Any, services))
+    assert {row.id: facts.position for row, facts in jobs.facts(rows)} == {"urgent": 1, "before": 2, "after": 3}
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -277,10 +277,11 @@ class Jobs:
         in_queue = sum(not job.is_started for job in self._live.values())
         room = max(1, self._services.queue_depth_max() // QUEUE_PARTS) - in_queue
         of_model = self._waiting()
+        age = {row.id: place for place, row in enumerate(self._table)}
         while room > 0 and (models := [one for one in of_model if of_model[one] and handed[one] < HANDED_OVER_MAX]):
             model = min(models, key=handed.__getitem__)
             waiting = of_model[model]
-            tenant = min(waiting, key=lambda t: (waiting[t][0].priority, at_work[model, t], waiting[t][0].created))
+            tenant = min(waiting, key=lambda t: (waiting[t][0].priority, at_work[model, t], age[waiting[t][0].id]))
             self._hand_over(waiting[tenant].popleft())
             if not waiting[tenant]:
                 del waiting[tenant]
@@ -297,8 +298,9 @@ class Jobs:
         return found
 
     def _queued(self) -> list[Operation]:
+        """By priority, then as they came, whatever the clock said then: the table has the oldest first."""
         rows = (row for row in self._table if row.status is OperationStatus.QUEUED and row.kind is OperationKind.JOB)
-        return sorted(rows, key=lambda row: (row.priority, row.created))
+        return sorted(rows, key=lambda row: row.priority)
 
     def _hand_over(self, row: Operation) -> None:
         job = self._live[row.id] = Job(row, self._table, self)
