@@ -163,7 +163,8 @@ async def test_a_program_that_is_not_there_is_not_named(tmp_path: Path) -> None:
         assert failed.status == 503
         await assert_apart(app, tmp_path, {LAB: failed, SHOP: await ask(app, SHOP)})
         assert str(tmp_path / "no-such-program") in await reason(app, failed)
-        assert str(tmp_path) in (await http(app, "POST", CHAT, {"model": "alpha"}, headers=HEADERS[OPS])).body.decode()
+        told = await http(app, "POST", CHAT, asking("alpha"), headers=HEADERS[OPS])
+        assert str(tmp_path) in told.body.decode()
 
 
 async def test_running_out_of_memory_is_told_without_the_engines_words(tmp_path: Path) -> None:
