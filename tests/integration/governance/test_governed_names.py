@@ -146,6 +146,21 @@ async def test_every_way_to_a_download_is_judged_by_its_repository(hub: StandinH
     assert hub.seen == []
 
 
+@pytest.mark.parametrize("guarded", [SECRET, f"{SECRET}@main", f"{SECRET}:Q4_K_M"])
+async def test_what_an_update_or_a_load_takes_from_the_hub_is_judged_by_its_repository(
+    hub: StandinHub, tmp_path: Path, guarded: str
+) -> None:
+    (tmp_path / "models").mkdir()
+    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
+    served = {"served": {**tiny_config(Path(weights)), "versions": {}}}
+    async with guarding(tmp_path, guarded, operations=("model-load", "model-update"), models=served) as app:
+        for name in (SECRET, SECRET.upper(), f"{SECRET}@main", f"{SECRET}@v1", f"{SECRET}:Q4_K_M"):
+            update = {"model_repo_id": name}
+            assert needs_two(await signed(app, "model-update", None, "/update-model", update)), name
+            assert needs_two(await signed(app, "model-load", name, "/v1/models/load", {"modelId": name})), name
+    assert hub.seen == []
+
+
 async def ended(app: App, answer: Answer) -> Any:
     seen: list[Any] = []
     path = answer.headers["location"]

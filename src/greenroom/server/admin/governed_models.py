@@ -112,10 +112,10 @@ class GovernedModels:
         return None
 
     async def _fetched(self, operation: Operation, fetch: DownloadOrder) -> list[Done]:
-        """What is fetched, where it replaces files of other models, and that it is loaded then."""
+        """What is fetched, where it replaces files of other models, and what is done with it then."""
         names = frozenset({fetch.repo or fetch.url or ""})
         done = [Done("model-download", names, is_repository=fetch.repo is not None)]
-        if operation == "model-load":
+        if operation != "model-download":
             done.append(Done(operation, names, is_repository=True))
         if fetch.destination is not None:
             done.append(Done("model-download", await self._names_at(fetch)))
@@ -166,7 +166,8 @@ class GovernedModels:
     ) -> frozenset[str]:
         """The names by which these places, records and configured models can be asked for."""
         gateway, library = self._gateway, self._gateway.library
-        same = await self._looked(lambda: _same_files(places, self._configured()), name)
+        configured = self._configured()
+        same = await self._looked(lambda: _same_files(places, configured), name)
         known = [one for id in (*same, *bases) if (one := gateway.catalog.find(id)) is not None]
         return frozenset(
             {
