@@ -161,6 +161,23 @@ async def test_what_an_update_or_a_load_takes_from_the_hub_is_judged_by_its_repo
     assert hub.seen == []
 
 
+async def test_going_back_to_weights_is_judged_like_an_update_to_them(hub: StandinHub, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    paths = {name: shutil.copy(tiny(name), tmp_path / "models" / f"{name}.gguf") for name in ("alpha", "beta")}
+    served = {"served": {**tiny_config(Path(paths["alpha"])), "versions": {"repo_id": SECRET}}}
+    for guarded in (f"{SECRET}@main", "alpha.gguf"):
+        async with guarding(tmp_path, guarded, operations=("model-update",), models=served) as app:
+            if app.updates.of("served").last_number == 1:
+                update = {"model_repo_id": str(paths["beta"])}
+                taken = await signed(app, "model-update", "served", "/api/v1/models/served/update", update)
+                await app.updates.ended(taken.json()["taskId"])
+            for body in ({}, {"version": 1}):
+                path = "/api/v1/models/served/rollback"
+                assert needs_two(await signed(app, "model-update", "served", path, body)), (guarded, body)
+            unknown = await signed(app, "model-update", "served", path, {"version": 9})
+            assert (unknown.status, unknown.error["param"]) == (400, "version")
+
+
 async def ended(app: App, answer: Answer) -> Any:
     seen: list[Any] = []
     path = answer.headers["location"]

@@ -175,6 +175,10 @@ def _update_one(asked: ReadCall) -> NeededOperation:
     return _updates(asked, _in_path(asked, _PREFIX, b"/update"))
 
 
+def _rollback(asked: ReadCall) -> NeededOperation:
+    return NeededOperation("model-update", _in_path(asked, _PREFIX, b"/rollback"), is_rollback=True)
+
+
 def _update(asked: ReadCall) -> NeededOperation:
     """The model is named by the query; without that it is the configured one."""
     return _updates(asked, asked.fields.get("model"))
@@ -219,7 +223,7 @@ GOVERNED: Final[Mapping[tuple[str, str], Reading]] = {
     ("POST", f"{_ONE}/sleep"): _by_path("model-unload", "/sleep"),
     ("POST", "/update-model"): _update,
     ("POST", f"{_ONE}/update"): _update_one,
-    ("POST", f"{_ONE}/rollback"): _by_path("model-update", "/rollback"),
+    ("POST", f"{_ONE}/rollback"): _rollback,
     ("POST", f"{_ONE}/pin"): _reload,
     ("POST", "/api/v1/reload"): _reload,
     ("PUT", "/api/v1/config"): _reload,

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from greenroom.config.sections.governance import Operation
 from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
-from greenroom.library.orders import DownloadOrder, OrderRules, place_of
+from greenroom.library.orders import DownloadOrder, OrderRules, place_of, read_order
 from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
@@ -47,6 +47,8 @@ class NeededOperation:
     read_fetch: Callable[[OrderRules], DownloadOrder] | None = None
     quantization: str | None = None
     """Which of the models that its name could mean; the handler of few routes reads it."""
+    is_rollback: bool = False
+    """An update to weights that are kept: those of the field `version`, else the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class GovernedModels:
         done = [Done("model-unload", await self._names_of(name)) for name in needed.evicted]
         if operation == "model-update":
             model = self._updated(model, caller)
-            done += await self._weights(fields)
+            done += await (self._kept(model, fields) if needed.is_rollback else self._weights(fields))
         fetch = self._fetch(needed, fields)
         if operation != "model-download":
             names = None if model is None else await self._names_of(model, needed.quantization)
@@ -89,6 +91,18 @@ class GovernedModels:
         with contextlib.suppress(BadRequest, ModelNotFound):
             return meant(self._gateway.config, model, caller)
         return model
+
+    async def _kept(self, model: str | None, fields: Mapping[str, Any]) -> list[Done]:
+        """Where the weights come from that an update goes back to. The handler refuses what is not kept."""
+        number, kept = fields.get("version"), self._gateway.updates.of(model or "").kept
+        version = next((one for one in kept if number in (None, one.number)), None)
+        if version is None:
+            return []
+        done = [Done("model-update", await self._names_of(version.path))]
+        with contextlib.suppress(BadRequest):
+            repo = read_order(self._gateway.downloads.rules, model=version.repo_id).repo
+            done.append(Done("model-update", frozenset({repo or ""}), is_repository=True))
+        return done
 
     async def _weights(self, fields: Mapping[str, Any]) -> list[Done]:
         """What an update takes its weights from, if that is a path."""
