@@ -18,6 +18,10 @@ from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOptions, R
 
 # A longer answer of an engine is refused: it is held in memory.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+# It has one for each choice, call and vector, and each takes time of all callers; those that a text has hardly count.
+ANSWER_OBJECTS_MAX: Final = 100_000
+# Shorter ones cannot hurt.
+COUNTED_BYTES: Final = 256 * 1024
 _JSON: Final = b"application/json"
 
 
@@ -128,6 +132,9 @@ class Translated(Relay):
             self._fail(EngineFault(f"The answer has more than {ANSWER_BYTES_MAX:,} bytes."))
 
     def _respond(self, body: bytes) -> None:
+        if len(body) > COUNTED_BYTES and body.count(b"{") + body.count(b"[") > ANSWER_OBJECTS_MAX:
+            self._fail(EngineFault(f"The answer has more than {ANSWER_OBJECTS_MAX:,} JSON objects."))
+            return
         try:
             translated = self._translation.whole(self.status, body)
         except EngineFault as error:
