@@ -24,7 +24,7 @@ from greenroom.runtime.resolver import Resolver, Unresolved
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, client_named
 from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.body.long_body import SHORT_BYTES, LongBodies, LongBody, Pending
+from greenroom.server.inference.body.long_body import SHORT_BYTES, LongBodies, LongBody, Pending, is_plain
 from greenroom.server.inference.request_log import RequestLog, tokens_used, version_headers
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, Running
@@ -78,7 +78,7 @@ class Inference:
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
-        if route.form or len(exchange.body) > SHORT_BYTES:
+        if route.form or _is_long(exchange.body):
             self._begin_long(exchange, route, caller)
             return
         request_id = self.ids.next()
@@ -98,7 +98,7 @@ class Inference:
         """A form, or any body however long it is. Other requests are served meanwhile."""
         if route.form:
             return await self._reader.read_form(exchange, route, caller, self.settings)
-        long = self.long_body(exchange.body) if len(exchange.body) > SHORT_BYTES else None
+        long = self.long_body(exchange.body) if _is_long(exchange.body) else None
         is_resolved = False
         while True:
             # Not the exception itself, which would hold this frame, and this frame it.
@@ -292,6 +292,10 @@ class Inference:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
+
+
+def _is_long(body: Body) -> bool:
+    return len(body) > SHORT_BYTES and not is_plain(body)
 
 
 def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable[None]]:

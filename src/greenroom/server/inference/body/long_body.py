@@ -18,7 +18,18 @@ from greenroom.server.inference.body.outline import Outline, outline_of
 # Bodies up to this size are read at once, and so is what is left of longer ones if it is not more.
 SHORT_BYTES: Final = 64 * 1024
 
+# So many separators, those in texts included, cannot be more values than take some milliseconds.
+FEW_SEPARATORS: Final = 6_000
+
 Result = TypeVar("Result")
+
+
+def is_plain(body: Body) -> bool:
+    """True for a body in memory that has few values: it can be read at once, though it is above SHORT_BYTES."""
+    if body.is_spooled:
+        return False
+    text = body.read()
+    return text.count(b",") + text.count(b"[") + text.count(b"{") <= FEW_SEPARATORS
 
 
 class Pending(Exception):
