@@ -10,6 +10,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_full_disk_at_each_write_names_nothing_wrong_and_is_resumed(hub: Standin
         assert named(folder) == DATA
     assert 15 < fails_at < 199, "it must fail often, and at last succeed"
     assert named(folder) == DATA
+
+
+@pytest.mark.slow
+def test_a_folder_of_thousands_is_not_listed_for_each_file(tmp_path: Path) -> None:
+    files = [RemoteFile(f"{number}.json", "http://x/y", 0, "0" * 64) for number in range(2_000)]
+    place = FolderPlace(Disk(), tmp_path, None)
+    place.prepare(files)
+    for file in files:
+        (tmp_path / file.path).touch()
+    began = time.process_time()
+    place.finish(files)
+    assert time.process_time() - began < 5, "listed for each file it takes half a minute"
 
 
 def test_other_errors_of_the_disk_are_told_too(hub: StandinHub, tmp_path: Path) -> None:

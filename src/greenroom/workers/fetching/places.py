@@ -23,7 +23,7 @@ from .transfer import PIECE_BYTES, RemoteFile, discard_note
 
 # Of a content's hash in the name of a hidden file.
 _MARK_CHARS: Final = 16
-_HIDDEN: Final = re.compile(r"[0-9a-f]{16}\.(?:part|whole|part\.etag)")
+_HIDDEN: Final = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?:part|whole|part\.etag)")
 _LOCK: Final = ".greenroom.lock"
 
 
@@ -187,20 +187,30 @@ class FolderPlace:
         for file in files:
             whole, path = self._hidden(file, "whole"), self._folder / file.path
             if whole.exists():
-                self._disk.name(whole, path)
+                self._disk.rename(whole, path)
             elif not path.exists():
                 raise FetchError("disk_error", f"{file.path} was removed by another program while it was fetched.")
-        for file in files:
-            self._forget_others(self._folder / file.path)
+        for folder, names in self._by_folder(files).items():
+            self._disk.sync_folder(folder)
+            _forget_others(folder, names)
         remove(self._folder / _LOCK)
         return self._folder / files[0].path if len(files) == 1 else self._folder
 
-    def _forget_others(self, path: Path) -> None:
-        """Parts of other contents of this file, of an earlier revision, are of no use any more."""
-        for old in path.parent.iterdir():
-            mark = old.name.removeprefix(f".{path.name}.") if old.name.startswith(f".{path.name}.") else ""
-            if _HIDDEN.fullmatch(mark):
-                remove(old)
+    def _by_folder(self, files: Sequence[RemoteFile]) -> dict[Path, set[str]]:
+        """The names of the files in each folder: a folder of thousands is looked at once."""
+        found: dict[Path, set[str]] = {}
+        for file in files:
+            path = self._folder / file.path
+            found.setdefault(path.parent, set()).add(path.name)
+        return found
+
+
+def _forget_others(folder: Path, names: set[str]) -> None:
+    """Parts of other contents of these files, of an earlier revision, are of no use any more."""
+    for old in folder.iterdir():
+        found = _HIDDEN.fullmatch(old.name)
+        if found is not None and found["name"] in names:
+            remove(old)
 
 
 def is_below(path: Path, root: Path) -> bool:
