@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -140,6 +141,29 @@ def test_other_errors_of_the_disk_are_told_too(hub: StandinHub, tmp_path: Path) 
     with pytest.raises(FetchError) as told:
         fetch(hub, Disk(), CachePlace(Disk(), tmp_path, "org/name", COMMIT, None))
     assert told.value.code == "disk_error"
+
+
+class LosingDisk(Disk):
+    """Cannot write back what it has taken of files. The next sync of the same file says nothing of it."""
+
+    def sync(self, fd: int) -> None:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(fd)
+
+
+@pytest.mark.parametrize("kind", ["cache", "folder"])
+def test_bytes_that_the_disk_has_lost_are_fetched_anew(hub: StandinHub, tmp_path: Path, kind: str) -> None:
+    is_cache, file = kind == "cache", remote(hub)[0]
+    place = CachePlace(Disk(), tmp_path, "org/name", COMMIT, None) if is_cache else FolderPlace(Disk(), tmp_path, None)
+    place.prepare([file])
+    losing = Fetching(Web(hub.url, None, 5.0), LosingDisk(), RateLimit(None), Silent(), PATIENCE)
+    with pytest.raises(FetchError) as told:
+        losing.run(place, [file])
+    assert told.value.code == "disk_error"
+    assert not place.part(file).exists(), "memory still has them, the disk has not"
+    fetch(hub, Disk(), place)
+    assert named(tmp_path) == DATA
 
 
 def test_a_part_that_is_a_link_is_not_followed(hub: StandinHub, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Owns the codes. Never holds a token.
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -24,6 +25,11 @@ class FetchError(Exception):
 
 def of_disk(error: OSError, doing: str) -> FetchError:
     """The failure that an error of the file system is."""
-    if error.errno in _FULL:
+    if is_full(error):
         return FetchError("disk_full", f"The disk is full: {doing} failed. What was fetched stays and is resumed.")
-    return FetchError("disk_error", f"{doing} failed: {error.strerror or error}.")
+    where = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
+    return FetchError("disk_error", f"{doing} failed: {error.strerror or error}{where}.")
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in _FULL

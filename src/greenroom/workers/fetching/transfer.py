@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from .disk import Disk, explained, remove
-from .failures import FetchError
+from .failures import FetchError, is_full
 from .web import PROGRESS_BYTES, HubAnswer, Web
 
 PIECE_BYTES: Final = 256 * 1024
@@ -157,9 +157,19 @@ class Transfer:
                 have, hasher = self._receive(file, fd, part, have, hasher)
             if file.digest is not None and hasher.hexdigest() != file.digest:
                 raise FetchError("wrong_hash", f"{file.path} came with another content than its hash.", passes=True)
-            self._disk.sync(fd)
+            self._sync(fd, part)
         finally:
             os.close(fd)
+
+    def _sync(self, fd: int, part: Path) -> None:
+        """Raises OSError. Bytes that the disk has lost are read as they were as long as memory has them, and the next
+        sync says nothing of them: such a part is never resumed."""
+        try:
+            self._disk.sync(fd)
+        except OSError as error:
+            if not is_full(error):
+                remove(part)
+            raise
 
     def _resumed(self, file: RemoteFile, fd: int, part: Path) -> tuple[int, Hasher]:
         """How much is here, and its hash so far."""
