@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 
-from greenroom.library.library import Library
+from greenroom.library.library import NOTED_S, Library
 from greenroom.library.records import Source
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
@@ -42,6 +43,22 @@ async def test_model_in_a_folder_is_known_by_its_source(tmp_path: Path) -> None:
         record = known.find("org/name")
         assert record is not None and record == known.find("org/name:Q8_0")
         assert (record.id, record.source, record.files[0].sha256) == ("mine/m-Q8_0.gguf", SOURCE, digest)
+
+
+async def test_what_was_fetched_and_is_of_no_model_is_forgotten(tmp_path: Path) -> None:
+    root, state, now = tmp_path / "root", tmp_path / "state", [time.time() + 60]
+    state.mkdir()
+    shelf = Library(Roots([str(root)]), state, run_detached, replace_file, clock=lambda: now[0])
+    await fetched(shelf, root / "mine" / "m-Q8_0.gguf")
+    shelf.fetched({str(root / "mine" / f"{number}.json"): (2, None) for number in range(1_000)}, SOURCE)
+    now[0] += 1
+    await shelf.close()
+    assert (state / "library.json").read_text().count(".json") == 1_000, "a look may be under way that found no model"
+    now[0] += NOTED_S
+    await shelf.close()
+    assert ".json" not in (state / "library.json").read_text()
+    record = (await library(root, state)).find("mine/m-Q8_0.gguf")
+    assert record is not None and record.source == SOURCE
 
 
 async def test_file_that_was_replaced_is_not_what_was_fetched(tmp_path: Path) -> None:

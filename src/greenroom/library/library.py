@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,8 @@ WRITE_EVERY_S: Final = 30.0
 USED_EVERY_S: Final = 1.0
 # Between two looks at most.
 REST_MAX_S: Final = 60.0
+# After this time a file that was fetched and is of no model is not remembered: each root was looked at since.
+NOTED_S: Final = 120.0
 RunDetached = Callable[[Callable[[], Any], str], Awaitable[Any]]
 ReplaceFile = Callable[[Path, str], None]
 
@@ -92,7 +96,8 @@ class Library:
         self._times = times
         self._clock = clock
         self._remembered = Remembered() if self._path is None else read_remembered(self._path, on_gpu)
-        self._written = ""
+        # The hash of what the file has.
+        self._written = b""
         self._inventory = Inventory()
         self._records: dict[str, LibraryRecord] = {}
         self._lock, self._taking, self._removing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
@@ -332,18 +337,31 @@ class Library:
 
     async def _write(self) -> None:
         path, used, roots = self._path, dict(self._remembered.used), list(self._roots.values())
-        fetched = dict(self._remembered.fetched)
+        fetched, records, useful_since = dict(self._remembered.fetched), self.records, self._clock() - NOTED_S
         if path is None:
             return
+        is_known = all(root.version >= 0 for root in roots)
 
-        def write() -> str:
+        def write() -> bytes:
+            for file in _useless(fetched, records, useful_since) if is_known else ():
+                del fetched[file]
             facts = {state: one for root in roots for state, one in root.finder.facts.items()}
             text = text_of(Remembered(used, facts, fetched), self._on_gpu)
-            if text != self._written:
+            written = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+            if written != self._written:
                 self._replace_file(path, text)
-            return text
+            return written
 
         self._written = await self._run(write, "write library")
+        notes = self._remembered.fetched
+        for file in [file for file, note in notes.items() if note.at < useful_since and file not in fetched]:
+            del notes[file]
+
+
+def _useless(notes: Mapping[str, FetchedFile], records: Iterable[LibraryRecord], useful_since: float) -> list[str]:
+    """Notes of files that are of no model, as most of a large repository may be."""
+    files = {os.path.join(record.folder, file.name) for record in records for file in record.files}
+    return [file for file, note in notes.items() if note.at < useful_since and file not in files]
 
 
 def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | None]:
