@@ -63,6 +63,7 @@ def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
 async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
     signals = Signals()
     _collect_orphans()
+    await _begin_to_look_up()
     try:
         return await _serve_until_ended(plan, greet, signals)
     finally:
@@ -94,6 +95,12 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
     await app.closed.wait()
     _leave_in_time()
     return ExitStatus.OK
+
+
+async def _begin_to_look_up() -> None:
+    """Have the loop start the threads in which it looks up names: it aborts the process where it is given none."""
+    plain = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    await asyncio.get_running_loop().getnameinfo(("127.0.0.1", 0), plain)
 
 
 def _collect_orphans() -> None:

@@ -190,6 +190,9 @@ class MemoryWatch:
         done, _ = await asyncio.wait((looking,), timeout=look_s)
         if not done:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {look_s:g} s.")
+        if not looking.cancelled():
+            # That of a look which was given up is nobody's.
+            looking.exception()
 
     def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
         """Runs in a thread: touches nothing of the scheduler."""
