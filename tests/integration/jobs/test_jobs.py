@@ -388,6 +388,21 @@ async def test_a_full_disk_refuses_jobs_and_serves_requests(tmp_path: Path) -> N
         assert (await ended(app, id))["status"] == "done"
 
 
+async def test_a_job_that_cannot_be_read_for_now_waits(tmp_path: Path) -> None:
+    models = {"m": fake("m", "--load-s", "60")}
+    async with gateway(tmp_path, models) as app:
+        id = await submit(app, chat())
+    request = tmp_path / "state" / "jobs" / f"{id}.request"
+    request.rename(tmp_path / "away")
+    request.mkdir()
+    async with gateway(tmp_path, {"m": fake("m")}) as app:
+        assert (await post(app, CHAT, chat())).status == 200
+        assert await status_of(app, id) == "queued"
+        request.rmdir()
+        (tmp_path / "away").rename(request)
+        assert (await ended(app, id))["status"] == "done"
+
+
 async def test_a_disk_that_fills_while_a_job_runs_fails_it(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}) as app:
         id = await submit(app, chat(tokens=20, token_s=0.05))

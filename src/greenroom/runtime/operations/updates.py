@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.repeated import AGAIN_S
 from greenroom.config.schema import Model, ModelVersions
 from greenroom.core.model import ModelId
 from greenroom.errors import (
@@ -27,6 +28,7 @@ from greenroom.errors import (
     UpdateInProgress,
 )
 from greenroom.library.versions import NamedVersions, Version
+from greenroom.runtime.detached import SystemShort
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
@@ -403,11 +405,16 @@ class Updates:
                 # Not by `asyncio.wait`: the end of the gateway cancels this task, and thereby the one before it.
                 await after
         weights, config, is_busy = self._services.weights, self._services.config(), bool(self._running)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, SystemShort):
             # The disk of some other model may hang.
             async with asyncio.timeout(KEEP_MAX_S):
                 await weights.keep([model.path for model in config.models.values() if model.path is not None])
-        await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+        while True:
+            try:
+                await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+                break
+            except SystemShort:
+                await asyncio.sleep(AGAIN_S)
         for name in () if is_busy else config.models:
             if self.of(name).leaving:
                 await self._delete_unused(name)

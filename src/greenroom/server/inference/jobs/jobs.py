@@ -374,10 +374,12 @@ class Jobs:
         self.pump()
 
     def is_put_back(self, job: Job, error: GreenroomError | None) -> bool:
-        """True if it is no end: the queue or the disk was full or a limit reached for now, or the gateway ends."""
+        """True if it is no end: the queue was full, a limit reached, it cannot be read for now, or the gateway ends."""
         if job.is_cancelled:
             return False
-        if isinstance(error, QueueFull | BodiesFull | RateLimited | OperationStoreFull) and not job.is_started:
+        if isinstance(error, QueueFull | BodiesFull | RateLimited) and not job.is_started:
+            return True
+        if isinstance(error, OperationStoreFull) and job.exchange is None:
             return True
         return self._services.is_draining() and (error is not None or not job.answer.is_complete)
 
