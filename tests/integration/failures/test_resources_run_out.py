@@ -38,9 +38,9 @@ AS_ALONE: Final = (
     *("setpriv", "--reuid", str(ALONE), "--clear-groups", "--bounding-set", "-sys_resource,-sys_admin"),
     *("--inh-caps", "-all,+dac_override", "--ambient-caps", "-all,+dac_override"),
 )
-# Longer than every pause between two writes but that of learned times.
-SHORT_S: Final = 8.0
-LONG_S: Final = 34.0
+# Longer than every pause between two writes but those of learned times and of the library.
+SHORT_S: Final = 6.0
+LONG_S: Final = 20.0
 # Every part may say once what it cannot do.
 TOLD_MAX: Final = 12
 # The end of a gateway with nothing to wait for, on a busy machine.
