@@ -66,7 +66,7 @@ def test_a_slot_whose_memory_was_granted_to_another_leaves_at_once_and_its_answe
     assert world.calls_by_id["r"].was_cut
     world.run(5.0)
     last = world.moves[-1]
-    assert last.kind is MoveKind.UNLOAD and "lease_taken" in str(world.reasons[last.id]) and not world.places
+    assert last.kind is MoveKind.UNLOAD and "lease_lost" in str(world.reasons[last.id]) and not world.places
 
 
 def test_a_preloaded_model_whose_memory_was_taken_returns_when_it_is_free() -> None:

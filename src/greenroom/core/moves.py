@@ -228,7 +228,7 @@ class Moves:
             if slot is None or slot.lease is not None:
                 self._state.counters.ignored += 1
                 continue
-            self._slots.leave(slot, Tier.COLD, 0.0, because("lease_taken", model=slot.model), now)
+            self._slots.leave(slot, Tier.COLD, 0.0, because("lease_lost", model=slot.model), now)
             record = self._state.record_of(slot)
             if record is not None and record.spec.preload:
                 self._act.preload(record.spec.id, now)

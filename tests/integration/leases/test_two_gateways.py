@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 import greenroom
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.integration.facts import is_ready
+from greenroom.errors import LeaseDenied
+from greenroom.leases.shared.redis_store import RedisStore
+from greenroom.leases.shared.store import SlotAsk
+from tests.integration.facts import is_ready, pids
 from tests.integration.leases.trainer import trainer
 from tests.integration.leases.two_gateways_chaos import ANSWERS, WAITS, Chaos
 from tests.integration.raw import chat, http
@@ -169,6 +174,42 @@ async def test_a_busy_model_is_not_cut_short_for_a_trainer(tmp_path: Path, redis
         with trainer(redis.url, HOST, 8_000, gpus) as training:
             assert (await answer).status == 200
             await until(lambda: training.holds, "the trainer has its memory")
+
+
+async def test_a_busy_pinned_model_leaves_at_once_where_its_memory_was_granted_to_another(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    gpus = described(tmp_path, (A, 10_000))
+    model = taking("a", gpus, 6_000, "--token-s", "0.3", "--tokens", "1000", pinned=True)
+    other = RedisStore(redis.url, HOST, ttl_s=600.0)
+    async with (
+        contextlib.AsyncExitStack() as ending,
+        sharing("one", gpus, redis.url, {"a": model}, ttl_s=600.0) as one,
+        listening(one) as told,
+    ):
+        ending.push_async_callback(other.close)
+        answer = asyncio.ensure_future(chat(one, "a"))
+        await until(lambda: is_ready(one, "a"), "it is loaded")
+        held = (await in_store(one))["a"]
+
+        async def took_its_place() -> bool:
+            # As if it had lapsed. The gateway may be quicker and take it again.
+            await other.release(held.id, kind="slot")
+            with contextlib.suppress(LeaseDenied):
+                await other.hold(SlotAsk("you/s1", "theirs", {A: 9_000}, ttl_s=600.0), gateway="you")
+                return True
+            return False
+
+        await until(took_its_place, "another holds its memory")
+        cut = await answer
+        assert (cut.status, cut.error["code"]) == (503, "unloaded") and "lease_lost" in cut.error["message"]
+        await until(lambda: not pids(one, "a"), "its engine has ended")
+        assert "lease_lost" in told
+        decisions = (await http(one, "GET", "/api/v1/decisions?model=a&what=unload")).json()
+        assert "lease_lost" in json.dumps(decisions)
+        metrics = (await http(one, "GET", "/metrics")).body.decode()
+        assert 'greenroom_evictions_total{model="a",reason="lease_lost"} 1.0' in metrics
+        await other.release("you/s1", kind="slot")
 
 
 async def test_leases_asked_of_a_gateway_over_http_are_kept_in_the_shared_store(

@@ -224,7 +224,7 @@ async def test_a_slot_whose_place_another_gateway_has_taken_leaves_and_says_so(r
     await rig.beat()
     await rig.beat()
     assert left(rig) == ["s1"] and rig.sharing.slots.is_taken(SlotId("s1"))
-    (facts,) = [facts for what, facts in rig.told if what == "lease_taken"]
+    (facts,) = [facts for what, facts in rig.told if what == "lease_lost"]
     assert facts == {"slot": "s1", "model": "m-s1", "lease": "me/s1", "holders": ["theirs"]}
     await rig.sharing.slots.leave(SlotId("s1"))
     await rig.beat()

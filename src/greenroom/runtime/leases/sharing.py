@@ -238,7 +238,7 @@ class Sharing:
             entered = self.slots.give_up(slot)
             facts = {"slot": slot, "model": entered.ask.name, "lease": entered.id, "holders": names}
             _log.warning("another holder was granted the memory of a model, which leaves", **facts)
-            self._tell("lease_taken", facts)
+            self._tell("lease_lost", facts)
         if taken:
             self._post(MemoryChanged(self._clock(), {}, taken=tuple(taken)))
 
