@@ -53,11 +53,10 @@ class Repeated:
             self._is_stopped, self._task = False, None
 
     async def cancel(self) -> None:
-        """Run no more. What runs is cancelled."""
+        """The same, but what runs is cancelled. Work that ends in spite of that is not repeated either."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
+            await self.stop()
 
     async def _run(self) -> None:
         while True:
