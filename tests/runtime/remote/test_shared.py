@@ -226,7 +226,8 @@ async def test_nothing_of_a_budget_is_spent_while_the_sums_cannot_be_written(tmp
     meter = spending.meter("acme", REMOTE, "large")
     assert meter is not None
     meter.begin(b'{"max_tokens": 1}').settle(0, 1)
-    await spending.close()
+    with pytest.raises(OSError, match="No space left"):
+        await spending.close()
     with pytest.raises(RemoteSpendingUnknown, match=r"cannot be written down.*No space left"):
         meter.begin(b'{"max_tokens": 1}')
     is_full = False
