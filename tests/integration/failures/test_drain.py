@@ -234,7 +234,7 @@ async def test_pinned_model_is_neither_evicted_nor_unloaded_for_being_idle(tmp_p
         for model in ("other", "third", "other"):
             assert (await chat(app, model)).text == f"{model} 1 2 3"
         assert pids(app, "pinned") == before
-        assert (await moved(app, "pinned", "unload")).json()["tier"] == "cold", "an operator may"
+        assert (await moved(app, "pinned", "unload", {"force": True})).json()["tier"] == "cold", "an operator may"
 
 
 async def test_model_that_only_fits_without_a_pinned_one_is_refused_for_good(tmp_path: Path) -> None:

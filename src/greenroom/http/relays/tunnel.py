@@ -40,10 +40,10 @@ class Tunnel(Relay):
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
         """The engine agreed: pass its 101 on, then every byte of both sides."""
-        engine, asked = self.upstream, (self.exchange.head.upgrade or b"").lower().split(b",")
+        engine = self.upstream
         assert engine is not None
         agreed = [header for header in headers if header[0] == b"upgrade"]
-        if len(agreed) != 1 or agreed[0][1].lower() not in [protocol.strip() for protocol in asked]:
+        if len(agreed) != 1 or not _protocols(agreed[0][1]) <= _protocols(self.exchange.head.upgrade or b""):
             engine.lose("switched to another protocol than it was asked for")
             return
         self._engine = engine
@@ -115,3 +115,7 @@ class Tunnel(Relay):
             if engine.get_write_buffer_size():
                 asyncio.get_running_loop().call_later(LAST_BYTES_S, engine.abort)
         self._settle(RelayOutcome.COMPLETE)
+
+
+def _protocols(said: bytes) -> set[bytes]:
+    return {protocol.strip() for protocol in said.lower().split(b",")}
