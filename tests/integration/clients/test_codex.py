@@ -131,7 +131,10 @@ async def codex(home: Path, work: Path, prompt: str) -> str:
         npm = shutil.which("npm")
         assert npm is not None, "Codex is installed by npm; as root: apt-get install nodejs npm"
         await run([npm, "install", "--no-audit", "--no-fund", "--prefix", str(INSTALLED), CODEX], work, {})
-    return await run([program, "exec", *unguarded, prompt], work, {"CODEX_HOME": str(home), "HOME": str(home)})
+    # It may ask only the gateway: all else goes to a proxy that is not there.
+    alone = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    env = {"CODEX_HOME": str(home), "HOME": str(home), **alone}
+    return await run([program, "exec", *unguarded, prompt], work, env)
 
 
 async def run(argv: Sequence[str], folder: Path, env: dict[str, str]) -> str:
