@@ -19,6 +19,8 @@ from greenroom.errors import BodiesFull, GatewayBug
 from greenroom.http.limits import EdgeLimits
 
 READ_BYTES: Final = 64 * 1024
+# Line breaks between numbers must not come into a text. Texts of JSON have none.
+_ON_ONE_LINE: Final = bytes.maketrans(b"\t\n\r", b"   ")
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
@@ -213,7 +215,7 @@ class Spliced:
 
     def put(self, begin: int, end: int, part_begin: int, part_end: int, grown: int) -> None:
         """Put a part of the body in place of these bytes of the outline, behind those before. Where it has grown it
-        goes into a text: its quotes and backslashes are escaped."""
+        goes into a text: its quotes and backslashes are escaped. Line breaks and tabs become spaces."""
         self._places.extend((begin, end, part_begin, part_end, grown))
         self._length += part_end - part_begin + grown - (end - begin)
 
@@ -250,7 +252,7 @@ class Spliced:
             while part_begin < part_end:
                 piece = self._body.between(part_begin, min(part_begin + READ_BYTES, part_end))
                 part_begin += len(piece)
-                yield piece.replace(b"\\", b"\\\\").replace(b'"', b'\\"') if grown else piece
+                yield piece.replace(b"\\", b"\\\\").replace(b'"', b'\\"') if grown else piece.translate(_ON_ONE_LINE)
             done = end
         yield from _cut(outline, done, len(outline))
 

@@ -67,6 +67,14 @@ def test_what_is_put_back_is_what_was_sent(seed: int) -> None:
     assert json.loads(put_back(outline, msgspec.json.encode({"arguments": inner}))["arguments"]) == said["input"]
 
 
+def test_line_breaks_between_numbers_do_not_come_into_texts() -> None:
+    said = {"input": {"path": "a", "rows": list(range(2_000))}}
+    for indent in (None, 1, "\t"):
+        outline = outlined(json.dumps(said, indent=indent).encode())
+        inner = bytes(msgspec.json.decode(outline.text, type=dict[str, msgspec.Raw])["input"]).decode()
+        assert json.loads(put_back(outline, msgspec.json.encode({"arguments": inner}))["arguments"]) == said["input"]
+
+
 def test_beginnings_of_texts_stay() -> None:
     url = "data:image/png;base64," + "A" * 100_000
     outline = outlined(json.dumps({"url": url}).encode())

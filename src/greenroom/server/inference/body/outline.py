@@ -57,9 +57,6 @@ class Outline:
         self._begins, self._ends, self._grown = scan.begins, scan.ends, scan.grown
         self._marks = re.compile(rb"<%b\.([0-9a-f]+)(\\*)/>|%b([0-9]{6})" % (scan.mark, scan.digits))
 
-    def has_marks(self, text: bytes) -> bool:
-        return self._marks.search(text) is not None
-
     def put_back(self, text: bytes) -> bytes | Spliced:
         """JSON with marks as what it stands for. The text of a text has its escapes escaped."""
         spliced, end = Spliced(self._body, text), 0
