@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenroom.errors import BadRequest
+from greenroom.errors import BadRequest, BodiesFull
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.limits import EdgeLimits
 from greenroom.server.inference.body.outline import DENSE_FROM_BYTES, LONG_BYTES, Outline, count_values, outline_of
@@ -87,6 +87,22 @@ def test_an_outline_stays_small_however_many_texts_there_are() -> None:
     outline = outlined(json.dumps(said).encode())
     assert len(outline.text) < DENSE_FROM_BYTES + 400_000
     assert put_back(outline, outline.text) == said
+
+
+def test_outlines_that_are_being_made_count_as_memory() -> None:
+    async def make() -> None:
+        budget = BodyBudget(EdgeLimits(bodies_total_max=3_000_000))
+        bodies = [Body(budget) for _ in range(3)]
+        for body in bodies:
+            body.append(json.dumps({"input": ["x" * 100] * 15_000}).encode())
+        turn = asyncio.Lock()
+        made = await asyncio.gather(*(outline_of(body, 20_000, turn) for body in bodies), return_exceptions=True)
+        assert any(isinstance(one, BodiesFull) for one in made)
+        for body in bodies:
+            body.close()
+        assert budget.memory_bytes == 0
+
+    asyncio.run(make())
 
 
 @pytest.mark.parametrize("unit", [b"{},", b"[],", b'"",', b'{"a":1},', b"true,", b'"a\\"",'])

@@ -99,10 +99,9 @@ class LongBody:
             self._results[key] = error
 
     async def scan(self) -> None:
-        """Make the outline. Raises BadRequest."""
+        """Make the outline. Raises BadRequest and BodiesFull."""
         outline = await outline_of(self._body, self._values_max, self._turn)
         if not outline.text.strip():
             raise BadRequest("The body is empty; send a JSON object that names a model.")
-        # It is held until the request has ended: to read the body once more would take as long as this.
-        self._body.hold(len(outline.text))
+        # It is kept until the request has ended: to read the body once more would take as long as this.
         self._outline = outline
