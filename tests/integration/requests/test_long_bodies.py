@@ -115,6 +115,25 @@ async def test_media_of_long_bodies_are_checked_like_others(tmp_path: Path) -> N
             assert (answer.status, answer.error["code"]) == (400, "media_refused")
 
 
+async def test_urls_of_listed_hosts_are_read_in_any_body(tmp_path: Path) -> None:
+    signed = [f"https://pictures.example/a.png?sig={'a' * length}" for length in (100, 5_000)]
+    # Behind so many turns short texts are taken out, too.
+    turns = [{"role": "user", "content": "so it is, [{ " * 10}] * 10_000
+    turns += [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]} for url in signed]
+    async with gateway(tmp_path, {"alpha": fake("alpha", media_hosts=["pictures.example"])}) as app:
+        answer = await http(app, "POST", CHAT, {"model": "alpha", "messages": turns})
+        assert answer.status == 200, answer.body
+        await at_rest(app)
+
+
+async def test_an_answer_tells_back_what_was_sent_in_a_long_body(tmp_path: Path) -> None:
+    tools = [{"type": "function", "name": "f", "description": CODE[:9_000], "parameters": {"type": "object"}}]
+    told = {"instructions": CODE[:60_000], "tools": tools}
+    async with alpha(tmp_path) as (app, _):
+        answer = await http(app, "POST", "/v1/responses", {"model": "alpha", "input": "[{" * 40_000, **told})
+        assert {name: answer.json()[name] for name in told} == told
+
+
 async def test_a_long_body_that_names_no_model_or_an_unknown_one_is_refused(tmp_path: Path) -> None:
     async with alpha(tmp_path) as (app, _):
         assert (await http(app, "POST", CHAT, {"messages": CODE})).error["param"] == "model"

@@ -123,6 +123,8 @@ def _check_place(name: str, place: str, hosts: Sequence[str]) -> None:
 
 def _refuse(name: str, place: str, host: str | None, hosts: Sequence[str]) -> NoReturn:
     shown = place if len(place) <= _SHOWN_MAX else place[:_SHOWN_MAX] + "…"
-    what = f"{shown!r} is neither data nor an http(s) URL" if host is None else f"it may not be fetched from {host}"
+    what = f"{shown!r} is neither data nor an http(s) URL of at most 8 KiB"
+    if host is not None:
+        what = f"it may not be fetched from {host}"
     listed = f", or name one of {', '.join(hosts)}" if hosts else ""
     raise MediaRefused(f"{name}: {what}. Send it as a data: URL{listed}.", param=name)

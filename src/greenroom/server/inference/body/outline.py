@@ -26,6 +26,8 @@ STEP_BYTES: Final = 32 * 1024
 LONG_BYTES: Final = 4_096
 DENSE_BYTES: Final = 128
 DENSE_FROM_BYTES: Final = 1024 * 1024
+# A URL stays up to this, so that its host can be read.
+URL_BYTES_MAX: Final = 8_192
 # What one value may have in an outline, on average: a text that stays, its name, a mark.
 _VALUE_BYTES: Final = 256
 # Numbers of marks in lists have six digits.
@@ -36,6 +38,8 @@ _STRING: Final = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\\Z)?+)', re.DOT
 _CLOSED: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 # The inside of a text, as far as it is whole.
 _TEXT: Final = re.compile(rb'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
+# A text that is a URL, or may become one.
+_URL: Final = re.compile(rb'"https?:(?:[!#-\[\]-~]|\\/)*+"?+')
 _ESCAPE_BYTES: Final = 6
 # Its beginning, never cut within an escape or a pair of them; of more bytes than one a character may be cut.
 _UNIT: Final = rb'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u....|\\[^u])'
@@ -204,7 +208,7 @@ class _Scan:
         self._texts += len(parts) // 2
         self._keep(b"".join(parts))
         self._at += len(data) - len(rest)
-        if len(rest) > long_bytes:
+        if len(rest) > long_bytes and not _is_url(rest):
             self._begin_text(rest, long_bytes)
         else:
             self._held = rest
@@ -214,6 +218,8 @@ class _Scan:
         self.bytes += len(part)
 
     def _short_text(self, text: bytes, at: int, long_bytes: int) -> bytes:
+        if _is_url(text):
+            return text
         end = _head_end(text, long_bytes)
         if _TEXT.fullmatch(text, end, len(text) - 1) is None:
             raise _no_text()
@@ -261,6 +267,10 @@ class _Scan:
                 kept += [_SPACES.sub(b" ", between[done:begin]), b"%b%06d" % (self.digits, len(self.begins) - 1)]
                 done = end
         return b"".join((*kept, _SPACES.sub(b" ", between[done:])))
+
+
+def _is_url(text: bytes) -> bool:
+    return len(text) <= URL_BYTES_MAX and _URL.fullmatch(text) is not None
 
 
 def _head_end(text: bytes, long_bytes: int) -> int:

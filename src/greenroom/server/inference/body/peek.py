@@ -33,6 +33,8 @@ CLIENT_ID_CHARS_MAX: Final = 128
 NAME_CHARS_MAX: Final = 4_096
 # Such a path with each character escaped.
 _COMPARED_BYTES_MAX: Final = 6 * NAME_CHARS_MAX
+# Of all fields that an answer tells back: instructions and tools.
+_TOLD_BYTES_MAX: Final = 256 * 1024
 # Keys with this prefix are for the gateway. Engines never see them.
 OURS: Final = "x_"
 PRIORITY: Final = "x_priority"
@@ -122,7 +124,7 @@ def peek_long(long: LongBody, meant: Callable[[str | None], str | None] | None =
     """The same of a long body. Also raises Pending."""
     outline = long.outline
     fields = long.done("fields", lambda: fields_of(outline.text))
-    peeked = read_top_level({name: _whole_value(outline, raw) for name, raw in fields.items()}, meant)
+    peeked = read_top_level(_with_whole_values(outline, fields), meant)
     peeked.long = long
     return peeked
 
@@ -155,11 +157,18 @@ def read_top_level(fields: Fields, meant: Callable[[str | None], str | None] | N
     return peeked
 
 
-def _whole_value(outline: Outline, raw: Raw) -> Raw:
-    """A text that the gateway may compare, such as a model's path, is never cut. Prompts are longer."""
-    text = bytes(raw) if len(raw) <= _SMALL_BYTES else b""
-    whole = outline.put_back(text) if text.startswith(b'"') else text
-    return raw if isinstance(whole, bytes) or len(whole) > _COMPARED_BYTES_MAX else Raw(whole.read())
+def _with_whole_values(outline: Outline, fields: Fields) -> Fields:
+    """What the gateway may compare or tell back, such as a model's path or tools, is not cut. Contents are longer."""
+    whole, left = dict(fields), _TOLD_BYTES_MAX
+    for name, raw in fields.items():
+        value = outline.put_back(bytes(raw)) if len(raw) <= _TOLD_BYTES_MAX else b""
+        if isinstance(value, bytes):
+            continue
+        size = len(value)
+        if size <= _COMPARED_BYTES_MAX or (name not in CONTENT and size <= left):
+            whole[name] = Raw(value.read())
+            left -= size
+    return whole
 
 
 def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> bytes:
