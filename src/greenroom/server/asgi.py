@@ -31,6 +31,7 @@ Application = Callable[
 
 _log = get_logger("server")
 
+JOBS_PATH: Final = b"/v1/jobs"
 # The management API takes small JSON only, but for orders of jobs.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 # Values in one body: each may become a mistake that is told. Bodies up to this size cannot have more.
@@ -63,7 +64,8 @@ class AsgiBridge:
 
     async def _run(self, call: _AsgiCall, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
         try:
-            if COUNTED_BYTES < len(exchange.body) <= MANAGEMENT_BODY_MAX:
+            # The values of a job's request are counted when it is read.
+            if len(exchange.body) > COUNTED_BYTES and scope["path"] != JOBS_PATH.decode():
                 await count_values(exchange.body, VALUES_MAX)
             await self._application(scope, call.receive, call.send)
         except BadRequest as error:

@@ -19,7 +19,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
-from greenroom.server.asgi import MANAGEMENT_BODY_MAX, AsgiBridge
+from greenroom.server.asgi import JOBS_PATH, MANAGEMENT_BODY_MAX, AsgiBridge
 from greenroom.server.inference.ask import said_tenant
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import (
@@ -48,7 +48,6 @@ ACTING_GETS: Final = frozenset((b"/unload",))
 METRICS_PATH: Final = b"/metrics"
 
 
-JOBS_PATH: Final = b"/v1/jobs"
 _PICTURE: Final = re.compile(rb"/v1/images/img-[0-9a-f]{32}")
 _QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 

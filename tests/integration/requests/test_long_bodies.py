@@ -186,6 +186,13 @@ async def test_an_order_with_many_values_is_refused_before_it_is_read(tmp_path: 
         assert "10,000 JSON values" in (await answering).error["message"]
 
 
+async def test_an_order_of_a_job_may_have_as_many_values_as_its_request(tmp_path: Path) -> None:
+    order = {"route": "/v1/embeddings", "body": {"model": "alpha", "input": [list(range(50_000))]}}
+    async with alpha(tmp_path) as (app, journal):
+        assert (await http(app, "POST", "/v1/jobs", order)).status == 202
+        await until(lambda: received(journal) == order["body"])
+
+
 async def test_a_body_of_short_chunks_is_taken_in_turns(tmp_path: Path) -> None:
     pad = b"\r\n" * MIB
     asked = pad + b'{"model":"alpha","messages":[{"role":"user","content":"hi"}]}'
