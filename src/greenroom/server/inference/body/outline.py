@@ -28,8 +28,8 @@ DENSE_BYTES: Final = 128
 DENSE_FROM_BYTES: Final = 1024 * 1024
 # A URL stays up to this, so that its host can be read.
 URL_BYTES_MAX: Final = 8_192
-# What one value may have in an outline, on average: a text that stays, its name, a mark.
-_VALUE_BYTES: Final = 256
+# What one value may have in an outline, on average: a text that stays. Some steps take the whole outline at once.
+_VALUE_BYTES: Final = 136
 # Numbers of marks in lists have six digits.
 _NUMBERED_MAX: Final = 1_000_000
 
