@@ -51,6 +51,23 @@ async def test_no_error_ends_it_and_a_row_of_them_is_told_once(error: Exception)
     await repeated.cancel()
 
 
+async def test_a_pause_that_fails_does_not_end_it() -> None:
+    work, failing = Work(), True
+
+    def pause_s() -> float:
+        if failing:
+            raise MemoryError
+        return 0.001
+
+    repeated = Repeated(work.run, "counting", pause_s, work.tell)
+    repeated.start()
+    await asyncio.sleep(0.01)
+    failing = False
+    await until(lambda: work.runs >= 2, "it goes on")
+    assert work.told == ["counting failed and is tried again: "]
+    await repeated.stop()
+
+
 async def test_it_begins_with_a_pause_and_runs_when_woken() -> None:
     work = Work()
     repeated = work.repeated(pause_s=None)

@@ -60,13 +60,15 @@ class Repeated:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s()):
-                    await self._woken.wait()
-            self._woken.clear()
-            if self._is_stopped:
-                return
             try:
+                # The pause needs memory, too: where there is none, others have their turn all the same.
+                await asyncio.sleep(0)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._woken.wait()
+                self._woken.clear()
+                if self._is_stopped:
+                    return
                 await self._work()
                 self._is_failing = False
             except Exception as error:
