@@ -81,3 +81,13 @@ async def test_work_without_memory_is_an_error_of_the_system() -> None:
 
     with pytest.raises(SystemShort, match="Cannot allocate memory"):
         await run_detached(work, "work")
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(), asyncio.CancelledError()])
+async def test_no_error_leaves_the_caller_waiting(error: BaseException) -> None:
+    def work() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"the work ended by {type(error).__name__}"):
+        async with asyncio.timeout(PATIENCE_S):
+            await run_detached(work, "work")

@@ -38,6 +38,8 @@ async def run_detached(
     done: asyncio.Future[Result] = loop.create_future()
 
     begun = threading.Lock()
+    # Made while there is memory for it.
+    short = SystemShort(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     def run() -> None:
         if not begun.acquire(blocking=False):
@@ -45,8 +47,8 @@ async def run_detached(
         try:
             result = work()
         except MemoryError:
-            tell(_fail, done, SystemShort(errno.ENOMEM, os.strerror(errno.ENOMEM)))
-        except Exception as error:
+            tell(_fail, done, short)
+        except BaseException as error:
             tell(_fail, done, error)
         else:
             tell(succeed, result)
@@ -88,6 +90,11 @@ async def run_detached(
         giving_up.cancel()
 
 
-def _fail(done: asyncio.Future[Result], error: Exception) -> None:
-    if not done.done():
+def _fail(done: asyncio.Future[Result], error: BaseException) -> None:
+    if done.done():
+        return
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         done.set_exception(error)
+    else:
+        # A future does not take it, or the loop would end by it.
+        done.set_exception(RuntimeError(f"the work ended by {error!r}"))
