@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -131,6 +132,36 @@ async def test_one_that_was_killed_is_replaced_and_told_everything(gateway: Gate
     lease = await gateway.store.hold(slot("one/s1", 6_000), gateway="one")
     await silent(client(ttl_s=TTL_S))
     assert (await gateway.store.renew_all([(lease.id, lease.token)])) == {lease.id: True}
+
+
+async def test_one_that_cannot_be_started_is_started_later(server: RedisServer) -> None:
+    gateway = Gateway(server.url)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        gateway.store.beat()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    def is_started() -> bool:
+        gateway.store.beat()
+        return bool(renewers())
+
+    await until(is_started, "it runs", every_s=0.1)
+    await gateway.store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["timeout=2", "max_connections=3", "db=0"])
+async def test_it_takes_the_options_of_the_address_that_a_gateway_takes(
+    server: RedisServer, client: Opener, option: str
+) -> None:
+    gateway = Gateway(f"{server.url}?{option}")
+    await gateway.begin()
+    await gateway.store.hold(slot("one/s1", 6_000), gateway="one")
+    await silent(client(ttl_s=TTL_S))
+    assert await claims(client(ttl_s=TTL_S)) == {"one/s1": ("held", 6_000)}
+    await gateway.store.close()
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ class Renewer:
 
         self._failures = (redis.RedisError, OSError)
         timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
-        self._client = redis.Redis.from_url(order["url"], **timeouts)
+        # Of the same kind as the gateway's, whose options the address may have.
+        self._client = redis.Redis.from_pool(redis.BlockingConnectionPool.from_url(order["url"], **timeouts))
         self._script = self._client.register_script(order["script"])
         self._keys, self._frame = order["keys"], order["frame"]
         # By the shortest TTL there was.

@@ -68,16 +68,18 @@ class RenewerProcess:
 
     def _start(self) -> None:
         self._start_at = time.monotonic() + START_EVERY_S
-        ours, its = socket.socketpair()
-        ours.setblocking(False)
+        ours = None
         try:
+            ours, its = socket.socketpair()
             with its:
                 nothing = subprocess.DEVNULL
                 self._process = subprocess.Popen(_COMMAND, stdin=its.fileno(), stdout=nothing, stderr=nothing)
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
             self._note_failure(error.strerror or str(error))
             return
+        ours.setblocking(False)
         self._socket = ours
         self._unsent = bytearray(self._order + b"".join(self._held.values()))
 
