@@ -52,9 +52,11 @@ class NotingStore(BookStore):
     """Notes what was last offered, also if the store does not hear it."""
 
     offered: Mapping[str, int] = {}
+    publishes = 0
 
     async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
         self.offered = devices
+        self.publishes += 1
         return await super().publish(gateway, devices, prices)
 
 
@@ -64,6 +66,7 @@ class Rig:
 
     now: float = 1_000.0
     is_down: bool = False
+    fails: Exception | None = None
     posted: list[Event] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -87,6 +90,8 @@ class Rig:
     async def _asks(self, question: Any) -> bytes:
         if self.is_down:
             raise StoreDown("it cannot be reached")
+        if self.fails is not None:
+            raise self.fails
         said: bytes = question()
         return said
 
@@ -309,6 +314,16 @@ async def test_an_outage_is_told_once_at_its_beginning_and_once_at_its_end(rig: 
         assert [facts["up"] for what, facts in rig.told if what == "lease_store"] == [False, True]
     finally:
         await rig.sharing.close()
+
+
+async def test_beats_that_fail_are_told_once_and_go_on(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    await rig.sharing.open()
+    rig.fails, begun = RuntimeError("can't start new thread"), rig.store.publishes
+    await until(lambda: rig.store.publishes > begun + 2, "beats go on")
+    rig.fails = None
+    await until(lambda: rig.store.publishes > begun + 4, "beats go on")
+    await rig.sharing.close()
+    assert capsys.readouterr().err.count("failed and is tried again") == 1
 
 
 async def test_margin_and_strangers_are_not_offered(rig: Rig) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
+from greenroom.base.repeated import Repeated
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.core.view import SchedulerView
@@ -96,8 +97,8 @@ class Sharing:
         # All leases in the store, as they were last read.
         self.leases: list[Lease] = []
         self._version: int | None = None
-        self._wanted = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._pause_s = BEAT_S
+        self._beating = Repeated(self._beat, "sharing GPUs", lambda: self._pause_s, _log.failed)
 
     @property
     def is_up(self) -> bool:
@@ -115,19 +116,17 @@ class Sharing:
 
     async def open(self) -> None:
         """Make the first beat, then start the heartbeat. A store that is down is logged and tried again."""
-        self._store.beat()
         try:
             async with asyncio.timeout(FIRST_BEAT_MAX_S):
                 await self.beat()
         except (StoreDown, TimeoutError) as error:
             self._went_down(error.message if isinstance(error, StoreDown) else "it does not answer in time")
-        self._task = asyncio.get_running_loop().create_task(self._beats(), name="sharing")
+        self._beating.wake()
+        self._beating.start()
 
     async def close(self) -> None:
         """Release everything, as far as the store answers; the rest expires there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+        await self._beating.cancel()
         self._dead.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_MAX_S):
@@ -138,30 +137,24 @@ class Sharing:
     def hurry(self) -> None:
         """Beat soon: something happened that the store should know, or may answer to."""
         self._version = None
-        self._wanted.set()
+        self._beating.wake()
 
-    async def _beats(self) -> None:
-        while True:
-            self._wanted.clear()
-            self._store.beat()
-            pause_s = BEAT_S
-            try:
-                await self.beat()
-            except StoreDown as error:
-                # After a first failure at once: this process may have stood still, and its leases may be gone.
-                pause_s = 0.0 if self.is_up else RETRY_S * random.uniform(0.5, 1.0)
-                self._went_down(error.message)
-            except Exception as bug:
-                _log.bug("a beat broke", bug)
+    async def _beat(self) -> None:
+        self._pause_s = BEAT_S
+        try:
+            await self.beat()
+        except StoreDown as error:
+            # After a first failure at once: this process may have stood still, and its leases may be gone.
+            self._pause_s = 0.0 if self.is_up else RETRY_S * random.uniform(0.5, 1.0)
+            self._went_down(error.message)
+        finally:
             await asyncio.sleep(GAP_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._wanted.wait()
 
     # --- one beat ---------------------------------------------------------------------------------------------------
 
     async def beat(self) -> None:
         """Tell the store of this gateway, and follow what it answers. Raises StoreDown."""
+        self._store.beat()
         was_down = self.failure is not None
         orders = await self._publish()
         await self.slots.keep_up(at_once=was_down or orders.grace_left_s > 0)
@@ -211,7 +204,7 @@ class Sharing:
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
         if self.slots.look_for(self.leases):
-            self._wanted.set()
+            self._beating.wake()
         # The scheduler has the new leases by now, so that their memory never seems free in between.
         self.room.note(self.leases, made)
 
