@@ -395,3 +395,16 @@ async def test_what_was_not_used_is_taken_off_the_minute_for_which_it_was_counte
         with Redis.from_url(early.url, decode_responses=True) as client:
             key = f"rate_limit:lab:{minute}"
             await until(lambda: client.get(key) == "0", lambda: f"{key} is {client.get(key)}")
+
+
+async def test_a_store_with_a_text_that_cannot_be_read_is_told_once_and_asked_again(redis: RedisServer) -> None:
+    """The client reports that by an error that is none of Redis."""
+    client = aioredis.Redis.from_url(redis.url)
+    await client.set("rate_limit_epoch", b"\xff\xfe")
+    async with gateways(redis, 1) as (one,):
+        await asyncio.sleep(5 * one.store.tick_s)
+        assert one.store.is_down
+        await client.delete("rate_limit_epoch")
+        await until(lambda: not one.store.is_down, "it is used again")
+        assert [why is None for why in one.whys] == [False, True]
+    await client.aclose()

@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from greenroom.base.repeated import Repeated
 from greenroom.errors import store_fault
 from greenroom.tenancy.budgets import MINUTE_S
 from greenroom.tenancy.shared_window import Asked, SharedWindow
@@ -110,9 +111,12 @@ class SharedLimits:
         self._take = self._client.register_script(_TAKE)
         self._windows: weakref.WeakSet[SharedWindow] = weakref.WeakSet()
         self._hungry: set[SharedWindow] = set()
-        self._woken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._asking = Repeated(
+            self._ask_again, "shared limits", self._pause_s, lambda what, error: told(store_fault(error))
+        )
+        self._is_open = False
+        # When all are asked about again: by the loop's clock, as the wall clock may be set back.
+        self._looks_at = 0.0
         self._epoch = ""
         self._gateways = 0
         # Redis' clock minus ours.
@@ -123,7 +127,7 @@ class SharedLimits:
     def window(self, name: str, limit: int) -> SharedWindow:
         made = SharedWindow(self, name, limit)
         self._windows.add(made)
-        if self._task is not None:
+        if self._is_open:
             made.left(self._wall())
             made.lend()
         return made
@@ -133,14 +137,14 @@ class SharedLimits:
         # The store's clock first: it says for which minute permits are taken.
         await self._ask(())
         await self._ask(list(self._windows))
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="shared limits")
+        self._is_open = True
+        self._asking.start()
 
     async def close(self) -> None:
-        self._is_closed = True
-        self._woken.set()
-        if self._task is not None:
-            # Not cancelled: the client may take a cancel for the end of a call, and go on.
-            await asyncio.wait((self._task,), timeout=3 * TIMEOUT_S)
+        if self._is_open:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(3 * TIMEOUT_S):
+                    await self._asking.stop()
             with contextlib.suppress(RedisError, OSError):
                 await self._client.zrem("rate_limit_gateways", self._gateway)
         await self._client.aclose()
@@ -171,28 +175,22 @@ class SharedLimits:
 
     def wake(self, window: SharedWindow) -> None:
         self._hungry.add(window)
-        self._woken.set()
+        if not self.is_down:
+            self._asking.wake()
 
     # --- the task -----------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        # By the loop's clock: the wall clock may be set back.
-        clock, looks_at = asyncio.get_running_loop().time, 0.0
-        while not self._is_closed:
-            if clock() >= looks_at:
-                looks_at = clock() + self.tick_s
-                self._hungry.clear()
-                await self._ask(list(self._windows))
-            elif self._hungry:
-                hungry, self._hungry = list(self._hungry), set()
-                await self._ask(hungry)
-            if self.is_down:
-                await asyncio.sleep(self.tick_s)
-            elif not self._hungry and not self._is_closed:
-                self._woken.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(looks_at):
-                        await self._woken.wait()
+    async def _ask_again(self) -> None:
+        now = asyncio.get_running_loop().time()
+        asked, self._hungry = self._hungry, set()
+        if self.is_down or now >= self._looks_at:
+            self._looks_at = now + self.tick_s
+            asked = set(self._windows)
+        if asked:
+            await self._ask(asked)
+
+    def _pause_s(self) -> float:
+        return self.tick_s if self.is_down else max(0.0, self._looks_at - asyncio.get_running_loop().time())
 
     async def _ask(self, windows: Iterable[SharedWindow]) -> None:
         now = self._wall()
@@ -205,10 +203,11 @@ class SharedLimits:
                 reply = await self._take(
                     args=[self.period_s, self._gateway, self._epoch, json.dumps([needs for _, needs in part])]
                 )
-            except (RedisError, OSError) as error:
+                self._heard(part, reply)
+            except Exception as error:
+                # Not only those of Redis: what another program has written there may be no text.
                 self._lost(part, store_fault(error))
                 return
-            self._heard(part, reply)
 
     def _lost(self, part: list[tuple[SharedWindow, Asked]], why: str) -> None:
         for window, asked in part:
