@@ -248,6 +248,14 @@ def test_what_is_no_file_where_one_is_expected_is_refused(path: Path, name: str,
         StateDir.open(path)
 
 
+def test_a_link_into_nothing_hides_no_other_thing(path: Path) -> None:
+    StateDir.open(path).close()
+    (path / "checked").symlink_to(path / "nothing")
+    os.mkfifo(path / "learned.json")
+    with pytest.raises(errors.ConfigError, match=r"learned\.json is no plain file; move it away"):
+        StateDir.open(path)
+
+
 @pytest.mark.parametrize("name", ["run", "jobs", "pictures", "governance"])
 def test_what_is_no_folder_where_one_is_expected_is_refused(path: Path, name: str) -> None:
     StateDir.open(path).close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -118,15 +117,17 @@ def holds_other_files(path: str | Path) -> bool:
 def of_wrong_kind(path: str | Path) -> str | None:
     """What lies in a state directory where it has a plain file or a folder of its own: opening a pipe would hang."""
     try:
-        for name in sorted(_STATE_NAMES.intersection(os.listdir(path))):
-            mode = os.stat(os.path.join(path, name)).st_mode
-            if name in _STATE_FILES and not stat.S_ISREG(mode):
-                return f"{os.path.join(path, name)} is no plain file; move it away"
-            if name in _STATE_FOLDERS and not stat.S_ISDIR(mode):
-                return f"{os.path.join(path, name)} is no folder; move it away"
+        names = sorted(_STATE_NAMES.intersection(os.listdir(path)))
     except OSError:
         # As above.
-        pass
+        return None
+    # What cannot be looked at, as a link into nothing, hides nothing else.
+    for there in filter(os.path.exists, (os.path.join(path, name) for name in names)):
+        name = os.path.basename(there)
+        if name in _STATE_FILES and not os.path.isfile(there):
+            return f"{there} is no plain file; move it away"
+        if name in _STATE_FOLDERS and not os.path.isdir(there):
+            return f"{there} is no folder; move it away"
     return None
 
 
