@@ -123,7 +123,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip()
         os.close(lock_fd)
-        who = f"the gateway with pid {holder}" if holder else "a gateway that is just starting"
+        who = f"the gateway with pid {holder}" if holder else "another gateway"
         raise errors.StateDirBusy(f"{path} is held by {who}; stop it or choose another state directory") from None
     # The kernel releases the lock when the process ends; the pid in the file is only for messages, and not worth a
     # start on a full disk.
