@@ -39,11 +39,11 @@ class Roots:
     def locate(self, name: str) -> str | None:
         """The file or folder of this name below a root: absolute, or relative to a root (the first that has it).
 
-        None for everything else: what is missing, leads out of all roots, or is neither a plain file nor a folder. The
-        folders of the answer are real; a file keeps its own name, even if it is a link, because the files of a split
-        model and of the hub's cache are told by their names. Never raises. Blocks.
+        None for everything else: what is an address, is missing, leads out of all roots, or is neither a plain file nor
+        a folder. The folders of the answer are real; a file keeps its own name, even if it is a link, because the files
+        of a split model and of the hub's cache are told by their names. Never raises. Blocks.
         """
-        if not name or len(name) > PATH_CHARS_MAX or "\0" in name:
+        if not name or len(name) > PATH_CHARS_MAX or "\0" in name or "://" in name:
             return None
         candidates = (name,) if os.path.isabs(name) else (os.path.join(folder, name) for folder in self.folders)
         return next((found for path in candidates if (found := self._located(path)) is not None), None)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 from greenroom.app import App
+from greenroom.errors import BadRequest
 from tests.harness import fake, gateway
 from tests.harness import tiny as tiny_config
 from tests.integration.governance.test_governance import KEYS, ask, now, with_key
@@ -43,13 +44,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandinHub]
 
 @contextlib.asynccontextmanager
 async def guarding(
-    tmp_path: Path, *guarded: str, operations: tuple[str, ...] = (), models: dict[str, Any] | None = None
+    tmp_path: Path,
+    *guarded: str,
+    operations: tuple[str, ...] = (),
+    models: dict[str, Any] | None = None,
+    library: dict[str, Any] | None = None,
 ) -> AsyncIterator[App]:
     """Two signers are needed for what these patterns fit."""
     (tmp_path / "models").mkdir(exist_ok=True)
     rules = [{"operations": list(operations), "models": list(guarded), "signers_min": 2}]
     governance = with_key(tmp_path, signers=PUBLIC, rules=rules)
-    library = {"roots": [str(tmp_path / "models")], "download": True}
+    library = {"roots": [str(tmp_path / "models")], "download": True, **(library or {})}
     configured = {"m": fake("m"), **(models or {})}
     async with gateway(tmp_path, configured, server={"api_keys": KEYS}, governance=governance, library=library) as app:
         await app.library.looked()
@@ -178,6 +183,20 @@ async def test_going_back_to_weights_is_judged_like_an_update_to_them(hub: Stand
             assert (unknown.status, unknown.error["param"]) == (400, "version")
 
 
+async def test_a_path_that_reads_like_an_address_leads_to_no_weights(hub: StandinHub, tmp_path: Path) -> None:
+    """`x://../vault` is a path where a folder `x:` is, and a download makes one."""
+    for folder in ("vault", "x:"):
+        (tmp_path / "models" / folder).mkdir(parents=True)
+    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
+    shutil.copy(tiny("beta"), tmp_path / "models" / "vault" / "beta.gguf")
+    served = {"served": {**tiny_config(Path(weights)), "versions": {}}}
+    async with guarding(tmp_path, "vault/beta.gguf", models=served) as app:
+        update = {"model_repo_id": "x://../vault/beta.gguf"}
+        taken = await signed(app, "model-update", "served", "/api/v1/models/served/update", update)
+        with pytest.raises(BadRequest, match="no address"):
+            await app.updates.ended(taken.json()["taskId"])
+
+
 async def ended(app: App, answer: Answer) -> Any:
     seen: list[Any] = []
     path = answer.headers["location"]
@@ -227,6 +246,19 @@ async def test_a_download_into_the_folder_of_a_model_is_one_of_that_model(hub: S
                 is_root_for_itself = said == "." and guarded == "vault"
                 answer = await signed(app, "model-download", FREE, DOWNLOAD, body)
                 assert needs_two(answer) or is_root_for_itself, (guarded, said, answer.body)
+
+
+async def test_a_file_without_a_destination_is_judged_like_one_into_the_first_root(
+    hub: StandinHub, tmp_path: Path
+) -> None:
+    (tmp_path / "models").mkdir()
+    shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
+    library = {"hosts": [f"localhost:{hub.port}"]}
+    async with guarding(tmp_path, "alpha.gguf", operations=("model-download",), library=library) as app:
+        url = f"http://localhost:{hub.port}/mmproj-alpha.gguf"
+        for body in ({"url": url, "destination": "."}, {"url": url}, {"model": url}):
+            assert needs_two(await signed(app, "model-download", url, DOWNLOAD, body)), body
+    assert hub.seen == []
 
 
 # --- what is on disk --------------------------------------------------------------------------------------------------

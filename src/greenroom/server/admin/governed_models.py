@@ -131,7 +131,7 @@ class GovernedModels:
         done = [Done("model-download", names, is_repository=fetch.repo is not None)]
         if operation != "model-download":
             done.append(Done(operation, names, is_repository=True))
-        if fetch.destination is not None:
+        if fetch.destination is not None or fetch.repo is None:
             done.append(Done("model-download", await self._names_at(fetch)))
         return done
 
