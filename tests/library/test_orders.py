@@ -168,3 +168,8 @@ def test_a_destination_lies_below_a_root_wherever_links_lead(tmp_path: Path) -> 
     for bad in ("link", "link/x", "..", "../out", "/etc", "new/../../out", f"{root}x"):
         with pytest.raises(BadRequest):
             place(bad)
+    # Where nothing is a model: the marks of what was fetched, locks, and the hub's blobs, which are models elsewhere.
+    (root / "marks").symlink_to(root / ".greenroom")
+    for bad in (".greenroom", "marks", "a/.locks/b", "models--org--name/blobs", "models--org--name"):
+        with pytest.raises(BadRequest, match="hidden, or in the hub's cache"):
+            place(bad)

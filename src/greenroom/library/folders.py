@@ -41,7 +41,7 @@ REST_AFTER_S: Final = 0.02
 _KERNEL: Final = ("/proc", "/sys", "/dev")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 # Folders of the hub's cache: blobs are seen through their links; refs are rewritten in place.
-_HUB: Final = "models--"
+HUB_PREFIX: Final = "models--"
 _BLOBS, _REFS = "blobs", "refs"
 
 
@@ -72,7 +72,7 @@ class SeenFolder:
     @property
     def is_repository(self) -> bool:
         """True for a repository in the layout of the hub's cache."""
-        return self.name.startswith(_HUB) and "snapshots" in self.folders
+        return self.name.startswith(HUB_PREFIX) and "snapshots" in self.folders
 
     def below(self) -> Iterator[SeenFolder]:
         """All folders below it."""
@@ -183,7 +183,7 @@ class FolderTree:
         self.listed += 1
         files: dict[str, SeenFile] = {}
         folders: dict[str, SeenFolder] = {}
-        is_hub = folder.name.startswith(_HUB)
+        is_hub = folder.name.startswith(HUB_PREFIX)
         folder.is_settled = folder.name != _REFS
         with os.scandir(folder.path) as entries:
             for entry in entries:

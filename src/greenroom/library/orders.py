@@ -16,6 +16,7 @@ from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from greenroom.errors import BadRequest, shown
+from greenroom.library.folders import HUB_PREFIX
 from greenroom.library.roots import PATH_CHARS_MAX, Roots, is_below
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
@@ -244,5 +245,10 @@ def place_of(order: DownloadOrder, roots: Roots, cache: str | None) -> FetchPlac
     if root is None:
         raise BadRequest(
             f"{shown(order.destination or folder)} lies below none of the folders for models.", param="destination"
+        )
+    if any(name.startswith((".", HUB_PREFIX)) for name in real.removeprefix(root).split("/")):
+        raise BadRequest(
+            f"{shown(order.destination or folder)} is hidden, or in the hub's cache: no model is looked for there.",
+            param="destination",
         )
     return FetchPlace(folder=real, root=root)
