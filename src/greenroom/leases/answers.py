@@ -122,7 +122,7 @@ def _timed(deadline: Deadline) -> type[http.client.HTTPResponse]:
 
 
 def json_of(content: bytes) -> Any:
-    """Raises ValueError, also for infinite numbers, and for more than one can be nested."""
+    """Raises ValueError, also for NaN and Infinity, and for what is nested too deeply. A 1e999 is read as infinite."""
     try:
         return json.loads(content, parse_constant=_refuse)
     except RecursionError:

@@ -382,6 +382,18 @@ def test_links_do_not_lead_out_of_a_root(hub: StandinHub, tmp_path: Path) -> Non
     assert list(elsewhere.iterdir()) == []
 
 
+def test_a_repository_in_a_folder_passes_for_no_other_one(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
+    """The library tells models of the hub by such folders."""
+    planted = f"models--org--other/snapshots/{'a' * 40}/model.gguf"
+    hub.repos[REPO] = {planted: b"weights", "model.gguf": b"weights"}
+    asked = {"repo": REPO, "folder": str(tmp_path / "f")}
+    assert failed(fetch(hub, tmp_path, **asked)) == "bad_repo"
+    assert not (tmp_path / "f").exists() and hub.sent == 0
+    assert last(fetch(hub, tmp_path, **asked, exclude=["models--*"]))["event"] == "done"
+    # In a snapshot of the cache it is a folder of this repository.
+    assert last(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))["event"] == "done"
+
+
 def test_no_byte_is_asked_for_without_room(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
     hub.listed["model.safetensors"] = {"lfs": {"size": 10**15, "sha256": "0" * 64, "pointerSize": 1}}
     assert failed(fetch(hub, tmp_path, repo=REPO, cache=str(cache))) == "disk_full"

@@ -362,10 +362,10 @@ class OperationTable:
             held = size + sum(map(_weight, whose)) if is_job else 0
             # One is always taken, however large it is.
             if len(whose) >= count_max or (whose and held > bytes_max):
-                what = "jobs" if is_job else "operations"
+                what, option = ("jobs", " (jobs.unfinished_per_key_max)") if is_job else ("operations", "")
                 raise TooManyUnfinished(
                     f"{key or tenant} has {len(whose):,} {what} that have not ended, which is the share of one key or "
-                    "tenant (jobs.unfinished_per_key_max). Wait until some have ended, or cancel them.",
+                    f"tenant{option}. Wait until some have ended, or cancel them.",
                     retry_after_s=RETRY_AFTER_S,
                 )
 

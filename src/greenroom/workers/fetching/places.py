@@ -25,7 +25,8 @@ from .transfer import PIECE_BYTES, RemoteFile, discard_note
 _MARK_CHARS: Final = 16
 _HIDDEN: Final = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?:part|whole|part\.etag)")
 _LOCK: Final = ".greenroom.lock"
-
+# Of a repository in the hub's cache.
+_CACHED: Final = "models--"
 
 # What a folder is that can never be written to, as opposed to a disk that is full.
 _NO_FOLDER: Final = (errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ELOOP)
@@ -69,7 +70,7 @@ class CachePlace:
     def __init__(self, disk: Disk, cache: Path, repo: str, commit: str, revision: str | None) -> None:
         self._disk = disk
         self._cache = cache
-        name = "models--" + repo.replace("/", "--")
+        name = _CACHED + repo.replace("/", "--")
         self._folder = cache / name
         self._locks = cache / ".locks" / name
         self._blobs = self._folder / "blobs"
@@ -140,7 +141,12 @@ class FolderPlace:
         self._root = root
 
     def prepare(self, files: Sequence[RemoteFile]) -> Path:
-        """Raises FetchError if a link leads out of the root or out of the folder, or a folder has a file's name."""
+        """Raises FetchError if a link leads out of the root or out of the folder, a folder has a file's name, or one
+        would pass for a repository in a cache."""
+        cached = (name for file in files for name in file.path.split("/")[:-1] if name.startswith(_CACHED))
+        if name := next(cached, None):
+            why = f"The folder {name} would pass for another repository here: fetch this one without `destination`."
+            raise FetchError("bad_repo", why)
         if self._root is not None and not is_below(self._given, self._root):
             raise _outside(self._given)
         self._disk.make_folder(self._given)
