@@ -228,7 +228,8 @@ def choose(
     """The files to fetch. `quantization` picks GGUF files, to which `include` adds. Raises FetchError if none is."""
     if quantization is not None:
         chosen = _quantized(files, quantization)
-        chosen += [file for file in files if file not in chosen and _matches(file.path, include)]
+        known = set(chosen)
+        chosen += [file for file in files if file not in known and _matches(file.path, include)]
     elif include:
         chosen = [file for file in files if _matches(file.path, include)]
     else:
