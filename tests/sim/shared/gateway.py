@@ -134,8 +134,8 @@ class Gateway:
     def kill(self) -> None:
         """Kill it at once, silently. Its keepers end its engines a moment later."""
         self.is_dead = True
-        if self.sharing._task is not None:
-            self.sharing._task.cancel()
+        if (beating := self.sharing._beating._task) is not None:
+            beating.cancel()
         for want in self.sharing.waiting_models._wants.values():
             want.task.cancel()
         self._end_tasks()
