@@ -221,6 +221,26 @@ def test_the_fields_of_tokenize_are_told_apart() -> None:
             asked(False, **wrong)
 
 
+@pytest.mark.parametrize("translate", [messages_translation, response_translation, chat_translation])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+        {"type": "x", "name": 5, "description": ["a"], "strict": "a", "function": 5, "input_schema": 5},
+        {"type": "x", "tools": ["a"]},
+        {"type": "x", "tools": None},
+    ],
+)
+def test_tools_of_unknown_types_may_hold_anything(translate: Any, odd: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    own = {"name": "f", "parameters": {}, "input_schema": {}, "function": {"name": "f"}}
+    own["type"] = "custom" if translate is messages_translation else "function"
+    said = {"model": "m", "max_tokens": 5, "messages": turns, "input": turns, "tools": [odd, own]}
+    fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in said.items()}
+    tools = msgspec.json.decode(translate(Frame("m", "x", 0), False).request(fields)["tools"])
+    assert [tool["function"]["name"] for tool in tools] == ["f"]
+
+
 @pytest.mark.parametrize(
     ("sent", "number"),
     [

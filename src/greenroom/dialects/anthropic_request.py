@@ -30,7 +30,9 @@ from greenroom.dialects.neutral import (
     expect_choice,
     is_object,
     json_text,
+    of_types,
     read,
+    read_tools,
 )
 from greenroom.errors import BadRequest
 
@@ -68,7 +70,6 @@ class _AnthropicMessage(msgspec.Struct):
 
 class _AnthropicTool(msgspec.Struct):
     name: str
-    type: str | None = None
     description: str | None = None
     input_schema: Raw = NOTHING
     strict: bool | None = None
@@ -98,7 +99,7 @@ _system: Final = msgspec.json.Decoder(_Blocks | None)
 _result_content: Final = msgspec.json.Decoder(_Blocks | None)
 _source: Final = msgspec.json.Decoder(_Source)
 _messages: Final = msgspec.json.Decoder(list[_AnthropicMessage])
-_tools: Final = msgspec.json.Decoder(list[_AnthropicTool] | None)
+_tool: Final = msgspec.json.Decoder(_AnthropicTool)
 _choice: Final = msgspec.json.Decoder(_AnthropicChoice | None)
 _thinking: Final = msgspec.json.Decoder(_Thinking | None)
 _output: Final = msgspec.json.Decoder(_Output | None)
@@ -137,7 +138,7 @@ def _read(fields: Fields) -> Conversation:
     choice, output = read(fields, "tool_choice", _choice), read(fields, "output_config", _output)
     numbers = {name: value for name in _SAMPLING if (value := read(fields, name, _number)) is not None}
     thinking = read(fields, "thinking", _thinking)
-    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
+    tools = tuple(_tools_of(read_tools(fields)))
     chosen = _tool_choice(choice)
     expect_choice(chosen, tools)
     return Conversation(
@@ -180,11 +181,9 @@ def _tool_choice(choice: _AnthropicChoice | None) -> str | NamedChoice | None:
     return _CHOICES[choice.type]
 
 
-def _tools_of(tools: Iterable[_AnthropicTool]) -> Iterator[Tool]:
+def _tools_of(tools: Iterable[Raw]) -> Iterator[Tool]:
     """The caller's own. Those of other types have no schema, and only Anthropic's models know how to call them."""
-    for tool in tools:
-        if tool.type not in (None, "custom"):
-            continue
+    for tool in of_types(tools, (None, "custom"), _tool):
         if not is_object(tool.input_schema):
             raise BadRequest(f"tools: {tool.name} is a tool without an input_schema.", param="tools")
         yield Tool(tool.name, tool.description, tool.input_schema, tool.strict)

@@ -6,6 +6,7 @@ Owns the records alone. What a dialect can say and chat cannot is refused where 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -176,6 +177,26 @@ def decoded(raw: Raw, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
         raise BadRequest(f"{name}: {error}.", param=name) from None
     except RecursionError:
         raise BadRequest(f"{name} is nested too deeply.", param=name) from None
+
+
+class _Typed(msgspec.Struct):
+    type: str | None = None
+
+
+_typed: Final = msgspec.json.Decoder(_Typed)
+_tools: Final = msgspec.json.Decoder(list[Raw] | None)
+
+
+def read_tools(fields: Fields) -> list[Raw]:
+    """The field `tools`. Raises BadRequest."""
+    return read(fields, "tools", _tools) or []
+
+
+def of_types(tools: Iterable[Raw], types: Collection[str | None], decoder: msgspec.json.Decoder[Any]) -> Iterator[Any]:
+    """The tools of these types. What others hold is not read: their fields may be anything. Raises BadRequest."""
+    for raw in tools:
+        if decoded(raw, "tools", _typed).type in types:
+            yield decoded(raw, "tools", decoder)
 
 
 def _has_too_many_objects(raw: bytes) -> bool:

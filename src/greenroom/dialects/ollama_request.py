@@ -28,7 +28,9 @@ from greenroom.dialects.neutral import (
     Turn,
     is_object,
     json_text,
+    of_types,
     read,
+    read_tools,
     refuse_fields,
 )
 from greenroom.errors import BadRequest
@@ -62,7 +64,6 @@ class _OllamaFunction(msgspec.Struct):
 
 class _OllamaTool(msgspec.Struct):
     function: _OllamaFunction | None = None
-    type: str | None = None
 
 
 class _Options(msgspec.Struct):
@@ -81,7 +82,7 @@ class _Options(msgspec.Struct):
 
 
 _messages: Final = msgspec.json.Decoder(list[_OllamaMessage] | None)
-_tools: Final = msgspec.json.Decoder(list[_OllamaTool] | None)
+_tool: Final = msgspec.json.Decoder(_OllamaTool)
 _options: Final = msgspec.json.Decoder(_Options | None)
 _text: Final = msgspec.json.Decoder(str | None)
 _texts: Final = msgspec.json.Decoder(list[str] | None)
@@ -107,7 +108,7 @@ def read_chat(fields: Fields) -> Conversation | None:
     if not messages:
         return None
     _check_pictures(sum(len(message.images or ()) for message in messages), "messages")
-    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
+    tools = tuple(_tools_of(read_tools(fields)))
     return _conversation(fields, tuple(_turns(messages)), tools)
 
 
@@ -212,11 +213,9 @@ def _format(fields: Fields) -> tuple[Raw | None, bool]:
     return None, True
 
 
-def _tools_of(tools: Iterable[_OllamaTool]) -> Iterator[Tool]:
+def _tools_of(tools: Iterable[Raw]) -> Iterator[Tool]:
     """The functions. Tools of other types are left out."""
-    for tool in tools:
-        if tool.type not in (None, "function"):
-            continue
+    for tool in of_types(tools, (None, "function"), _tool):
         if tool.function is None:
             raise BadRequest("tools: a tool has a function with a name.", param="tools")
         schema = tool.function.parameters

@@ -29,7 +29,9 @@ from greenroom.dialects.neutral import (
     decoded,
     expect_choice,
     is_object,
+    of_types,
     read,
+    read_tools,
     refuse_fields,
 )
 from greenroom.errors import BadRequest
@@ -72,7 +74,7 @@ class _ResponsesTool(msgspec.Struct):
     description: str | None = None
     parameters: Raw = NOTHING
     strict: bool | None = None
-    tools: list[_ResponsesTool] = []
+    tools: list[Raw] | None = None
 
 
 class _ResponsesChoice(msgspec.Struct):
@@ -97,7 +99,7 @@ class _Reasoning(msgspec.Struct):
 _input: Final = msgspec.json.Decoder(str | list[_Item])
 _content: Final = msgspec.json.Decoder(str | list[_Content] | None)
 _summary: Final = msgspec.json.Decoder(list[_Content] | None)
-_tools: Final = msgspec.json.Decoder(list[_ResponsesTool] | None)
+_tool: Final = msgspec.json.Decoder(_ResponsesTool)
 _choice: Final = msgspec.json.Decoder(str | _ResponsesChoice | None)
 _text_config: Final = msgspec.json.Decoder(_TextConfig | None)
 _reasoning: Final = msgspec.json.Decoder(_Reasoning | None)
@@ -134,7 +136,7 @@ def read_response(fields: Fields) -> Conversation:
     before = (Turn("system", (Text(instructions),)),) if instructions else ()
     schema, any_json = _format(fields)
     effort = read(fields, "reasoning", _reasoning)
-    tools = tuple(_tools_of(read(fields, "tools", _tools) or ()))
+    tools = tuple(_tools_of(read_tools(fields)))
     choice = _tool_choice(read(fields, "tool_choice", _choice))
     expect_choice(choice, tools)
     return Conversation(
@@ -177,12 +179,12 @@ def _tool_choice(choice: str | _ResponsesChoice | None) -> str | NamedChoice | N
     raise BadRequest("tool_choice is auto, none, required, or a function with a name.", param="tool_choice")
 
 
-def _tools_of(tools: Iterable[_ResponsesTool], group: str | None = None) -> Iterator[Tool]:
+def _tools_of(tools: Iterable[Raw], group: str | None = None) -> Iterator[Tool]:
     """The functions, those in namespaces too. Other types belong to OpenAI's own servers and models, or are unknown."""
-    for tool in tools:
-        if tool.type == "namespace" and group is None:
-            yield from _tools_of(tool.tools, tool.name)
-        elif tool.type == "function":
+    for tool in of_types(tools, ("function",) if group is not None else ("function", "namespace"), _tool):
+        if tool.type == "namespace":
+            yield from _tools_of(tool.tools or (), tool.name)
+        else:
             if tool.name is None:
                 raise BadRequest("tools: a function has a name.", param="tools")
             schema = tool.parameters if is_object(tool.parameters) else Raw(b'{"type":"object"}')
