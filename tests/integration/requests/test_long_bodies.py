@@ -118,7 +118,7 @@ async def test_media_of_long_bodies_are_checked_like_others(tmp_path: Path) -> N
 async def test_urls_of_listed_hosts_are_read_in_any_body(tmp_path: Path) -> None:
     signed = [f"https://pictures.example/a.png?sig={'a' * length}" for length in (100, 5_000)]
     # Behind so many turns short texts are taken out, too.
-    turns = [{"role": "user", "content": "so it is, [{ " * 10}] * 10_000
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "so it is, [{ " * 10}] * 10_000
     turns += [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]} for url in signed]
     async with gateway(tmp_path, {"alpha": fake("alpha", media_hosts=["pictures.example"])}) as app:
         answer = await http(app, "POST", CHAT, {"model": "alpha", "messages": turns})
