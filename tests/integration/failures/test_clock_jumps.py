@@ -81,7 +81,7 @@ def test_a_clock_that_jumps_during_an_answer_makes_it_no_longer(
         monkeypatch.setenv(name, value)
     began = time.monotonic()
     with gateway_process(tmp_path, {"m": fake("m")}) as gate, ThreadPoolExecutor() as pool:
-        body = {"model": "m", "messages": [], "tokens": 4, "token_s": 0.5}
+        body = asking("m", tokens=4, token_s=0.5)
         answer = pool.submit(call, gate.url, "/v1/chat/completions", body)
         job = call(gate.url, "/v1/jobs", {"route": "/v1/chat/completions", "body": body})[1]["id"]
         until_now(lambda: shown(gate.url, f"/v1/jobs/{job}")["status"] == "running", "the job runs")

@@ -181,7 +181,7 @@ def told(gate: GatewayProcess) -> list[str]:
     """Warnings and errors that no caller has asked for: loads that were ordered in vain are told to those that did."""
     entries = [json.loads(line) for line in gate.lines() if line.startswith("{")]
     return [
-        f"{entry['area']}: {entry['event']} {entry.get('error')} {entry.get('traceback', '')}"
+        f"{entry['area']}: {entry['event']} {entry.get('id', '')} {entry.get('error')} {entry.get('traceback', '')}"
         for entry in entries
         if entry["level"] in ("warning", "error") and entry["area"] != "moves"
     ]

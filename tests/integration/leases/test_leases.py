@@ -161,7 +161,7 @@ async def test_a_gateway_that_is_killed_knows_its_leases_when_it_is_back(tmp_pat
     config = write_config(tmp_path, models, server={"port": free_port()})
     gate = GatewayProcess(tmp_path, config)
     try:
-        await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/unload", {})
+        await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/unload", {"force": True})
         with trainer(gate.url, 8_000) as training, trainer(gate.url, 1_000) as doomed:
             said = await training.says()
             assert (await doomed.says())[0] == "holds"
