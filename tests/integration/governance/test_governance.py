@@ -161,9 +161,14 @@ async def test_tokens_permit_operations_on_every_route(app: App, tmp_path: Path)
     assert await done("model-unload", None, "POST", "/api/v1/leases", {"mib": 1, "wait_s": 1}) == 201
     assert await done("model-unload", "m", "POST", "/api/v1/models/m/load") == 403
     assert verify(tmp_path / "state" / "governance" / "audit.jsonl").problem is None
-    await until(lambda: audited(tmp_path)[-1]["event"] == "refused", "all is written")
-    statuses = [line["status"] for line in audited(tmp_path) if line["event"] == "answered"]
-    assert statuses == [202, 200, 200, 200, 200, 200, 422, 200, 404, 404, 400, 201]
+    statuses = [202, 200, 200, 200, 200, 200, 422, 200, 404, 404, 400, 201]
+
+    def answered() -> list[int]:
+        return [line["status"] for line in audited(tmp_path) if line["event"] == "answered"]
+
+    # The last answer may be written down after the refusal that came behind it.
+    await until(lambda: len(answered()) == len(statuses), "all is written")
+    assert answered() == statuses
 
 
 @pytest.mark.parametrize(
