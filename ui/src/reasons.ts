@@ -184,6 +184,8 @@ export function because(one: Decision): string {
       return "the green room needed its memory";
     case "held":
       return "its next version needs its memory";
+    case "lease_lost":
+      return "its lease had ended, and its memory was granted to another holder";
     case "new_revision":
       return "its configuration changed";
     case "new_version":
