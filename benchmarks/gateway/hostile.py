@@ -106,6 +106,8 @@ def json_cases() -> Iterator[Case]:
         times(USER + "[", b'{"type":"image_url","image_url":{"url":"data:,"}},', end, 19_000),
     )
     yield Case("texts of 600", chat, said(USER + "[", b'{"type":"text","text":"%b"},' % (b"x" * 4000), end, size=LARGE))
+    escapes = rb'{"type":"text","text":"%b"},' % (rb"\n" * 170)
+    yield Case("texts of escapes at the limit", chat, times(USER + "[", escapes, end, 31_000))
     yield Case("turns at the limit", chat, times('"messages":[', TURN, LAST_TURN, 33_000))
     yield Case(
         "of a task",

@@ -32,6 +32,7 @@ _UUID: Final = "uuid"
 
 
 _messages: Final = msgspec.json.Decoder(list[dict[str, Raw]])
+_list: Final = msgspec.json.Decoder(list[Raw])
 
 
 def check_media(fields: Fields, hosts: Sequence[str]) -> None:
@@ -40,7 +41,8 @@ def check_media(fields: Fields, hosts: Sequence[str]) -> None:
         raw = fields.get(name)
         if raw is not None and holds_parts(name, raw):
             for content in _contents(raw) if name == MESSAGES else (raw,):
-                _walk(_decoded(content), hosts)
+                for item in _items(content):
+                    _walk(_decoded(item), hosts)
 
 
 def is_upload(content_type: bytes | None) -> bool:
@@ -72,6 +74,14 @@ def _contents(messages: Raw) -> list[Raw]:
     except msgspec.ValidationError:
         return [messages]
     return [raw for raw in found if bytes(raw)[:1] == b"["]
+
+
+def _items(content: Raw) -> list[Raw]:
+    """What a list holds, or what is no list. Each is decoded by itself, so that no single call takes long."""
+    try:
+        return _list.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return [content]
 
 
 def _decoded(raw: bytes | Raw) -> Any:
