@@ -59,10 +59,13 @@ OUR_ERROR = {"message", "type", "code", "param", "details"}
 NAMES = ("alpha", "beta", "usual", "one.gguf", "two.gguf")
 HELLO = [{"role": "user", "content": "hi"}]
 LIKELY: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO},
-    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
-    "/v1/messages/count_tokens": {"messages": HELLO},
-    "/v1/responses": {"input": "hi"},
+    "/v1/chat/completions": {"model": "alpha", "messages": HELLO},
+    "/v1/completions": {"model": "alpha", "prompt": "hi"},
+    "/v1/embeddings": {"model": "alpha", "input": "hi"},
+    "/v1/rerank": {"model": "alpha", "query": "hi", "documents": ["a", "b"]},
+    "/v1/messages": {"model": "alpha", "messages": HELLO, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"model": "alpha", "messages": HELLO},
+    "/v1/responses": {"model": "alpha", "input": "hi"},
     "/v1/jobs": {"route": "/v1/embeddings", "body": {"model": "alpha", "input": "hi"}},
     "/v1/models/download": {"model": "org/name"},
     "/v1/models/load": {"modelId": "one.gguf"},
