@@ -227,11 +227,18 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("value", ["1e999", "NaN", "[1]", '{"x": "y"}', '"x"', "[" * 100_000])
-@pytest.mark.parametrize("field", RIGHT)
+WRONG = ("1e999", "NaN", "[1]", '{"x": "y"}', "[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (field, value)
+        for field, right in RIGHT.items()
+        for value in (WRONG if isinstance(right, str) else (*WRONG, '"x"'))
+    ],
+)
 async def test_a_field_of_another_type_is_that_of_no_gateway(field: str, value: str) -> None:
-    if value == '"x"' and isinstance(RIGHT[field], str):
-        pytest.skip("it is of this type")
     told = json.dumps({"leases": [{**RIGHT, field: "@"}]}).replace('"@"', value)
     await test_an_answer_that_makes_no_sense_is_that_of_no_gateway(told.encode())
 
