@@ -248,6 +248,12 @@ def test_what_is_no_file_where_one_is_expected_is_refused(path: Path, name: str,
         StateDir.open(path)
 
 
+def test_a_link_that_leads_to_itself_is_refused(path: Path) -> None:
+    path.symlink_to(path)
+    with pytest.raises(errors.ConfigError, match=r"state_dir: .* cannot be used"):
+        StateDir.open(path)
+
+
 def test_a_link_into_nothing_hides_no_other_thing(path: Path) -> None:
     StateDir.open(path).close()
     (path / "checked").symlink_to(path / "nothing")

@@ -42,7 +42,11 @@ class StateDir:
 
         Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other things.
         """
-        whole = Path(path).expanduser().resolve()
+        try:
+            whole = Path(path).expanduser().resolve()
+        except RuntimeError as error:
+            # A link that leads to itself, or a home that is not known.
+            raise errors.ConfigError(f"state_dir: {path} cannot be used: {error}.") from error
         if holds_other_files(whole):
             raise errors.ConfigError(f"{whole} {OTHER_FILES}")
         if (wrong := of_wrong_kind(whole)) is not None:

@@ -14,7 +14,7 @@ from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.record import learned as module
-from greenroom.runtime.record.learned import FILE_NAME, LearnedTimes
+from greenroom.runtime.record.learned import FILE_NAME, LearnedTimes, known_loads_s
 from tests.full_disk import full_disk
 from tests.waiting import until
 
@@ -153,3 +153,8 @@ async def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     # Once there is room again, it is written.
     await times.close()
     assert times_in(tmp_path).recall([A]) == core.times
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    assert known_loads_s(tmp_path, {}) == {}

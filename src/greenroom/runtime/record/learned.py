@@ -16,6 +16,7 @@ from typing import Any
 
 from greenroom.base.repeated import Repeated
 from greenroom.config.diff import NEW_SLOT_KEYS
+from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
@@ -150,8 +151,7 @@ def _rounded(seconds: float) -> float:
 def _read(path: Path) -> dict[ModelId, RememberedTimes]:
     """The times of an earlier run; none, with a warning, if they cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return _parsed(file.read(FILE_BYTES_MAX))
+        return _parsed(read_plain(path, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

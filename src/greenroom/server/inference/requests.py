@@ -78,7 +78,7 @@ class Inference:
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
-        if route.form or _is_long(exchange.body):
+        if route.form or self._is_long(exchange.body):
             self._begin_long(exchange, route, caller)
             return
         request_id = self.ids.next()
@@ -98,7 +98,7 @@ class Inference:
         """A form, or any body however long it is. Other requests are served meanwhile."""
         if route.form:
             return await self._reader.read_form(exchange, route, caller, self.settings)
-        long = self.long_body(exchange.body) if _is_long(exchange.body) else None
+        long = self.long_body(exchange.body) if self._is_long(exchange.body) else None
         is_resolved = False
         while True:
             # Not the exception itself, which would hold this frame, and this frame it.
@@ -143,6 +143,9 @@ class Inference:
             # If the client has left, its body cannot be read any more, and there is no one to answer.
             if not exchange.gone:
                 self._refuse(exchange, error, request_id, caller)
+
+    def _is_long(self, body: Body) -> bool:
+        return len(body) > SHORT_BYTES and not is_plain(body, self.settings.json_values_max)
 
     def long_body(self, body: Body) -> LongBody:
         """For a body above SHORT_BYTES."""
@@ -292,10 +295,6 @@ class Inference:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
-
-
-def _is_long(body: Body) -> bool:
-    return len(body) > SHORT_BYTES and not is_plain(body)
 
 
 def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable[None]]:

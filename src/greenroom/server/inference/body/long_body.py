@@ -24,12 +24,12 @@ FEW_SEPARATORS: Final = 6_000
 Result = TypeVar("Result")
 
 
-def is_plain(body: Body) -> bool:
+def is_plain(body: Body, values_max: int) -> bool:
     """True for a body in memory that has few values: it can be read at once, though it is above SHORT_BYTES."""
     if body.is_spooled:
         return False
     text = body.read()
-    return text.count(b",") + text.count(b"[") + text.count(b"{") <= FEW_SEPARATORS
+    return text.count(b",") + text.count(b"[") + text.count(b"{") <= min(FEW_SEPARATORS, values_max)
 
 
 class Pending(Exception):
