@@ -219,8 +219,9 @@ class Gateways:
         self._redis.go_on()
 
     async def _slow_redis(self) -> None:
+        """A renewal takes a quarter of a TTL, there and back: a busy machine adds to it what it likes."""
         for proxy in self.proxies.values():
-            proxy.delay_s = self._random.uniform(0.1, 0.4)
+            proxy.delay_s = self._random.uniform(0.1, 0.25)
         await asyncio.sleep(self._longer())
         for proxy in self.proxies.values():
             proxy.flow()
