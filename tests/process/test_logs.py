@@ -15,6 +15,8 @@ from greenroom.process.logs import (
     SharedLog,
     StartLog,
     Subscription,
+    last_line,
+    telling_line,
 )
 from tests.waiting import PATIENCE_S
 
@@ -179,3 +181,77 @@ def test_lines_of_a_shared_log_go_to_every_listener_whole() -> None:
     shared.flush()
     assert one.tail(5) == ["own", "half a line", "last"] and two.tail(5) == ["half a line", "last"]
     assert shared.tail(5) == ["before", "half a line", "last"]
+
+
+# --- the line that tells why ----------------------------------------------------------------------------------------
+
+CORE = "(EngineCore_DP0 pid=71) ERROR 11-02 10:00:01 [core.py:842] "
+SERVER = "(APIServer pid=70) "
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        pytest.param(
+            [
+                "0.00.004.818 I srv    load_model: loading model 'm.gguf'",
+                "0.00.004.930 E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'",
+                "0.00.005.019 E llama_model_load: error loading model: llama_model_loader: failed to load model from m",
+                "0.00.005.351 E srv          init: exiting due to model loading error",
+            ],
+            "gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'",
+            id="llama.cpp, no GGUF",
+        ),
+        pytest.param(
+            [
+                "llama_model_load: error loading model: unknown model architecture: 'zlama'",
+                "llama_model_load_from_file_impl: failed to load model",
+                "main: exiting due to model loading error",
+            ],
+            "error loading model: unknown model architecture: 'zlama'",
+            id="llama.cpp, an architecture",
+        ),
+        pytest.param(
+            ["0.1 W warns of much", "0.2 E clip_init: no vision in mmproj.gguf", "0.3 E srv load_model: failed"],
+            "clip_init: no vision in mmproj.gguf",
+            id="llama.cpp, any error",
+        ),
+        pytest.param(
+            [
+                f"{CORE}EngineCore failed to start.",
+                f"{CORE}Traceback (most recent call last):",
+                f'{CORE}    raise ValueError("No memory for {{blocks}}")',
+                f"{CORE}ValueError: No memory for 7 blocks.",
+                f"{SERVER}Traceback (most recent call last):",
+                f"{SERVER}RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            "ValueError: No memory for 7 blocks.",
+            id="vLLM, the core",
+        ),
+        pytest.param(
+            [
+                f"{SERVER}pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                f"{SERVER}  Value error, Architectures ['X'] are not supported. [type=value_error, input_value=1]",
+            ],
+            "Architectures ['X'] are not supported.",
+            id="vLLM, the configuration",
+        ),
+        pytest.param(
+            ["api_server.py: error: unrecognized arguments: --bogus"], "unrecognized arguments: --bogus", id="argparse"
+        ),
+        pytest.param(
+            ["Traceback", "\x1b[31mtorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\x1b[0m", "OSError: later"],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+            id="colours",
+        ),
+        pytest.param(["loading", "GET /health 503", "an Error of nobody"], None, id="nothing"),
+        pytest.param(["error: " + "x" * 1000], "x" * 299 + "…", id="long"),
+    ],
+)
+def test_the_line_that_tells_why_an_engine_failed_is_its_cause(lines: list[str], told: str | None) -> None:
+    assert telling_line(lines) == told
+
+
+def test_the_last_line_is_the_last_with_anything_in_it() -> None:
+    assert last_line(["loading", "it is not here", " ", "\x1b[0m"]) == "it is not here"
+    assert last_line([]) is None

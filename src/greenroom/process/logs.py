@@ -1,14 +1,16 @@
 """The output of an engine: its last lines, and a live view of the next ones.
 
-Owns the bytes an engine writes, in bounded memory. A ring belongs to a model and outlives the processes that write to
-it. Never blocks a writer: a slow reader loses lines and learns how many.
+Owns the bytes an engine writes, in bounded memory, and which of its lines tells why it failed. A ring belongs to a
+model and outlives the processes that write to it. Never blocks a writer: a slow reader loses lines and learns how many.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 LINES_MAX = 2000
 BYTES_MAX = 512 * 1024
@@ -182,3 +184,48 @@ class Subscription:
 
 def _text(line: bytes) -> str:
     return line.decode("utf-8", "replace")
+
+
+# --- the line that tells why ----------------------------------------------------------------------------------------
+
+TELLING_CHARS_MAX: Final = 300
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+# What vLLM puts before each line: `(EngineCore_0 pid=7) ERROR 05-23 09:31:47 [core.py:396] `.
+_LOGGED: Final = r"^(?:\([^)]*\) ?)?(?:[A-Z]+ [\d-]+ [\d:.,]+ \[[^\]]+\] ?)?"
+# The surest first. Of lines of one kind the first counts: what follows a cause is its consequences and the clean-up.
+_TELLING: Final = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # llama.cpp, where the reader of the file says more than `failed to load model from FILE` after it.
+        r"(gguf_init_from_\w+: .+)",
+        r"(error loading model: .+)",
+        # ggml, CUDA and C++.
+        r"((?:CUDA|ROCm|HIP) error: .+)",
+        r"(GGML_ASSERT\(.+)",
+        r"^\s*what\(\): +(.+)",
+        # Python: what pydantic found wrong in a configuration, which stands below the name of its exception; any other.
+        rf"{_LOGGED}\s+Value error, (.+?)(?: \[type=.*)?$",
+        rf"{_LOGGED}((?:\w+\.)*\w*(?:Error|Exception): .+)",
+        # Command lines, loaders of libraries and shells; the error level of llama.cpp.
+        r"\b(error while loading shared libraries: .+)",
+        r"(?:^|: )(?:error|Error|ERROR|fatal|FATAL): (.+)",
+        r"^[\d.]+ E (.+)",
+    )
+)
+
+
+def telling_line(lines: Sequence[str]) -> str | None:
+    """What an engine says of why it failed, in one line of bounded length; None if no line looks like that."""
+    plain = [_COLOUR.sub("", line).rstrip() for line in lines]
+    found = (found for pattern in _TELLING for line in plain if (found := pattern.search(line)))
+    telling = next(found, None)
+    return None if telling is None else shortened(telling[1])
+
+
+def last_line(lines: Sequence[str]) -> str | None:
+    """The last line with anything in it, where none tells more."""
+    return next((shortened(text) for line in reversed(lines) if (text := _COLOUR.sub("", line).strip())), None)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= TELLING_CHARS_MAX else f"{text[: TELLING_CHARS_MAX - 1]}…"

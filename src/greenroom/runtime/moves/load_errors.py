@@ -14,7 +14,7 @@ from typing import Final
 from greenroom.core.events import Event, SlotsLost
 from greenroom.core.model import ModelId, Move, SlotId, Tier
 from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, UnusableModel
-from greenroom.process.logs import START_LINES_MAX
+from greenroom.process.logs import START_LINES_MAX, telling_line
 from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
@@ -27,6 +27,13 @@ from greenroom.runtime.workers.worker import Worker
 
 # Lines of the process that go with the error.
 LAST_LINES: Final = 20
+
+
+def failed(said: str, why: str, reason: str | None, lines: Sequence[str]) -> LoadFailed:
+    """The engine's own reason comes first where it is known, for operators; the last lines go along."""
+    public = f"{said}: {why}."
+    message = public if reason is None else f"{said}: {reason.rstrip('.')}; {why}."
+    return LoadFailed(message, public=public, details="\n".join(lines[-LAST_LINES:]) or None)
 
 
 class LoadErrors(dict[ModelId, GreenroomError]):
@@ -51,8 +58,8 @@ class LoadErrors(dict[ModelId, GreenroomError]):
         if self._catalog.revision(entry.id, entry.spec.revision) is None or self._is_going(slot):
             # The model was changed or removed, or the slot was told to leave: its end is no error.
             return
-        said = f"{entry.id} was lost: its {program} ended ({exit})."
-        self.keep(entry.id, LoadFailed(said, public=said, details="\n".join(lines) or None))
+        said, why = f"{entry.id} was lost", f"its {program} ended ({exit})"
+        self.keep(entry.id, failed(said, why, telling_line(lines), lines))
 
 
 class LostSlots:
@@ -171,9 +178,8 @@ class HostedErrors:
 
     def worker_ended(self, move: Move, entry: Entry, worker: Worker, kills_before: int) -> LoadFailed:
         """The error of a load during which the worker ended."""
-        details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
         lines = worker.lines_of(move.slot, START_LINES_MAX)
         if complaint := evidence_of_no_memory(worker.child, lines, kills_before):
-            return self._shortage(move, entry, complaint, details)
-        said = f"{entry.id} could not be loaded: its worker ended ({worker.child.exit})."
-        return LoadFailed(said, public=said, details=details or None)
+            return self._shortage(move, entry, complaint, "\n".join(lines[-LAST_LINES:]))
+        said, why = f"{entry.id} could not be loaded", f"its worker ended ({worker.child.exit})"
+        return failed(said, why, telling_line(lines), lines)

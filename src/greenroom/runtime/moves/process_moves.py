@@ -17,7 +17,7 @@ from greenroom.core.model import Claim, Move, SlotId, Tier
 from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
-from greenroom.process.logs import START_LINES_MAX, StartLog
+from greenroom.process.logs import START_LINES_MAX, StartLog, last_line, telling_line
 from greenroom.process.proc import PortRange, is_ours, listener_pids, oom_kills
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
@@ -25,7 +25,7 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission, ModelRoots
-from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory
+from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory, failed
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.standstill import running_timeout
@@ -305,8 +305,12 @@ def _address(place: LaunchPlace) -> EngineAddress:
 
 
 def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
-    said = f"{entry.id} could not be loaded: {why}."
-    return LoadFailed(said, public=said, details="\n".join(child.log.tail(LAST_LINES)))
+    lines = child.log.tail(START_LINES_MAX)
+    reason = telling_line(lines)
+    if reason is None and child.exit is not None and child.exit.code:
+        # A program that gave up says last why; one that was killed does not.
+        reason = last_line(lines)
+    return failed(f"{entry.id} could not be loaded", why, reason, lines)
 
 
 # Of an answer. Those of control calls have some bytes.

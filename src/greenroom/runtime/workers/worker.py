@@ -14,7 +14,7 @@ from typing import Final
 from greenroom.core.model import SlotId
 from greenroom.engines.base import HostedEngine, HostKey
 from greenroom.errors import LoadFailed
-from greenroom.process.logs import LogRing, SharedLog
+from greenroom.process.logs import START_LINES_MAX, LogRing, SharedLog, telling_line
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.standstill import running_timeout
@@ -190,6 +190,8 @@ def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
     said = why or f"it was not ready after {START_MAX_S:g} s"
     if exit is not None:
         said = f"it ended while it started ({exit})"
+    if reason := telling_line(worker.log.tail(START_LINES_MAX)):
+        said = f"{reason.rstrip('.')}; {said}"
     details = "\n".join(worker.log.tail(LAST_LINES))
     return LoadFailed(f"the worker could not be started: {said}", details=details or None)
 
