@@ -57,9 +57,9 @@ def _depths(config: Config) -> dict[TenantId, int]:
 
 
 def _depth(limits: TenantLimits | None, config: Config) -> int:
-    """How many requests of a tenant may wait. By default half, so that no single tenant fills the queue."""
+    """How many requests of a tenant may wait: by default as many as may wait at all."""
     if limits is None or limits.queue_depth_max is None:
-        return max(1, config.scheduler.queue_depth_max // 2)
+        return config.scheduler.queue_depth_max
     return limits.queue_depth_max
 
 

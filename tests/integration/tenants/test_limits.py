@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import Counter
@@ -401,3 +402,33 @@ async def test_two_gateways_that_share_a_store_admit_the_limit_together(
             )
             redis.kill()
             assert (await chat(one, "m", headers=by("other"))).status == 200
+
+
+async def test_one_tenant_may_fill_the_queue_and_every_figure_of_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_QUEUE_DEPTH", "16")
+    monkeypatch.setenv("DEFAULT_RATE_LIMIT", "100req/min")
+    slow = fake("m", "--tokens", "600", "--token-s", "0.1", concurrency=1)
+    async with gateway(tmp_path, {"m": slow}, server={"metrics_aliases": "runner-api"}) as app:
+        view = app.loop.scheduler.view
+
+        def waiting() -> int:
+            return view.waitlist.depth
+
+        async with contextlib.AsyncExitStack() as raws:
+            for number in range(17):
+                raw = await raws.enter_async_context(await Raw.open(app))
+                raw.ask(asking("m"))
+                # The first one is answered, once its model is there.
+                await until(
+                    lambda now=number: waiting() == now and view.avg_wait_s is not None, "its turn or its place"
+                )
+            full = await chat(app, "m")
+            assert (full.status, full.error["code"], full.error["queueDepth"]) == (503, "queue_full", 16)
+            health, told = await http(app, "GET", "/health"), await http(app, "GET", "/v1/capabilities")
+            assert (health.status, health.json()["queueDepth"]) == (503, 16)
+            queue = told.json()["queue"]
+            assert (queue["depth"], queue["maxDepth"], told.json()["health"]) == (16, 16, "saturated")
+            assert queue["avgWaitMs"] == full.error["avgWaitMs"] > 0
+            assert "\nvllm_queue_depth 16.0\n" in (await http(app, "GET", "/metrics")).body.decode()

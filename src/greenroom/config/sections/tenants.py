@@ -35,8 +35,8 @@ class TenantLimits(RateLimits):
     """What a tenant may use, over all of its keys."""
 
     queue_depth_max: Count | None = None
-    """Its requests that may wait at once, one more is answered 503 queue_full; half of scheduler.queue_depth_max when
-    not given."""
+    """Its requests that may wait at once, one more is answered 503 queue_full; scheduler.queue_depth_max when not
+    given."""
 
 
 class LimitStore(Section):

@@ -81,9 +81,10 @@ class Resources(View):
 class QueueCapacity(View):
     depth: int
     maxDepth: int  # noqa: N815
-    avgWaitMs: float | None  # noqa: N815
-    """Of the last 512 requests; null before the first."""
-    p95WaitMs: float | None  # noqa: N815
+    avgWaitMs: int | None  # noqa: N815
+    """Of all requests, the latest counting most; null before the first."""
+    p95WaitMs: int | None  # noqa: N815
+    """Of the last 512 requests that have ended; null before the first."""
 
 
 class Abilities(View):
@@ -220,8 +221,9 @@ class CapabilityRoutes:
 
     def _queue(self) -> QueueCapacity:
         state, waits = self._gateway.loop.scheduler.view, sorted(self._gateway.metrics.waits_s)
-        mean = round(1000 * sum(waits) / len(waits), 1) if waits else None
-        p95 = round(1000 * waits[math.ceil(0.95 * len(waits)) - 1], 1) if waits else None
+        # The same mean as in the error of a full queue.
+        mean = None if state.avg_wait_s is None else round(1000 * state.avg_wait_s)
+        p95 = round(1000 * waits[math.ceil(0.95 * len(waits)) - 1]) if waits else None
         return QueueCapacity(
             depth=state.waitlist.depth, maxDepth=state.limits.queue_depth_max, avgWaitMs=mean, p95WaitMs=p95
         )
