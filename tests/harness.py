@@ -135,12 +135,18 @@ def left_behind(folder: Path) -> list[orphans.OwnedProcess]:
 
 
 class GatewayProcess:
-    """A gateway as its users run it: `greenroom serve` in a process of its own, or of the program `inside`."""
+    """A gateway as its users run it: `greenroom serve` in a process of its own, or of the program `inside`.
 
-    def __init__(self, folder: Path, config: Path, inside: Sequence[str] = ()) -> None:
+    Without a configuration the environment says everything.
+    """
+
+    def __init__(self, folder: Path, config: Path | None, inside: Sequence[str] = ()) -> None:
         self.folder = folder
         self.log = folder / "gateway.log"
-        command = [*inside, sys.executable, "-m", "greenroom", "serve", "--config", str(config)]
+        command = [*inside, sys.executable, "-m", "greenroom", "serve"]
+        command += (
+            ["--port", "0", "--state-dir", str(folder / "state")] if config is None else ["--config", str(config)]
+        )
         with self.log.open("ab") as log:
             self._offset = log.tell()
             self.process = subprocess.Popen(

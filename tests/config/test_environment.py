@@ -102,6 +102,42 @@ def test_what_vllm_gets_fills_only_what_its_models_leave_open(loads: Loads) -> N
     assert said == [(64, 0.5, False), (8, None, True), (Model.model_fields["ctx_size"].default, None, True)]
 
 
+@pytest.mark.parametrize(
+    ("repo_id", "name", "engine"),
+    [
+        ("org/chat-7b", "org/chat-7b", "transformers"),
+        ("org/chat-7b-GGUF:Q4_K_M", "org/chat-7b-GGUF:Q4_K_M", "llamacpp"),
+        ("tiny-1.gguf", "tiny-1.gguf", "llamacpp"),
+        ("/srv/models/chat-7b", "srv/models/chat-7b", "transformers"),
+    ],
+)
+def test_model_repo_id_makes_a_model_under_version_control(loads: Loads, repo_id: str, name: str, engine: str) -> None:
+    environ = {"MODEL_REPO_ID": repo_id, "HOME": "/nobody"}
+    for config in (load(None, environ).config, loads("server: {port: 1}", environ)):
+        ((found, model),) = config.models.items()
+        assert (found, model.engine, model.path) == (name, engine, None)
+        assert model.versions is not None and model.versions.repo_id == repo_id
+        # It has to be fetched to somewhere.
+        (root,) = environment.with_cache(config, environ).roots
+        assert root.endswith("/huggingface/hub")
+        elsewhere = config.model_copy(update={"model_roots": ("/srv",)})
+        assert environment.with_cache(elsewhere, environ).roots == ("/srv",)
+
+
+def test_model_repo_id_meets_what_the_file_says_of_its_model_or_of_another_one(loads: Loads) -> None:
+    model = loads("models: {org/a: {engine: vllm}}", {"MODEL_REPO_ID": "org/a"}).models["org/a"]
+    assert (model.engine, model.versions and model.versions.repo_id) == ("vllm", "org/a")
+    # One that the file has under version control is the one that is meant: two would have to be named.
+    own = "models: {q: {engine: llamacpp, versions: {repo_id: org/b}}}"
+    config = loads(own, {"MODEL_REPO_ID": "org/a"})
+    assert list(config.models) == ["q"] and environment.with_cache(config, {"MODEL_REPO_ID": "org/a"}).roots == ()
+
+
+def test_model_repo_id_that_can_be_no_id_is_told_by_its_name(complaints: Complaints) -> None:
+    (told,) = complaints("server: {port: 1}", {"MODEL_REPO_ID": "../a"})
+    assert told.startswith("the environment variable MODEL_REPO_ID (models.") and ".." in told
+
+
 def test_rows_of_many_names_put_the_rest_of_the_name_into_the_key() -> None:
     table = (Variable("DEFAULT", "a.default.b", "…"), Variable("EACH_*", "a.*.b", "…", int))
     said = environment.said({"DEFAULT": "1", "EACH_default": "2", "EACH_x.y": "3"}, table)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from greenroom.config.hub import hub_folder
 from greenroom.config.reader import Problem, Value, Where
 from greenroom.config.schema import Config
 from greenroom.config.sections.tenants import requests_per_minute
@@ -82,6 +83,12 @@ TABLE: Final[tuple[Variable, ...]] = (
     Variable("HF_HUB_CACHE", "library.roots", "The same folder, named itself; wins over HF_HOME.", adds=True),
     Variable("TRANSFORMERS_CACHE", "library.roots", "The same where neither of them is set.", adds=True),
     Variable(
+        "MODEL_REPO_ID",
+        "",
+        "A repository of the hub, or a path below the folders of models: the first version of a model of this id. Not "
+        "read where the file has a model with `versions`.",
+    ),
+    Variable(
         "HF_TOKEN", "", "Opens private repositories of the hub to downloads; engines never see it.", is_secret=True
     ),
     Variable(
@@ -150,8 +157,10 @@ class Said:
 
     def over(self, tree: dict[str, Value]) -> dict[str, Value]:
         """The tree of a file, with these values instead of its own. Keeps what is no mapping: it is reported."""
+        has_versioned = _has_versioned(tree)
         for where, value in self.values.items():
-            tree = _put(tree, where, value)
+            if not (has_versioned and where[0] == "models"):
+                tree = _put(tree, where, value)
         return tree
 
     def named(self, problem: Problem) -> str | None:
@@ -179,7 +188,23 @@ def said(environ: Mapping[str, str], table: tuple[Variable, ...] = TABLE) -> Sai
                 found.values[where] = row.read(environ[name].strip())
             except ValueError as error:
                 found.problems.append(Problem(where, str(error)))
+    if (model := _versioned_name(environ)) is not None:
+        where = ("models", model, "versions", "repo_id")
+        found.values[where], found.names[where] = environ[MODEL_REPO_ID].strip(), MODEL_REPO_ID
+        found.rests[where[:2]] = MODEL_REPO_ID
     return found
+
+
+def _versioned_name(environ: Mapping[str, str]) -> str | None:
+    """The id of the model that MODEL_REPO_ID makes; None if it is not set."""
+    repo_id = environ.get(MODEL_REPO_ID, "").strip()
+    return (repo_id.strip("/") or repo_id) if repo_id else None
+
+
+def _has_versioned(tree: Mapping[str, Value]) -> bool:
+    models = tree.get("models")
+    said = models.values() if isinstance(models, dict) else ()
+    return any(isinstance(model, dict) and model.get("versions") is not None for model in said)
 
 
 def _put(tree: dict[str, Value], where: Where, value: Value) -> dict[str, Value]:
@@ -193,6 +218,7 @@ def _put(tree: dict[str, Value], where: Where, value: Value) -> dict[str, Value]
 # --- folders --------------------------------------------------------------------------------------------------------
 
 MODEL_BASE_PATH: Final = "MODEL_BASE_PATH"
+MODEL_REPO_ID: Final = "MODEL_REPO_ID"
 # Where the hub's cache is, if one of them is set; the first one counts. HF_HOME has it in a folder.
 _CACHES: Final = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub"), ("TRANSFORMERS_CACHE", ""))
 
@@ -224,6 +250,14 @@ def with_folders(config: Config, environ: Mapping[str, str], *, is_file: bool = 
         shelves = (*shelves, cache)
     known = dict.fromkeys(root for root in shelves if root not in config.model_roots)
     return config.model_copy(update={"library": library.model_copy(update={"roots": tuple(known)})})
+
+
+def with_cache(config: Config, environ: Mapping[str, str]) -> Config:
+    """The same with the hub's cache, named or not, if the model of MODEL_REPO_ID could be fetched to nowhere else."""
+    if config.roots or _versioned_name(environ) not in config.models:
+        return config
+    cache = hub_cache(environ) or os.path.dirname(hub_folder("", environ))
+    return config.model_copy(update={"library": config.library.model_copy(update={"roots": (cache,)})})
 
 
 # --- showing --------------------------------------------------------------------------------------------------------

@@ -269,7 +269,8 @@ def _hidden_by_ids(config: Config) -> Iterator[str]:
         for said in (name, *model.aliases):
             hidden = next((path for root in config.roots if os.path.exists(path := os.path.join(root, said))), None)
             own = None if model.path is None else os.path.realpath(model.path)
-            if hidden is not None and os.path.realpath(hidden) != own:
+            is_first = model.versions is not None and model.versions.repo_id == said
+            if hidden is not None and os.path.realpath(hidden) != own and not is_first:
                 yield f"models.{name}: {said} is also the name of {hidden}, which needs its whole path"
 
 

@@ -83,6 +83,29 @@ async def test_the_first_version_and_the_next_are_fetched_and_the_last_but_one_d
         assert files("bravo") and files("charlie")
 
 
+def test_the_variable_alone_makes_a_model_under_version_control(
+    hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/alpha-GGUF"] = {"model.gguf": tiny_file("alpha").read_bytes()}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MODEL_REPO_ID", "org/alpha-GGUF")
+    gate = GatewayProcess(tmp_path, None)
+    try:
+        until_now(lambda: call(gate, "GET", "/status")[2]["model_version"] == 1, gate.log.read_text)
+        told = call(gate, "GET", "/status")[2]
+        assert (told["model"], told["model_repo_id"]) == ("org/alpha-GGUF", "org/alpha-GGUF")
+        status, headers, answer = call(gate, "POST", "/generate", {"prompt": "hi", "max_tokens": 8})
+        assert (status, headers["x-model-version"]) == (200, "1")
+        assert answer["choices"][0]["text"].split()[0] == "alpha"
+        assert (tmp_path / ".cache/huggingface/hub/models--org--alpha-GGUF").is_dir()
+        done = call(gate, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})[2]
+        assert (done["model_version"], done["model_repo_id"]) == (2, "org/bravo")
+    finally:
+        gate.stop()
+        assert gate.nothing_left()
+
+
 async def test_a_repository_that_is_not_there_changes_nothing(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, models(), **options(tmp_path)) as app:
         await has_first_version(app)

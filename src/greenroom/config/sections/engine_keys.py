@@ -74,11 +74,21 @@ def inferred_engine(model: Mapping[str, object]) -> str | None:
         return "remote"
     if cmd is not None and path is None:
         return "command"
+    if path is None:
+        path = _path_like(model.get("versions"))
     if cmd is None and isinstance(path, str) and path:
         if path.lower().endswith(".gguf"):
             return "llamacpp"
         return _ENGINE_OF_CATEGORY.get(str(model.get("category")), "transformers")
     return None
+
+
+def _path_like(versions: object) -> str | None:
+    """The repository that a first version is fetched from, as a path that tells its engine in the same way."""
+    repo_id = versions.get("repo_id") if isinstance(versions, Mapping) else None
+    if not isinstance(repo_id, str):
+        return None
+    return f"{repo_id}.gguf" if ":" in repo_id or repo_id.lower().endswith("gguf") else repo_id
 
 
 def unknown_engine(engine: str) -> Problem | None:

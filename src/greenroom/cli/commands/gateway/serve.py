@@ -167,7 +167,9 @@ class Overrides:
         }
         config = config.model_copy(update=_said(top))
         # Beside a folder of models the hub's cache is one too, whatever names that folder.
-        return environment.with_folders(config, os.environ) if self.roots else config
+        if self.roots:
+            config = environment.with_folders(config, os.environ)
+        return environment.with_cache(config, os.environ)
 
 
 def add_override_options(parser: argparse.ArgumentParser, *, has_port: bool = True) -> None:
