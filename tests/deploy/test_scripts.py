@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from greenroom import __version__
+from greenroom.engines.estimates.gguf_header import read_header
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until_now
 
@@ -24,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 # Two gateways start at once, perhaps beside other tests.
 START_S = 150.0
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -92,20 +98,45 @@ def test_deploy_refuses_an_overlay_that_is_not_there(tools: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "passed"),
     [
-        ([], "--models models"),
-        (["--log-level", "debug"], "--models models --log-level debug"),
         (["--config", "greenroom.yaml"], "--config greenroom.yaml"),
         (["-c", "greenroom.yaml"], "-c greenroom.yaml"),
         (["--models=elsewhere"], "--models=elsewhere"),
     ],
 )
-def test_run_local_serves_the_folder_models_unless_told_what_to_serve(
-    tmp_path: Path, words: list[str], passed: str
-) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "GREENROOM_CONFIG"} | {"GREENROOM": "echo"}
-    script = [SCRIPTS / "run_local.sh", *words]
-    said = subprocess.run(script, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
-    assert said == f"replicas 2 --first-port 8001 --state-dir .greenroom {passed}\n"
+def test_run_local_serves_what_it_is_told_to(tmp_path: Path, words: list[str], passed: str) -> None:
+    assert printed(tmp_path, *words) == f"replicas 2 --first-port 8001 --state-dir .greenroom {passed}\n"
+
+
+@pytest.mark.parametrize("named", ["MODEL_REPO_ID", "GREENROOM_CONFIG", "greenroom.yaml"])
+def test_run_local_makes_no_model_where_one_is_named(tmp_path: Path, named: str) -> None:
+    if named.islower():
+        (tmp_path / named).touch()
+    assert printed(tmp_path, **{} if named.islower() else {named: "org/name"}).startswith("replicas 2 ")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["hf_home"]
+
+
+def test_run_local_makes_two_tiny_models_and_says_what_to_ask_them_as_the_guide_shows(tmp_path: Path) -> None:
+    said = printed(tmp_path, "--log-level", "debug")
+    told, passed = said.rsplit("\n\n", 1)
+    assert passed == "replicas 2 --first-port 8001 --state-dir .greenroom --models models --log-level debug\n"
+    assert f"```text\n{told}\n```\n" in (ROOT / "docs" / "deploying.md").read_text()
+    made = sorted((tmp_path / "models").glob("*.gguf"))
+    assert [read_header(path).name for path in made] == ["tiny-1", "tiny-2"]
+    before = [path.stat().st_mtime_ns for path in made]
+    assert printed(tmp_path, "--log-level", "debug") == said
+    assert [path.stat().st_mtime_ns for path in made] == before
+
+
+def printed(folder: Path, *words: str, **environ: str) -> str:
+    """What run_local.sh prints in this folder, with a stand-in that prints how greenroom would be called."""
+    script, env = [SCRIPTS / "run_local.sh", *words], {**bare(folder), "GREENROOM": "echo", **environ}
+    return subprocess.run(script, cwd=folder, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def bare(folder: Path) -> dict[str, str]:
+    """The environment of somebody who has set nothing, with an empty home, and greenroom on the path."""
+    (folder / "home").mkdir(exist_ok=True)
+    return {"HOME": str(folder / "home"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def answers(port: int) -> bool:
@@ -120,10 +151,12 @@ def answers(port: int) -> bool:
 @contextlib.contextmanager
 def local_replicas(folder: Path, first: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """run_local.sh in this folder, and its log. Ended by SIGTERM: after SIGKILL its replicas would go on."""
-    log = folder / "log"
-    env = {**os.environ, "FIRST_PORT": str(first), "GREENROOM": str(Path(sys.executable).with_name("greenroom"))}
+    log, env = folder / "log", {**bare(folder), "FIRST_PORT": str(first)}
     with log.open("wb") as out:
-        script = subprocess.Popen([SCRIPTS / "run_local.sh"], cwd=folder, env=env, stdout=out, stderr=out)
+        # A group of its own, as a shell gives to what it runs: Ctrl-C reaches all of it.
+        script = subprocess.Popen(
+            [SCRIPTS / "run_local.sh"], cwd=folder, env=env, stdout=out, stderr=out, process_group=0
+        )
     try:
         yield script, log
     finally:
@@ -131,19 +164,60 @@ def local_replicas(folder: Path, first: int) -> Iterator[tuple[subprocess.Popen[
         script.wait(START_S)
 
 
+def generated(port: int) -> tuple[int, str]:
+    """The version that answers a prompt, and what it says. Raises what urllib does for a failure."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", b'{"prompt": "Hello"}', JSON)
+    with urllib.request.urlopen(request, timeout=START_S) as answer:
+        return int(answer.headers["X-Model-Version"]), json.load(answer)["choices"][0]["text"]
+
+
+def typed(command: str) -> list[dict[str, Any]]:
+    """The JSON answers to a command of what the script prints."""
+    said = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True, timeout=START_S).stdout
+    return [json.loads(one) for one in re.split(r"(?<=})(?={)", said)]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines that name this folder: of replicas, and of engines below them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [one for one in found if str(folder) in one]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_run_local_serves_two_replicas_and_ends_both(tmp_path: Path, number: signal.Signals) -> None:
-    first = free_port(2)
-    with local_replicas(tmp_path, first) as (script, log):
-        for port in (first, first + 1):
+@pytest.mark.parametrize("ended_by", ["ctrl-c", "sigterm"])
+def test_run_local_does_as_it_prints_and_updates_both_without_a_failed_answer(tmp_path: Path, ended_by: str) -> None:
+    ports = [first := free_port(2), first + 1]
+    with local_replicas(tmp_path, first) as (script, log), ThreadPoolExecutor(2) as threads:
+        for port in ports:
             until_now(lambda port=port: answers(port) or script.poll() is not None, log.read_text, START_S)
         assert script.poll() is None, log.read_text()
-        assert sorted(path.name for path in (tmp_path / ".greenroom").iterdir()) == ["replica-1", "replica-2"]
-        script.send_signal(number)
+        status, generate, update = re.findall(r"^(for port .*?done)$", log.read_text(), re.MULTILINE | re.DOTALL)
+        assert [(one["model_version"], one["model_repo_id"]) for one in typed(status)] == 2 * [(1, "tiny-1.gguf")]
+        assert [one["choices"][0]["text"] for one in typed(generate)] == 2 * [" tiny-1 says hello"]
+
+        ending = threading.Event()
+        ask = lambda port: [generated(port) for _ in iter(ending.is_set, True)]  # noqa: E731
+        asking = [threads.submit(ask, port) for port in ports]
+        try:
+            assert [one["model_version"] for one in typed(update)] == [2, 2]
+            assert [generated(port) for port in ports] == 2 * [(2, " tiny-2 says hello")]
+        finally:
+            ending.set()
+        for one in asking:
+            assert sorted(set(one.result(START_S))) == [(1, " tiny-1 says hello"), (2, " tiny-2 says hello")]
+        assert [(one["model_version"], one["model_repo_id"]) for one in typed(status)] == 2 * [(2, "tiny-2.gguf")]
+
+        assert len(processes_of(tmp_path)) >= 4
+        if ended_by == "ctrl-c":
+            os.killpg(script.pid, signal.SIGINT)
+        else:
+            script.terminate()
         assert script.wait(START_S) == 0, log.read_text()
-        assert not answers(first) and not answers(first + 1)
+        assert not any(map(answers, ports)) and not processes_of(tmp_path)
         # One signal each: a second one would have cut answers off.
         assert log.read_text().count("shutting down") == 2
 
