@@ -395,5 +395,5 @@ class App:
 
 
 def _refuse_open_door(config: Config) -> None:
-    if problem := open_door(config.server):
+    if problem := open_door(config):
         raise ConfigError(problem)

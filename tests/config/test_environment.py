@@ -22,6 +22,9 @@ FILE = "server: {port: 1, wait_max_s: 7}\nmodels: {q: {path: q.gguf}}\n"
     [
         ("PORT", "9000", "server.port", 9000),
         ("HOST", "::1", "server.host", "::1"),
+        ("ALLOWED_HOSTS", "runner, runner.example.org,", "server.allowed_hosts", ("runner", "runner.example.org")),
+        ("METRICS_ALIASES", "Runner-API", "server.metrics_aliases", "runner-api"),
+        ("ENABLE_DOWNLOADS", "true", "library.download", True),
         ("ENABLE_METRICS", "false", "server.metrics", False),
         ("METRICS_PORT", "9090", "server.metrics_port", 9090),
         ("MAX_QUEUE_DEPTH", "16", "scheduler.queue_depth_max", 16),

@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.config.loader import load
 from greenroom.config.problems import open_door, problems
-from greenroom.config.schema import Server
+from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 from greenroom.process.state_dir import StateDir
 
@@ -166,16 +166,19 @@ def test_gpus_chosen_behind_the_planners_back_are_told(loads: Loads) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "a.localhost"])
 def test_loopback_needs_no_keys(host: str) -> None:
-    assert open_door(Server(host=host)) is None
+    assert open_door(Config(server=Server(host=host))) is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
 def test_other_addresses_need_keys_or_an_explicit_word(loads: Loads, host: str) -> None:
-    assert (open_door(Server(host=host)) or "").startswith(f"server.host: {host} can be reached by others")
-    assert open_door(Server(host=host, insecure=True)) is None
+    refused = open_door(Config(server=Server(host=host)))
+    assert (refused or "").startswith(f"server.host: {host} can be reached by others")
+    assert open_door(Config(server=Server(host=host, insecure=True))) is None
     keyed = loads(f"server: {{host: '{host}', api_keys: [{{name: a, key: b, admin: true}}]}}\n")
-    assert open_door(keyed.server) is None
+    assert open_door(keyed) is None
     assert problems(keyed) == []
+    (told,) = problems(signed := loads(f"server: {{host: '{host}'}}\ngovernance: {{key_path: /k}}\n"))
+    assert open_door(signed) is None and "who may ask models without a key" in told
     assert len(problems(loads(f"server: {{host: '{host}'}}\n"))) == 1
 
 

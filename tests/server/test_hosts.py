@@ -70,6 +70,31 @@ def test_listening_everywhere_answers_any_address_but_no_unknown_name() -> None:
             rule.check(b"rebound.example", None)
 
 
+def test_listening_everywhere_answers_programs_by_a_name_without_a_dot() -> None:
+    rule = HostRule(["0.0.0.0", "model.lan"])
+    for host in (b"safebox-model-llm:8080", b"model_llm", b"inference."):
+        rule.check(host, None)
+    for host in (b"", b"safebox-model-llm.evil.example:8080", b"a:b:8080"):
+        with pytest.raises(HostNotAllowed):
+            rule.check(host, None)
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "10.1.2.3"])
+def test_listening_on_one_address_answers_no_unknown_name(bound: str) -> None:
+    with pytest.raises(HostNotAllowed):
+        HostRule([bound]).check(b"safebox-model-llm:8080", None)
+
+
+def test_a_page_by_a_name_without_a_dot_needs_that_name_to_be_listed() -> None:
+    """Whoever says what names mean in a network could rebind one."""
+    page = (b"safebox-model-llm:8080", b"http://safebox-model-llm:8080")
+    with pytest.raises(HostNotAllowed, match="allowed_origins"):
+        HostRule(["0.0.0.0"]).check(*page)
+    with pytest.raises(HostNotAllowed):
+        HostRule(["0.0.0.0"]).check_referer(page[0], page[1] + b"/ui/")
+    HostRule(["0.0.0.0", "safebox-model-llm"]).check(*page)
+
+
 def test_star_answers_every_host_but_not_every_origin() -> None:
     rule = HostRule(["*"])
     rule.check(b"anything.example", None)

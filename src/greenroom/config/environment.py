@@ -55,6 +55,10 @@ def _lower(text: str) -> str:
     return text.lower()
 
 
+def _names(text: str) -> Value:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _level(text: str) -> str:
     return {"warn": "warning"}.get(text.lower(), text.lower())
 
@@ -69,8 +73,15 @@ def _seconds_of_ms(text: str) -> Value:
 TABLE: Final[tuple[Variable, ...]] = (
     Variable("HOST", "server.host", "Address to listen on."),
     Variable("PORT", "server.port", "Port to listen on."),
+    Variable(
+        "ALLOWED_HOSTS",
+        "server.allowed_hosts",
+        "Names by which callers reach the gateway, separated by commas.",
+        _names,
+    ),
     Variable("ENABLE_METRICS", "server.metrics", "Whether /metrics is served."),
     Variable("METRICS_PORT", "server.metrics_port", "A second port, for /metrics and the health checks alone."),
+    Variable("METRICS_ALIASES", "server.metrics_aliases", "runner-api: the runner API's series, too.", _lower),
     Variable("MAX_QUEUE_DEPTH", "scheduler.queue_depth_max", "Requests that may wait at once."),
     Variable(
         "QUEUE_TIMEOUT_MS",
@@ -82,6 +93,7 @@ TABLE: Final[tuple[Variable, ...]] = (
     Variable("HF_HOME", "library.roots", "Its folder `hub` is added beside other folders of models.", adds=True),
     Variable("HF_HUB_CACHE", "library.roots", "The same folder, named itself; wins over HF_HOME.", adds=True),
     Variable("TRANSFORMERS_CACHE", "library.roots", "The same where neither of them is set.", adds=True),
+    Variable("ENABLE_DOWNLOADS", "library.download", "Whether a load by hub id fetches what is not on disk."),
     Variable(
         "MODEL_REPO_ID",
         "",

@@ -37,7 +37,8 @@ def problems(config: Config) -> list[str]:
     found += _kept_out(config)
     found += _unwritable_recordings(config.server)
     found += _unusable_state_dir(config.state_dir)
-    found += [text] if (text := open_door(config.server)) else []
+    found += [text] if (text := open_door(config)) else []
+    found += _door_of_tokens(config)
     found += _no_admin(config.server)
     found += _one_port_twice(config.server)
     found += quorum_warnings(config.governance)
@@ -140,14 +141,27 @@ def known_state_id(file: Path) -> str | None:
     return known if _STATE_ID.fullmatch(known) else None
 
 
-def open_door(server: Server) -> str | None:
-    """Why this address is not served: other machines can reach it and no key is required. None if it is safe."""
-    if server.has_keys or server.insecure or _is_loopback(server.host):
+def is_reachable_without_keys(server: Server) -> bool:
+    """True if other machines can reach the address, no key is required, and nothing says that this is meant."""
+    return not (server.has_keys or server.insecure or _is_loopback(server.host))
+
+
+def open_door(config: Config) -> str | None:
+    """Why this address is not served: others can reach it, and need neither a key nor tokens. None if it is safe."""
+    if config.governance.is_on or not is_reachable_without_keys(config.server):
         return None
     return (
-        f"server.host: {server.host} can be reached by others, so it is not served there; "
-        "give server.api_keys or server.key_file, or server.insecure: true"
+        f"server.host: {config.server.host} can be reached by others, so it is not served there; "
+        "give server.api_keys or server.key_file, sign operations (governance), or say server.insecure: true"
     )
+
+
+def _door_of_tokens(config: Config) -> Iterator[str]:
+    if config.governance.is_on and is_reachable_without_keys(config.server):
+        yield (
+            f"server.host: {config.server.host} can be reached by others, who may ask models without a key and load "
+            "and unload them with tokens; status, logs and leases are closed to all until there are server.api_keys"
+        )
 
 
 def _no_admin(server: Server) -> Iterator[str]:

@@ -32,7 +32,7 @@ from greenroom.server.inference.routes import (
     has_one_path,
 )
 from greenroom.server.ui import files as ui
-from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
+from greenroom.tenancy.keys import ANYONE, BY_TOKENS, Caller, Keys, Permission, presented_key
 from greenroom.tenancy.limits import Limiter
 
 # Open without a key, for load balancers and orchestrators.
@@ -74,6 +74,8 @@ class FrontDoor:
         self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
+        # What callers may do where no key is needed.
+        self.unkeyed = ANYONE
         # Whether the dashboard is served (server.ui).
         self.serves_ui = False
         # None while nothing is limited.
@@ -171,10 +173,13 @@ class FrontDoor:
     def _authorise(self, head: Head, route: Route | None, said: dict[bytes, bytes]) -> None:
         if not self.keys.enabled:
             head.note = ANYONE
-            return
+            if self.unkeyed is ANYONE:
+                return
         if route is None and (head.path in OPEN_PATHS or is_picture(head.path) or self._is_ui(head)):
             return
-        head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        caller = self.unkeyed
+        if self.keys.enabled:
+            head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
         if caller.routes is not None:
             expect_route(caller, head.path if route is not None or is_upstream else routed_path(head))
@@ -221,6 +226,8 @@ def is_picture(path: bytes) -> bool:
 
 
 def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
+    if caller is BY_TOKENS:
+        return NotAllowed("Without a key this server answers models and signed operations alone. Give it server.api_keys.")
     if needed is Permission.LEASE:
         return NotAllowed(f"The key {caller.name} may not take leases. Use a key with `leases: true` or `admin: true`.")
     verb = "" if needed is Permission.MANAGE else f"`verbs: [{needed.value}]` or "
@@ -262,10 +269,11 @@ class HostRule:
     Pages may call that come from the very host and port that they call, and those of the origins given. Other ports
     of loopback may be pages of other users of the machine. `public_url` adds its host and its origin: a proxy in front
     may send the gateway's own address as Host.
-    When we listen on every address (0.0.0.0 or ::) any literal address is allowed: rebinding needs a name.
+    When we listen on every address (0.0.0.0 or ::) any literal address is allowed: rebinding needs a name. So is a name
+    without a dot, such as a container's: in public DNS there is none. But a page's own name must be one of those given.
     """
 
-    __slots__ = ("_any_address", "_any_host", "_any_origin", "_hosts", "_origins", "_remembered")
+    __slots__ = ("_any_host", "_any_origin", "_everywhere", "_hosts", "_origins", "_remembered")
 
     def __init__(
         self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, public_url: str | None = None
@@ -278,7 +286,7 @@ class HostRule:
             origins = [*origins, f"{scheme}://{authority}"]
         self._any_host = ANY in names
         self._hosts = frozenset(_canonical(name) for name in names if name != ANY)
-        self._any_address = bool(self._hosts & {"0.0.0.0", "::"})
+        self._everywhere = bool(self._hosts & {"0.0.0.0", "::"})
         self._origins = frozenset(_canonical_origin(origin.strip()) for origin in origins)
         self._any_origin = ANY in self._origins
         self._remembered: set[tuple[bytes | None, bytes | None]] = set()
@@ -315,16 +323,20 @@ class HostRule:
             self.refuse_page()
 
     def _allows_host(self, name: str) -> bool:
+        return self._names(name) or (self._everywhere and name != "" and "." not in name)
+
+    def _names(self, name: str) -> bool:
+        """True if a page of this name is our own."""
         if self._any_host or name in self._hosts or _is_loopback(name):
             return True
-        return self._any_address and _is_address(name)
+        return self._everywhere and _is_address(name)
 
     def _allows_origin(self, origin: bytes, host: bytes | None) -> bool:
         text = _canonical_origin(origin.decode("latin-1"))
         if self._any_origin or text in self._origins:
             return True
         scheme, _, authority = text.partition("://")
-        if host is None or scheme not in _PORTS:
+        if host is None or scheme not in _PORTS or not self._names(_host_name(host)):
             return False
         # A proxy may have taken https from it: the scheme tells only which port is left out.
         page, port = authority.encode("latin-1"), _PORTS[scheme]

@@ -91,6 +91,16 @@ class Caller:
 STRANGER: Final = Caller(name="", tenant=TenantId(""), priority_max=PRIORITY_MIN, admin=False, models=ModelScope(()))
 # Without keys, every caller that can reach the address is trusted.
 ANYONE: Final = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
+# What callers may do without a key where operations are signed and others reach the address: nothing without a token.
+BY_TOKENS: Final = Caller(
+    name=ANYONE.name,
+    tenant=None,
+    priority_max=PRIORITY_MIN,
+    admin=False,
+    verbs=frozenset(
+        (Permission.LOAD, Permission.FLUSH, Permission.DOWNLOAD, Permission.DELETE, Permission.RELOAD),
+    ),
+)
 
 
 class Keys:

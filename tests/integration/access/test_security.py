@@ -16,6 +16,7 @@ from greenroom.config import loader
 from greenroom.errors import ConfigError
 from greenroom.telemetry import logs
 from tests.harness import fake, gateway, write_config
+from tests.integration.governance.test_governance import with_key
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
 
 ADMIN, USER, WRONG = "gr-admin-secret-0001", "gr-user-secret-0002", "gr-wrong-secret-0003"
@@ -242,6 +243,36 @@ async def test_reload_cannot_take_the_keys_from_an_open_door(tmp_path: Path) -> 
             await app.reload()
         assert app.door.keys.enabled
         assert app.config.server.api_keys
+
+
+BY_NAME = {"Host": "safebox-model-llm:8080"}
+
+
+async def test_signed_operations_open_an_address_to_models_alone(tmp_path: Path) -> None:
+    """Reading what callers do, taking memory and reaching into engines need a key, so nobody can."""
+    server = {"host": "0.0.0.0", "port": 0}
+    async with gateway(tmp_path, {"plain": fake("plain")}, server=server, governance=with_key(tmp_path)) as app:
+        for path in ("/health", "/v1/models", "/v1/capabilities", "/metrics"):
+            assert (await http(app, "GET", path, headers=BY_NAME)).status == 200
+        assert (await http(app, "POST", CHAT, ASKED, headers=BY_NAME)).status == 200
+        for path in ("/v1/models/load", "/v1/models/unload"):
+            unsigned = await http(app, "POST", path, {"modelId": "plain"}, headers=BY_NAME)
+            assert (unsigned.status, unsigned.json()["error"]["code"]) == (401, "token_missing")
+        for method, path in (
+            *(("GET", path) for path in ("/api/v1/status", "/api/v1/models/plain/logs", "/upstream/plain/echo/x")),
+            *(("POST", path) for path in ("/api/v1/leases", "/upstream/plain/echo/x", "/api/v1/models/plain/pin")),
+        ):
+            assert (await http(app, method, path, {} if method == "POST" else None, headers=BY_NAME)).status == 403, path
+        page = {**BY_NAME, "Origin": "http://safebox-model-llm:8080"}
+        assert (await http(app, "POST", CHAT, ASKED, headers=page)).status == 403
+
+
+async def test_reload_cannot_take_the_tokens_from_an_open_door(tmp_path: Path) -> None:
+    server = {"host": "0.0.0.0", "port": 0}
+    async with gateway(tmp_path, {}, server=server, governance=with_key(tmp_path)) as app:
+        write_config(tmp_path, {}, server=server)
+        with pytest.raises(ConfigError, match="can be reached by others"):
+            await app.reload()
 
 
 # --- what is written down -------------------------------------------------------------------------------------------

@@ -173,8 +173,9 @@ METRICS = (
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Every variable of the API."""
+    """Every variable of the API, the image's HOST, and METRICS_ALIASES."""
     return {
+        "HOST": "0.0.0.0",
         "CUDA_VISIBLE_DEVICES": "0",
         "HF_HOME": f"{folder}/hub",
         "MODEL_BASE_PATH": f"{folder}/models",
@@ -190,6 +191,7 @@ def variables(folder: Path) -> dict[str, str]:
         "LOG_FORMAT": "json",
         "ENABLE_METRICS": "true",
         "METRICS_PORT": "0",
+        "METRICS_ALIASES": "runner-api",
         "MAX_QUEUE_DEPTH": "1",
         "QUEUE_TIMEOUT_MS": "60000",
     }
@@ -206,12 +208,11 @@ async def container(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[A
         "broken": {"cmd": "/bin/false ${PORT}", "memory_mib": 100},
         "slow": fake("slow", "--tokens", "4", "--token-s", "1", concurrency=1),
     }
-    server = {"allowed_hosts": ["safebox-model-llm"], "metrics_aliases": "runner-api"}
     runner = {"id": "safebox-model-llm-1", "type": "vllm-0.6.0"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables(folder).items():
             patch.setenv(name, value)
-        async with gateway(folder, models, runner=runner, server=server) as app:
+        async with gateway(folder, models, runner=runner) as app:
             yield app
     assert "MAX_QUEUE_DEPTH" not in os.environ
 

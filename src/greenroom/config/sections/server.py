@@ -38,7 +38,8 @@ class Server(Section):
     """The address, who may call, and the limits on what one caller can cost."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs api_keys or a key_file, or insecure: true."""
+    """Address to listen on. Anything but loopback needs api_keys, a key_file or signed operations (governance), or
+    insecure: true."""
     port: Port = 8210
     """Port to listen on; 0 takes a free one."""
     insecure: bool = False
@@ -50,7 +51,7 @@ class Server(Section):
     while it runs. With one, every caller needs a key, even while it holds none."""
     allowed_hosts: tuple[AllowedHost, ...] = ()
     """Further names in the Host header, beyond loopback names and the listening address, with any port; "*" alone
-    allows all."""
+    allows all. Listening on every address answers programs by any address and any name without a dot, too."""
     allowed_origins: tuple[AllowedOrigin, ...] = ()
     """Web origins whose pages may call this server, such as https://chat.example.org; "*" alone allows all."""
     public_url: PublicUrl | None = None

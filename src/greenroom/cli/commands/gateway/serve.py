@@ -81,7 +81,7 @@ def plan(args: argparse.Namespace) -> ServePlan:
         raise CommandFailed(f"there is no folder {missing}; --models names a folder of models")
     # Warnings are about the configuration that will run, with the overrides applied.
     # An address open to others without keys is no warning here: the start refuses it, in the same words.
-    warnings = [text for text in problems(config) if text != open_door(config.server)]
+    warnings = [text for text in problems(config) if text != open_door(config)]
     return ServePlan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
 
 
