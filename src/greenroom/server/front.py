@@ -227,7 +227,9 @@ def is_picture(path: bytes) -> bool:
 
 def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
     if caller is BY_TOKENS:
-        return NotAllowed("Without a key this server answers models and signed operations alone. Give it server.api_keys.")
+        return NotAllowed(
+            "Without a key this server answers models and signed operations alone. Give it server.api_keys."
+        )
     if needed is Permission.LEASE:
         return NotAllowed(f"The key {caller.name} may not take leases. Use a key with `leases: true` or `admin: true`.")
     verb = "" if needed is Permission.MANAGE else f"`verbs: [{needed.value}]` or "

@@ -262,7 +262,9 @@ async def test_signed_operations_open_an_address_to_models_alone(tmp_path: Path)
             *(("GET", path) for path in ("/api/v1/status", "/api/v1/models/plain/logs", "/upstream/plain/echo/x")),
             *(("POST", path) for path in ("/api/v1/leases", "/upstream/plain/echo/x", "/api/v1/models/plain/pin")),
         ):
-            assert (await http(app, method, path, {} if method == "POST" else None, headers=BY_NAME)).status == 403, path
+            assert (await http(app, method, path, {} if method == "POST" else None, headers=BY_NAME)).status == 403, (
+                path
+            )
         page = {**BY_NAME, "Origin": "http://safebox-model-llm:8080"}
         assert (await http(app, "POST", CHAT, ASKED, headers=page)).status == 403
 

@@ -353,4 +353,4 @@ async def test_the_guide_names_every_route_that_is_called_here() -> None:
     guide = GUIDE.read_text(encoding="utf-8")
     called = ("/v1/capabilities", "/v1/models/load", "/v1/models/load/{taskId}", "/v1/models/unload", "/health")
     assert [path for path in (*called, "/v1/cache/flush") if f"{path}`" not in guide] == []
-    assert "`verifiedOpToken`" in guide and "allowed_hosts" in guide
+    assert "`verifiedOpToken`" in guide and "ALLOWED_HOSTS" in guide
