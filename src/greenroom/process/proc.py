@@ -9,11 +9,13 @@ meanwhile: that is the normal case.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from greenroom import errors
 
@@ -93,6 +95,20 @@ def self_and_above() -> frozenset[int]:
         seen = stat(pid)
         pid = seen.parent if seen else 0
     return frozenset(found)
+
+
+_READ: Final = re.compile(rb"^rchar: (\d+)$", re.MULTILINE)
+_MAPPED: Final = re.compile(rb"^RssFile:\s+(\d+) kB$", re.MULTILINE)
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes of files that a process has read, or that it maps and has in memory: a loader does one of both.
+
+    Not `smaps`, which would say it for each file: it waits while the kernel populates a mapping, and walks every page.
+    """
+    read = _READ.search(_read(pid, "io") or b"")
+    mapped = _MAPPED.search(_read(pid, "status") or b"")
+    return max(int(read[1]) if read else 0, int(mapped[1]) * 1024 if mapped else 0)
 
 
 # Deeper than any process tree. A table that changes while it is read may look like a circle.

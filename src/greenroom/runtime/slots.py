@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,9 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.remote.spending import SpendingMeter
 from greenroom.telemetry.logs import get_logger
+
+if TYPE_CHECKING:
+    from greenroom.runtime.moves.starting import Starting
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
@@ -177,6 +181,8 @@ class LiveSlots:
 
     def __init__(self) -> None:
         self.live: dict[SlotId, LiveSlot] = {}
+        # Engines that start, until they are live.
+        self.starting: dict[SlotId, Starting] = {}
         self._logs: dict[ModelId, LogRing] = {}
         # Coming versions write into the logs of their models.
         self._versions: dict[ModelId, ModelId] = {}

@@ -19,7 +19,7 @@ from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.operations.loads import LINES_READ, Loads, LoadServices
+from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.operations.version_changes import UpdateServices
@@ -45,7 +45,7 @@ def wire_loads(common: CommonParts, front: FrontParts, moves: OperatorMoves, gat
         lambda: common.loop.scheduler.view,
         lambda model: gpu_mib(gateway, model),
         common.hosted_slots.progress_of,
-        lambda model: common.slots.log(model).tail(LINES_READ),
+        common.slots.starting.get,
         common.clock,
     )
     return Loads(front.operations, services)

@@ -296,7 +296,7 @@ class FakeGateway:
                 lambda: self.loop.scheduler.view,
                 lambda model: gpu_mib(cast(Gateway, self), model),
                 lambda model: None,
-                lambda model: [],
+                lambda slot: None,
                 self.clock,
             ),
         )

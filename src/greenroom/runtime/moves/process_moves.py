@@ -27,6 +27,7 @@ from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission, ModelRoots
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory, failed
 from greenroom.runtime.moves.opening import uninterrupted
+from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.standstill import running_timeout
 from greenroom.telemetry.logs import get_logger
@@ -124,6 +125,8 @@ class ProcessMoves:
                 public=f"{entry.id} could not be loaded: its program could not be started.",
                 details=error.details,
             ) from error
+        self._slots.starting[move.slot] = starting = Starting(child)
+        measuring = asyncio.create_task(starting.measure(entry), name=f"size of {entry.id}")
         try:
             await self._until_ready(child, launch, place, entry)
             return child, await self._memory.look(move.slot)
@@ -136,6 +139,9 @@ class ProcessMoves:
             if isinstance(error, LoadFailed) and (complaint := evidence_of_no_memory(child, lines, kills_before)):
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
+        finally:
+            measuring.cancel()
+            self._slots.starting.pop(move.slot, None)
 
     def _place(self, move: Move, entry: Entry, engine: ProcessEngine) -> LaunchPlace:
         gpus = self._memory.gpus_for(entry, move.claim)

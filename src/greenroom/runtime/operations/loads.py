@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.model import ModelId, MoveKind, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import (
     BadRequest,
@@ -33,6 +32,7 @@ from greenroom.errors import (
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
@@ -46,10 +46,6 @@ ROUTE: Final = "/v1/models/load"
 UNLOAD_ROUTE: Final = "/v1/models/unload"
 # A load that may be quicker than learned is never said to be done before it is.
 PROGRESS_MAX: Final = 0.99
-# Words of vLLM and SGLang while they read the files of a model; llama.cpp prints a dot for each percent.
-_SHARDS: Final = re.compile(r"checkpoint shards:\s+(\d{1,3})% Completed")
-_DOTS: Final = re.compile(r"\.{1,100}")
-LINES_READ: Final = 20
 
 
 class LoadFacts(msgspec.Struct, frozen=True):
@@ -92,7 +88,7 @@ Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 @dataclass(frozen=True, slots=True)
 class LoadServices:
-    """`hosted` tells how far a worker is, `log` the last lines that an engine printed."""
+    """`hosted` tells how far a worker is, `starting` an engine with a process of its own."""
 
     resolver: Resolver
     downloads: Downloads
@@ -101,7 +97,7 @@ class LoadServices:
     view: Callable[[], SchedulerView]
     gpu_mib: Callable[[ModelId], int]
     hosted: Callable[[ModelId], float | None]
-    log: Callable[[ModelId], list[str]]
+    starting: Callable[[SlotId], Starting | None]
     clock: Callable[[], float]
 
 
@@ -297,11 +293,18 @@ class Loads:
         learned_s = None if record is None else record.learned_s.get(MoveKind.LOAD if move is None else move.kind)
         since_s = 0.0 if move is None else max(0.0, services.clock() - move.started)
         eta_s = None if learned_s is None else max(0.0, learned_s - since_s)
-        told = None if move is None else services.hosted(model) or _words(services.log(model))
-        if told is not None:
-            return LoadProgress(min(told, PROGRESS_MAX), eta_s, False)
-        share = 0.0 if not learned_s else min(since_s / learned_s, PROGRESS_MAX)
-        return LoadProgress(share, eta_s, True)
+        starting = None if move is None else services.starting(move.slot)
+        told = services.hosted(model) if starting is None else starting.told()
+        if told is None and learned_s is None and starting is not None:
+            told = starting.read()
+        by_time = 0.0 if not learned_s else since_s / learned_s
+        share = min(by_time if told is None else told, PROGRESS_MAX)
+        if starting is not None:
+            share = starting.furthest = max(starting.furthest, share)
+        if eta_s is None and share > 0:
+            # At the rate at which it has come so far.
+            eta_s = since_s * (1 - share) / share
+        return LoadProgress(share, eta_s, told is None)
 
     async def close(self) -> None:
         """What still runs is forgotten: the next start calls it failed."""
@@ -309,13 +312,3 @@ class Loads:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _words(lines: list[str]) -> float | None:
-    """How far an engine says that it is, by the last of its words."""
-    for line in reversed(lines[-LINES_READ:]):
-        if found := _SHARDS.search(line):
-            return int(found[1]) / 100
-        if _DOTS.fullmatch(line.strip()):
-            return len(line.strip()) / 100
-    return None
