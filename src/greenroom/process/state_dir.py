@@ -24,6 +24,7 @@ UNIX_PATH_BYTES_MAX = 107
 # The longest name of a socket in the run directory.
 SOCKET_NAME_BYTES_MAX = 32
 _PRIVATE = 0o700
+LOCK = "lock"
 
 
 class StateDir:
@@ -31,6 +32,8 @@ class StateDir:
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
+        # Nothing was ever kept here: it was made, or found empty, and locked by this start.
+        self.is_new = os.listdir(path) == [LOCK]
         self.id = _read_or_make_id(path / "id")
         self.run = secrets.token_hex(4)
         self.run_dir = _make_run_dir(path, self.id)
@@ -121,7 +124,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
+    lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -96,7 +96,8 @@ def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> Govern
     def nonces() -> Nonces:
         store = section.store or config().leases.store
         if store is None:
-            return NonceJournal(folder / "nonces", section.clock_skew_s, run_detached)
+            path, is_first = folder / "nonces", state_dir.is_new
+            return NonceJournal(path, section.clock_skew_s, run_detached, is_first=is_first)
         try:
             from greenroom.tenancy.governance.shared_nonces import SharedNonces
         except ImportError:

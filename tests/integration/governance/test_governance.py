@@ -388,6 +388,33 @@ async def test_of_fifty_replays_on_two_gateways_one_runs(tmp_path: Path) -> None
                 assert lost.error["code"] == "token_issued_before_start"
 
 
+async def test_a_new_state_directory_takes_tokens_at_once_and_one_that_lost_its_journal_does_not(
+    tmp_path: Path,
+) -> None:
+    """A directory that this start made cannot have forgotten a nonce; what was issued before may be another one's."""
+    journal, keys = tmp_path / "state" / "governance" / "nonces", {"key_path": key_file(tmp_path)}
+    body = {"modelId": "m"}
+
+    async def load(app: App, token: Any) -> str:
+        answer = await http(app, "POST", "/v1/models/load", {**body, "verifiedOpToken": token})
+        return "loading" if answer.status == 202 else str(answer.error["code"])
+
+    before = now() - 2
+    async with gateway(tmp_path, {"m": fake("m")}, governance=keys) as app:
+        token = shared_token(modelId="m", issuedAt=now())
+        assert await load(app, token) == "loading"
+        assert await load(app, token) == "token_replayed"
+        assert await load(app, shared_token(modelId="m", issuedAt=before)) == "token_issued_before_start"
+    async with gateway(tmp_path, {"m": fake("m")}, governance=keys) as app:
+        assert await load(app, token) == "token_replayed"
+        assert await load(app, shared_token(modelId="m", issuedAt=now())) == "loading"
+    journal.unlink()
+    async with gateway(tmp_path, {"m": fake("m")}, governance=keys) as app:
+        for issued_at in (token["opToken"]["issuedAt"], now(), now() + 5):
+            lost = await load(app, shared_token(modelId="m", issuedAt=issued_at))
+            assert lost == "token_issued_before_start"
+
+
 @pytest.mark.slow
 async def test_a_kill_while_a_permitted_load_begins_lets_it_not_run_again(tmp_path: Path) -> None:
     """The engine's own start ends the gateway: the token is spent, and the next run refuses it."""

@@ -72,11 +72,15 @@ def before_start(after: float) -> TokenBeforeStart:
 
 
 class NonceJournal:
-    """A file of this gateway alone. `skew_s` is how far clocks may differ."""
+    """A file of this gateway alone. `skew_s` is how far clocks may differ.
 
-    def __init__(self, path: Path, skew_s: float, run: Run) -> None:
+    With `is_first` its folder was made by this start, so that no journal was lost there.
+    """
+
+    def __init__(self, path: Path, skew_s: float, run: Run, *, is_first: bool = False) -> None:
         self._path = path
         self._skew_s = skew_s
+        self._is_first = is_first
         self._run = run
         self._used: dict[str, int] = {}
         # Tokens issued at or before this may have been used.
@@ -126,8 +130,9 @@ class NonceJournal:
     def _open(self, now: float) -> None:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         if not self._read():
-            # Any token that was used before was issued at most `skew_s` after its use.
-            self._used, self._after = {}, int(now + self._skew_s)
+            # Any token that was used before was issued at most `skew_s` after its use. With a new folder none was used
+            # here; what was issued before it may have been used with one that is gone, as a container's is at its end.
+            self._used, self._after = {}, int(now) - 1 if self._is_first else int(now + self._skew_s)
         self._forget(now)
         self._rewrite(self._used)
 
