@@ -110,6 +110,11 @@ class Raw:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 size = int(await self.reader.readuntil(b"\r\n"), 16)
+                if not size:
+                    # Trailers, to the empty line.
+                    while await self.reader.readuntil(b"\r\n") != b"\r\n":
+                        pass
+                    return b""
                 return (await self.reader.readexactly(size + 2))[:-2]
         except (asyncio.IncompleteReadError, ConnectionError):
             return None

@@ -145,15 +145,15 @@ class Exchange:
             self._left -= len(data)
         self._send(data)
 
-    def finish(self) -> None:
-        """End the answer. One that is shorter than promised is cut, so that the client sees it."""
+    def finish(self, trailers: Headers | None = None) -> None:
+        """End the answer, with these trailers where it is chunked. One that is shorter than promised is cut."""
         if self.gone or self.finished:
             return
         if self._left > 0:
             self.cut()
             return
         if self._chunked:
-            self._send(wire.LAST_CHUNK)
+            self._send(wire.last_chunk(trailers or []))
         self._over()
 
     def cut(self) -> None:

@@ -171,14 +171,17 @@ def response_headers(
 ) -> Headers:
     """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name.
 
-    `defaults` are added where the engine sends no header of that name.
+    `defaults` are added where the engine sends no header of that name; of several of one name, the first.
     """
     ours = [name for name, _ in extra]
     kept = [header for header in headers if header[0] in allowed and header[0] not in ours]
     kept += extra
     if defaults:
         said = [name for name, _ in kept]
-        kept += [header for header in defaults if header[0] not in said]
+        for header in defaults:
+            if header[0] not in said:
+                said.append(header[0])
+                kept.append(header)
     return kept
 
 
@@ -207,7 +210,6 @@ def is_short_json(headers: Headers, bytes_max: int) -> bool:
 # --- heads of answers to clients ---
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-LAST_CHUNK: Final = b"0\r\n\r\n"
 # The first lines of chunks of the usual sizes.
 _CHUNK_SIZES: Final = [b"%x\r\n" % size for size in range(1024)]
 CLOSE: Final = b"connection: close\r\n"
@@ -225,6 +227,11 @@ def chunk(data: bytes) -> bytes:
     length = len(data)
     size = _CHUNK_SIZES[length] if length < 1024 else b"%x\r\n" % length
     return b"%b%b\r\n" % (size, data)
+
+
+def last_chunk(trailers: Headers) -> bytes:
+    """The end of a body in chunked encoding. Their values are numbers of ours, which cannot break their lines."""
+    return b"0\r\n%b\r\n" % b"".join([b"%b: %b\r\n" % (name, value) for name, value in trailers])
 
 
 def render_head(status: int, headers: Headers, framing: bytes, date: bytes) -> bytes:

@@ -127,6 +127,11 @@ class Metrics:
         if self.answer_seconds is not None and is_success:
             self.answer_seconds.at(self._model(model)).add(max(0.0, seconds - wait_s))
 
+    def refused(self, model: str, tenant: str) -> None:
+        """A request for this model was refused before it came to the scheduler; empty: before its model was read."""
+        counts = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
+        counts[False].value += 1
+
     def _wait_parts(self, model: str, wait_s: float, not_there_s: float) -> None:
         """Only for requests that waited, and only the parts that are there."""
         label = self._model(model)

@@ -47,7 +47,7 @@ WAIT_CAUSE_SECONDS = MetricSpec(
 FIRST_BYTE_SECONDS = MetricSpec(
     "greenroom_first_byte_seconds", "Streams: from arrival to the first event.", ("model",), _ANSWER_S
 )
-TENANT_REQUESTS = MetricSpec("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
+TENANT_REQUESTS = MetricSpec("greenroom_tenant_requests_total", "Requests, refused ones included.", ("model", "tenant"))
 TOKENS = MetricSpec(
     "greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind")
 )
@@ -157,7 +157,7 @@ TABLE: Final = (
 _INFERENCE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 ALIAS_REQUESTS = MetricSpec(
-    "vllm_requests_total", "Requests answered; status is success or error.", ("model", "tenant", "status")
+    "vllm_requests_total", "Requests, refused ones included; status is success or error.", ("model", "tenant", "status")
 )
 ALIAS_CACHE_HIT_RATE = MetricSpec(
     "vllm_cache_hit_rate", "Share of answers that reused a prefix, where the engine tells.", ("model",)

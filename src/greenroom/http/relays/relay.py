@@ -45,11 +45,11 @@ class RelayOutcome(enum.Enum):
 class RelayOptions:
     """What is added to an answer, and left out.
 
-    `read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment of those of a stream. Headers
-    that the engine sends win over both `default_headers` and those.
+    `read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment, `read_trailers` trailers, of
+    those of a stream. Headers that the engine sends win over both `default_headers` and those.
     """
 
-    __slots__ = ("default_headers", "drop_usage_event", "extra_headers", "last_words", "read_facts")
+    __slots__ = ("default_headers", "drop_usage_event", "extra_headers", "last_words", "read_facts", "read_trailers")
 
     def __init__(
         self,
@@ -59,12 +59,14 @@ class RelayOptions:
         drop_usage_event: bool = False,
         read_facts: Callable[[bytes], Headers] | None = None,
         last_words: Callable[[bytes], bytes] | None = None,
+        read_trailers: Callable[[bytes], Headers] | None = None,
     ) -> None:
         self.extra_headers = extra_headers
         self.default_headers = default_headers
         self.drop_usage_event = drop_usage_event
         self.read_facts = read_facts
         self.last_words = last_words
+        self.read_trailers = read_trailers
 
 
 _UNCHANGED: Final = RelayOptions([])
@@ -261,7 +263,8 @@ class Relay:
             self.exchange.write(self._filter.flush())
         if self._last_words is not None and self._counter is not None and self.at_boundary:
             self.exchange.write(self._last_words(self.tail()))
-        self.exchange.finish()
+        read_trailers = None if self._counter is None else self._options.read_trailers
+        self.exchange.finish(None if read_trailers is None else read_trailers(self.tail()))
         self._settle(RelayOutcome.COMPLETE)
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:

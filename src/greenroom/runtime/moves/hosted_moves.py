@@ -129,7 +129,7 @@ class HostedMoves:
             self._cleanup.start(self._forget(stray), stray.on_gpus, f"forget {slot}")
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Forget cached prefixes; a sleeping slot has none. Returns entries removed and bytes freed.
+        """Forget cached prefixes; a sleeping slot has none. Returns tokens removed and bytes freed.
 
         Raises EngineFault if the worker cannot.
         """

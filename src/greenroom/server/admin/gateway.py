@@ -306,7 +306,7 @@ class Gateway(Protocol):
         ...
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns entries removed and bytes freed.
+        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed.
 
         Raises EngineFault, in bounded time.
         """

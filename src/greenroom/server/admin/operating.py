@@ -30,6 +30,7 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.configuration import ConfigRoutes
+from greenroom.server.admin.reports.memory import kv_bytes
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
 from greenroom.server.admin.reports.streams import (
     PLAIN,
@@ -280,9 +281,9 @@ class Flushed(View):
     flushed: bool
     """False if the cache of one of the models that were meant cannot be flushed."""
     entriesRemoved: int | None  # noqa: N815
-    """Blocks of hosted models, tokens of llama.cpp; null where an engine does not count them."""
+    """Tokens of prompts, on every engine; null where one does not count them."""
     memoryFreedMB: float | None  # noqa: N815
-    """In MiB, as everywhere here; null where an engine does not tell."""
+    """In MiB, as everywhere here, of its KV cache: for other prompts. Null where an engine does not tell."""
     reason: str | None = None
     """Why not all of it was flushed."""
 
@@ -340,7 +341,8 @@ class Caches:
 
     async def _flush(self, live: LiveSlot, tenant: str | None, tag: str | None) -> tuple[int | None, int | None]:
         if live.prompts is not None:
-            return await _erased(live, live.prompts, tenant, tag), None
+            tokens = await _erased(live, live.prompts, tenant, tag)
+            return tokens, kv_bytes(self._gateway, live.entry, tokens)
         if not live.entry.engine.hosted:
             return None, None
         try:

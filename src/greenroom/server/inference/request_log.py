@@ -1,9 +1,9 @@
 """What is known of a request when it has ended: told to its caller, and written down.
 
 Owns the headers by which answers tell something, and when each is sent: how long they waited, which model and version
-they are of, and what they cost. The cost is also told in a comment at the end of a stream. What is not known is left
-out; `false` and 0 stand where no cache is used, not where nothing is known of one. `RequestLog` writes each request
-down: in the activity, the metrics, the usage, and for its client.
+they are of, and what they cost. The cost of a stream is told at its end: in a trailer, and in a comment. What is not
+known of a cache is `unknown`, and `false` where none is used. `RequestLog` writes each request down: in the activity,
+the metrics, the usage, and for its client.
 """
 
 from __future__ import annotations
@@ -108,7 +108,11 @@ class RequestLog:
         if self._requestors.are_cooled:
             self._requestors.check(_key_of(caller), tenant, client)
 
-    def count_refused(self, error: GreenroomError, caller: Caller, tenant: str, client: str, model: str) -> None:
+    def count_refused(
+        self, error: GreenroomError, caller: Caller, tenant: str, client: str, model: str, asked: str
+    ) -> None:
+        """`model` is empty unless it was read as a whole, `asked` unless its model was found."""
+        self._metrics.refused(asked, tenant)
         key = _key_of(caller)
         self._requestors.count(key, tenant, client, model, error.status, error.code)
         if self._usage is not None:
@@ -233,6 +237,9 @@ CACHE_HIT: Final = b"x-cache-hit"
 TOKENS_REUSED: Final = b"x-cache-tokens-reused"
 GPU_TIME: Final = b"x-gpu-time-ms"
 NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
+NOT_KNOWN: Final[Headers] = [(CACHE_HIT, b"unknown"), (TOKENS_REUSED, b"0")]
+# What the end of a stream tells.
+TRAILER: Final = (b"trailer", GPU_TIME)
 # Longer numbers are no figures.
 _DIGITS_MAX: Final = 12
 # What ids of repositories and paths have, besides letters and digits; anything else is escaped.
@@ -249,6 +256,13 @@ def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
 
 def model_header(name: str) -> tuple[bytes, bytes]:
     return MODEL, quote(name, safe=_PLAIN).encode("ascii")
+
+
+def unless_told(ask: Ask) -> Headers | None:
+    """What an answer says of its prefix where its engine does not; None where the engine's answer passes as it is."""
+    if ask.route is UPSTREAM:
+        return None
+    return NOT_CACHED if ask.is_not_cached or ask.route.is_promptless else NOT_KNOWN
 
 
 class AnswerFacts:
@@ -278,9 +292,12 @@ class AnswerFacts:
         if said.cached is not None:
             headers.append((CACHE_HIT, b"true" if said.cached else b"false"))
             headers.append((TOKENS_REUSED, b"%d" % said.cached))
-        if said.gpu_ms is not None:
-            headers.append((GPU_TIME, b"%d" % round(said.gpu_ms)))
-        return headers
+        return headers + self.trailers(tail)
+
+    def trailers(self, tail: bytes) -> Headers:
+        """What the head of a stream could not tell."""
+        said = self.of(tail)
+        return [] if said is None or said.gpu_ms is None else [(GPU_TIME, b"%d" % round(said.gpu_ms))]
 
     def comment(self, tail: bytes) -> bytes:
         """`: facts cache_hit=true cache_tokens_reused=512 gpu_time_ms=40 queue_wait_ms=0`, as a whole event."""

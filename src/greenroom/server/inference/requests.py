@@ -226,8 +226,9 @@ class Inference:
 
     def count_refused(self, error: GreenroomError, head: Head, caller: Caller, ask: Ask | None = None) -> None:
         """Count it in the usage of its key and tenant; of its model if it was read so far."""
-        model = "" if ask is None else ask.entry.base_id
-        self._log.count_refused(error, caller, self._reader.tenant_of(head, caller), client_named(head), model)
+        model, asked = ("", head.asked or "") if ask is None else (ask.entry.base_id, ask.entry.public_id)
+        tenant = self._reader.tenant_of(head, caller)
+        self._log.count_refused(error, caller, tenant, client_named(head), model, asked)
 
     def expect_calm(self, head: Head, caller: Caller) -> None:
         """Raises CoolingDown if the client that the headers name makes too many mistakes."""

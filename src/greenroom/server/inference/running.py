@@ -48,11 +48,13 @@ from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, arrival
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.request_log import (
-    NOT_CACHED,
+    NOT_KNOWN,
+    TRAILER,
     WAIT,
     AnswerFacts,
     Served,
     model_header,
+    unless_told,
     version_headers,
 )
 from greenroom.server.inference.routes import UPSTREAM, is_open
@@ -64,7 +66,7 @@ _log = get_logger("server")
 _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
 _SSE: Final = b"text/event-stream; charset=utf-8"
 _STREAMED: Final[Headers] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-_NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
+_OF_STREAMS: Final[Headers] = [(b"x-accel-buffering", b"no"), TRAILER]
 _DID_NOT_WAIT: Final = (WAIT, b"0")
 # A timer may end a wait so much too early.
 TIMER_EARLY_S: Final = 0.05
@@ -327,7 +329,7 @@ class Running(Served):
         # The engine has done its part: the next request need not wait until the pictures are on disk.
         self._shared.tickets.close(self.ticket)
         status, headers, body = await self.ask.remade.remade(relay.status, relay.headers, relay.take())
-        self.exchange.respond(status, response_headers(headers, self._extra_headers()), body)
+        self.exchange.respond(status, response_headers(headers, self._extra_headers(), unless_told(self.ask)), body)
 
     async def _must_try_again(self, relay: Relay) -> bool:
         """True if the engine was lost before its first byte. Raises the error if the relay failed otherwise."""
@@ -429,10 +431,11 @@ class Running(Served):
         self.facts = facts = AnswerFacts(ask.entry.engine, ask.stream, wait_ms) if ask.route.is_text else None
         return RelayOptions(
             self._extra_headers(),
-            NOT_CACHED if ask.is_not_cached else None,
+            unless_told(ask),
             drop_usage_event=ask.translation is None and ask.drop_usage,
             read_facts=None if facts is None or ask.stream else facts.headers,
             last_words=facts.comment if facts is not None and ends_with_facts else None,
+            read_trailers=None if facts is None else facts.trailers,
         )
 
     def _extra_headers(self) -> Headers:
@@ -443,7 +446,7 @@ class Running(Served):
         else:
             headers.append((WAIT, b"%d" % self._wait_ms()))
         if self.ask.stream:
-            headers.append(_NO_BUFFERING)
+            headers += _OF_STREAMS
         if self.ask.rungs is not None:
             headers.append(model_header(self._name))
         slot = ticket.slot
@@ -588,8 +591,10 @@ class Running(Served):
         if not exchange.started:
             translation = self.ask.translation
             kind = _SSE if translation is None else translation.stream_type
-            headers = [(b"content-type", kind), *_STREAMED, (b"x-request-id", self.request_id.encode())]
-            exchange.start(200, headers, None)
+            headers = [(b"content-type", kind), *_STREAMED, TRAILER, (b"x-request-id", self.request_id.encode())]
+            # Which model of a task will serve it is not known yet.
+            cache = unless_told(self.ask) if self.ask.rungs is None else NOT_KNOWN
+            exchange.start(200, headers + (cache or []), None)
             if relay is not None and relay.outcome is None:
                 relay.committed = True
         elif relay is not None and not relay.at_boundary:

@@ -247,12 +247,12 @@ def test_flush_forgets_by_tenant_and_by_tag_and_says_how_much(engine: EngineLoop
     for tenant, tag in (("a", "x"), ("a", "y"), ("b", "x")):
         said(engine, prompt(40), 4, tenant=tenant, tag=tag)
     block_bytes = 16 * 3 * 2 * (2 * 16) * 4
-    assert engine.flush("a", "x") == (2, 2 * block_bytes)
+    assert engine.flush("a", "x") == (32, 2 * block_bytes)
     assert said(engine, prompt(40), 4, tenant="a", tag="x").cached_tokens == 0
     assert said(engine, prompt(40), 4, tenant="a", tag="y").cached_tokens == 32
-    assert engine.flush(None, "x") == (4, 4 * block_bytes)
+    assert engine.flush(None, "x") == (64, 4 * block_bytes)
     assert engine.flush("nobody", None) == (0, 0)
-    assert engine.flush(None, None) == (2, 2 * block_bytes)
+    assert engine.flush(None, None) == (32, 2 * block_bytes)
 
 
 def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(engine: EngineLoop) -> None:

@@ -74,7 +74,7 @@ def test_blocks_that_were_kept_before_are_not_kept_twice() -> None:
 def test_a_flushed_block_in_use_is_not_found_and_freed_by_its_last_user() -> None:
     free, cache = made(4)
     held = kept(cache, A, run(0, 32))
-    assert cache.flush("a", None) == (2, 2 * BLOCK_BYTES)
+    assert cache.flush("a", None) == (32, 2 * BLOCK_BYTES)
     assert cache.match(A, run(0, 33)) == []
     assert free.free == 2
     own = cache.take(1)

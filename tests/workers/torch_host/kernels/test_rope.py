@@ -189,7 +189,7 @@ def test_a_prompt_finds_its_own_kind_in_the_cache(name: str) -> None:
         found = [told(engine, [one], 1)[0].cached_tokens for one in (short, long, short, long)]
     assert found == [0, 0, 32, 96]
     flushed = engine.flush(None, None)
-    assert flushed[0] == 2 + 6
+    assert flushed[0] == 16 * (2 + 6)
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi4-mini", "phimoe", "llama"])

@@ -272,9 +272,9 @@ _ANSWER_HEADERS: Final[Schema] = {
     "X-Queue-Wait-Ms": _said("How long it waited. Missing where heartbeats were sent.", "integer"),
 }
 _CACHE_HEADERS: Final[Schema] = {
-    "X-Cache-Hit": _said("true where a prefix was reused. Missing where that is not known."),
-    "X-Cache-Tokens-Reused": _said("Tokens of that prefix.", "integer"),
-    "X-GPU-Time-Ms": _said("How long the engine computed. Missing with a stream, or where it is not known.", "integer"),
+    "X-Cache-Hit": _said("true where a prefix was reused, false where none was, else unknown."),
+    "X-Cache-Tokens-Reused": _said("Tokens of that prefix; 0 where they are not known.", "integer"),
+    "X-GPU-Time-Ms": _said("How long the engine computed, if it tells; a trailer of a stream.", "integer"),
 }
 
 

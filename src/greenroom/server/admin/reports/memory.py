@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
+from greenroom.engines.estimates.estimate import MIB
 from greenroom.engines.estimates.estimate import mib as mib_of
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.leases.entry import core_id
@@ -242,6 +243,15 @@ def kv_mib(gateway: Gateway, entry: Entry) -> int | None:
     sizes = [_kv_of(gateway, entry, slot) for slot in slots]
     known = [size for size in sizes if size is not None]
     return sum(known) if known else None
+
+
+def kv_bytes(gateway: Gateway, entry: Entry, tokens: int | None) -> int | None:
+    """What so many tokens take of its KV cache, as planned; None if that is not known."""
+    estimate = gateway.catalog.needs.account_of(entry).estimate if gateway.catalog.fits_memory else None
+    if tokens is None or estimate is None or not estimate.kv_tokens:
+        return None
+    planned_mib = sum(part.gpu_mib + part.host_mib for part in estimate.parts if part.is_kv)
+    return planned_mib * MIB * tokens // estimate.kv_tokens
 
 
 def _parts_of(gateway: Gateway, slot: SlotFacts, gpus: dict[DeviceId, GpuSplit]) -> Iterator[tuple[DeviceId, int, int]]:

@@ -109,7 +109,7 @@ class PrefixCache:
                 self._pool.give([node.block])
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Remove all blocks of this tenant and tag; None means any. Returns the number removed and their bytes."""
+        """Remove all blocks of this tenant and tag; None means any. Returns their tokens and their bytes."""
         gone = 0
         for owner in [o for o in self._roots if tenant in (None, o[0]) and tag in (None, o[1])]:
             waiting = list(self._roots.pop(owner).values())
@@ -118,7 +118,7 @@ class PrefixCache:
                 waiting.extend(node.children.values())
                 self._remove(node)
                 gone += 1
-        return gone, gone * self._block_bytes
+        return gone * BLOCK_TOKENS, gone * self._block_bytes
 
     def _remove(self, node: CachedBlock) -> None:
         node.is_reachable = False

@@ -139,7 +139,7 @@ class InferenceEngine(Protocol):
         """
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Drop cached prefixes of this tenant and tag; None means any. Returns entries removed and bytes freed."""
+        """Drop cached prefixes of this tenant and tag; None means any. Returns tokens removed and bytes freed."""
 
     @property
     def in_flight(self) -> int: ...
