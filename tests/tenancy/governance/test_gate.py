@@ -194,15 +194,42 @@ def a_jwt(key: Any, algorithm: str | None, headers: dict[str, Any] | None = None
     return jwt.encode(op_token(**changed), key, algorithm=algorithm, headers=headers)
 
 
-async def test_a_jwt_is_a_token_of_one_signer(tmp_path: Path) -> None:
-    gate = await opened(tmp_path, key_path=key_file(tmp_path), signers={"alice": PUBLIC["alice"], "admin1": None})
-    bound = {"signers": ["alice"], "bodySha256": sha256_of({})}
+async def test_a_jwt_is_signed_by_the_key_that_kid_or_iss_names(tmp_path: Path) -> None:
+    signers = {"alice": PUBLIC["alice"], "bob": PUBLIC["bob"], "admin1": None}
+    gate = await opened(tmp_path, key_path=key_file(tmp_path), signers=signers)
+    body = {"bodySha256": sha256_of({})}
+    bound, bobs = {"signers": ["alice"], **body}, {"signers": ["bob"], **body}
     assert await code(gate, call(a_jwt(SHARED, "HS256"))) == ""
+    assert await code(gate, call(a_jwt(SHARED, "HS256", {"kid": "admin1"}))) == ""
+    assert await code(gate, call(a_jwt(SHARED, "HS256", iss="admin1"))) == ""
     assert await code(gate, call(a_jwt(PRIVATE["alice"], "EdDSA", {"kid": "alice"}, **bound))) == ""
-    assert await code(gate, call(a_jwt(SHARED, "HS256", signers=["admin1", "b"]))) == "token_malformed"
+    assert await code(gate, call(a_jwt(PRIVATE["bob"], "EdDSA", {"kid": "bob"}, **bobs))) == ""
+    assert await code(gate, call(a_jwt(PRIVATE["bob"], "EdDSA", iss="bob", **bobs))) == ""
+    assert await code(gate, call(a_jwt(PRIVATE["bob"], "EdDSA", {"kid": "bob"}, iss="alice", **bobs))) == (
+        "token_malformed"
+    )
+    assert await code(gate, call(a_jwt(PRIVATE["alice"], "EdDSA", iss="alice", **bobs))) == "token_malformed"
+    assert await code(gate, call(a_jwt(SHARED, "HS256", {"kid": "mallory"}, signers=["mallory"]))) == (
+        "token_unknown_signer"
+    )
     # `exp` and `nbf` are compared with the real clock.
     assert await code(gate, call(a_jwt(SHARED, "HS256", exp=NOW))) == "token_expired"
     assert await code(gate, call(a_jwt(SHARED, "HS256", nbf=2**40))) == "token_not_yet_valid"
+
+
+async def test_a_jwt_names_several_signers_as_the_other_forms_do(tmp_path: Path) -> None:
+    """The shared key speaks for all of them that have no key; a signer's own key only for that signer."""
+    signers = {**PUBLIC, "admin1": None, "admin2": None, "admin3": None}
+    rules = {"rules": [{"signers_min": 2}]}
+    gate = await opened(tmp_path, key_path=key_file(tmp_path), signers=signers, **rules)
+    admins = ["admin1", "admin2", "admin3"]
+    assert await code(gate, call(a_jwt(SHARED, "HS256", signers=admins))) == ""
+    assert await code(gate, call(a_jwt(SHARED, "HS256", {"kid": "admin2"}, signers=admins))) == ""
+    assert await code(gate, call(a_jwt(SHARED, "HS256", signers=["admin1"]))) == "token_too_few_signers"
+    assert await code(gate, call(a_jwt(SHARED, "HS256", signers=["admin1", "alice"]))) == "token_unknown_signer"
+    assert await code(gate, call(a_jwt(SHARED, "HS256", signers=["admin1", "admin1"]))) == "token_signer_repeated"
+    both = {"signers": ["alice", "bob"], "bodySha256": sha256_of({})}
+    assert await code(gate, call(a_jwt(PRIVATE["alice"], "EdDSA", {"kid": "alice"}, **both))) == "token_too_few_signers"
 
 
 async def test_the_key_decides_the_algorithm(tmp_path: Path) -> None:

@@ -60,12 +60,14 @@ class KeySet:
             made = hmac.new(self._shared_key(), proof.signed, hashlib.sha256).digest()
             if not hmac.compare_digest(made, proof.signature):
                 raise _bad_signature()
-        elif proof.signer is None:
-            _check_jwt(proof, self._shared_key(), "HS256", skew_s)
-        else:
+        elif proof.signer is not None and proof.signer in self._public:
             _require_body(token.body_sha256 is not None)
-            _check_jwt(proof, self._public_key(proof.signer), "EdDSA", skew_s)
-            return frozenset(token.signers)
+            _check_jwt(proof, self._public[proof.signer], "EdDSA", skew_s)
+            return frozenset({proof.signer})
+        elif proof.signer is not None and self._names and proof.signer not in self._names:
+            raise _unknown(proof.signer)
+        else:
+            _check_jwt(proof, self._shared_key(), "HS256", skew_s)
         return self._named(token.signers)
 
     def _by_signers(self, named: tuple[str, ...], proof: BySigners, *, has_body: bool) -> frozenset[str]:

@@ -26,8 +26,8 @@ NAME_CHARS_MAX: Final = 256
 MODEL_CHARS_MAX: Final = 4_096
 _REQUIRED: Final = frozenset({"operation", "modelId", "issuedAt", "signers", "nonce"})
 _OPTIONAL: Final = frozenset({"bodySha256"})
-# Times of a JWT that are honoured beside the fields.
-_CLAIMS: Final = frozenset({"exp", "nbf", "iat"})
+# Claims of a JWT that are honoured beside the fields.
+_CLAIMS: Final = frozenset({"exp", "nbf", "iat", "iss"})
 _HEX_32: Final = re.compile(r"[0-9a-f]{64}")
 _HEX_64: Final = re.compile(r"[0-9a-f]{128}")
 _BASE64URL: Final = re.compile(r"[A-Za-z0-9_-]*")
@@ -62,7 +62,7 @@ class BySigners:
 
 @dataclass(frozen=True, slots=True)
 class ByJwt:
-    """A JWT. `signer` is its `kid`; None for the shared key."""
+    """A JWT. `signer` is whose key signed it by its `kid` or `iss`; None for the shared key."""
 
     text: str
     signer: str | None
@@ -143,12 +143,11 @@ def _of_jwt(said: str) -> Presented:
     # Whatever else a header names (keys, addresses of keys, critical words) would have to be obeyed.
     if not header.keys() <= {"alg", "typ", "kid"}:
         raise _malformed("a JWT's header may hold alg, typ and kid")
-    signer = header.get("kid")
-    if signer is not None:
-        _name(signer, "kid")
     token = _op_token({key: value for key, value in fields.items() if key not in _CLAIMS})
-    if len(token.signers) != 1 or signer not in (None, token.signers[0]):
-        raise _malformed("a JWT has one signature: signers must hold one name, and kid no other")
+    named = [one for one in (header.get("kid"), fields.get("iss")) if one is not None]
+    if any(one not in token.signers for one in named) or named[1:] not in ([], named[:1]):
+        raise _malformed("kid and iss must name one of the signers, and the same one")
+    signer = named[0] if named else None
     return Presented(token, ByJwt(said, signer), said)
 
 
