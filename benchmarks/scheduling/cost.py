@@ -36,7 +36,7 @@ from greenroom.app import GC_THRESHOLDS
 from greenroom.core.effects import Effects
 from greenroom.core.events import Event, Limits, ServeDone
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.records import SimCall
 from greenroom.sim.results.stats import quantile
@@ -139,7 +139,7 @@ class TimedWorld(World):
     def _configure(self) -> None:
         self.took: list[Took] = []
         self._noted = Noted(self)
-        self.scheduler = Scheduler(cast(Effects, self._noted))
+        self.scheduler = DefaultScheduler(cast(Effects, self._noted))
         super()._configure()
 
     def post(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from greenroom.core.effects import Effects
 from greenroom.core.events import Event, ShutdownAsked
 from greenroom.core.model import ModelId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 
 
 class Answer(Protocol):
@@ -39,7 +39,7 @@ class NoEffects:
 
 def grant_gap_ms(events: Iterable[Event], name: str) -> float:
     """The longest time in which a request waited though a place was free, or, after the first, no version served."""
-    scheduler, longest_s, has_served = Scheduler(cast(Effects, NoEffects())), 0.0, False
+    scheduler, longest_s, has_served = DefaultScheduler(cast(Effects, NoEffects())), 0.0, False
     since: float | None = None
     for event in itertools.takewhile(lambda one: not isinstance(one, ShutdownAsked), events):
         longest_s = max(longest_s, 0.0 if since is None else event.now - since)

@@ -125,7 +125,7 @@ class App:
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
         self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
         self.history = History(lambda: sample(self))
-        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
+        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.view.learned, self.catalog)
         self.governance = wire_governance(self.state_dir, lambda: self.config)
         self.salts = CacheSalts()
         front = self._front = wire_front(common, memory, self.tickets, self)

@@ -29,7 +29,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.world import World
 from tests.chaos.checks.base import EFFECTS, Checkers
@@ -106,7 +106,7 @@ class Golden:
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
         self._events = 0
-        self.scheduler: Scheduler | None = None
+        self.scheduler: DefaultScheduler | None = None
 
     def told(self, event: ev.Event) -> None:
         self._hash.update(said(event).encode())
@@ -123,12 +123,12 @@ class Golden:
     def hex(self) -> str:
         return self._hash.hexdigest()
 
-    def _ask(self, scheduler: Scheduler, now: float) -> None:
-        models = sorted(model for model in scheduler.learned() if not model.startswith(" "))
+    def _ask(self, scheduler: DefaultScheduler, now: float) -> None:
+        models = sorted(model for model in scheduler.view.learned() if not model.startswith(" "))
         if models:
             model = models[self._events // ASKED_EVERY % len(models)]
             arrival = ev.RequestArrived(now, RequestId("golden"), (ModelId(model),), 1, TenantId("golden"))
-            self._hash.update(_explained(scheduler.explanation(arrival)).encode())
+            self._hash.update(_explained(scheduler.view.explanation(arrival)).encode())
 
 
 def _explained(one: Explanation) -> str:
@@ -194,9 +194,9 @@ def _details(call: Any) -> tuple[object, ...]:
 
 def shared_hash(seed: str) -> str:
     """Gateways that share a store: all of them in one hash."""
-    golden, handle = Golden(), Scheduler.handle
+    golden, handle = Golden(), DefaultScheduler.handle
 
-    def handled(self: Scheduler, event: ev.Event) -> None:
+    def handled(self: DefaultScheduler, event: ev.Event) -> None:
         golden.told(event)
         handle(self, event)
 
@@ -207,7 +207,7 @@ def shared_hash(seed: str) -> str:
 
         return noted
 
-    with mock.patch.object(Scheduler, "handle", handled):
+    with mock.patch.object(DefaultScheduler, "handle", handled):
         patches = [mock.patch.object(Gateway, name, noting(name, getattr(Gateway, name))) for name in EFFECTS]
         for patch in patches:
             patch.start()

@@ -189,7 +189,7 @@ class Play:
         """Each turn of a model serves at least one waiting request, and takes no longer than `turn_s`."""
         timings = [model.timings for model in (*world.models.values(), *self.scenario.config.models)]
         swap_s = max(one.load_s + one.sleep_s + one.unload_s for one in timings) * (1.0 + self.scenario.config.jitter)
-        limits = world.scheduler.state.limits
+        limits = world.scheduler.view.limits
         service_s = max((usual.service_s(10_000, 2_000) for usual in timings), default=0.0)
         turn_s = swap_s * 2.0 + service_s
         if not draws_stay(limits):

@@ -13,7 +13,7 @@ from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.fifo import FirstCome
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ConfigError
 from tests.core.world import Recorder
 
@@ -67,7 +67,7 @@ def test_an_installed_policy_is_used_by_its_name(
 ) -> None:
     entries = "[greenroom.policies]\nmine = acme_used:Mine\n[greenroom.swappers]\nmy = acme_used:MySwapper\n"
     install(site, entries, acme_used=GOOD)
-    scheduler = Scheduler(Recorder(), policies, swappers)
+    scheduler = DefaultScheduler(Recorder(), policies, swappers)
     scheduler.handle(ConfigChanged(0.0, devices=(), limits=Limits(policy="mine", swapper="my")))
     policy = scheduler.state.policy
     assert (type(policy).__name__, type(policy.swapper).__name__) == ("Mine", "MySwapper")

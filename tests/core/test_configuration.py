@@ -197,7 +197,7 @@ def test_learned_times_are_taken_over_for_models_that_are_there() -> None:
     world = World([model("a")])
     world.config(learned={ModelId("a"): Learned({MoveKind.LOAD: 7.0}), ModelId("gone"): Learned({MoveKind.LOAD: 1.0})})
     world.arrive("r", "a")
-    outlook = world.scheduler.outlook(RequestId("r"), 0.0)
+    outlook = world.scheduler.view.outlook(RequestId("r"), 0.0)
     assert outlook is not None and outlook.eta_s == 7.0
 
 
@@ -207,14 +207,14 @@ def test_what_was_learned_can_be_handed_to_a_later_run() -> None:
     world.arrive("r", "a", takes_s=2.0)
     world.ask("o", MoveKind.LOAD, "b")
     world.run()
-    told = world.scheduler.learned()
+    told = world.scheduler.view.learned()
     assert told == {
         ModelId("a"): Learned({MoveKind.LOAD: 5.0}, 2.0),
         ModelId("b"): Learned({MoveKind.LOAD: 5.0}, None),
     }
     later = World([model("a"), model("b")])
     later.config(learned=told)
-    assert later.scheduler.learned() == told
+    assert later.scheduler.view.learned() == told
     later.arrive("late", "a", budget_s=6.0)
     assert later.code("late") is RejectCode.EXPIRED, "five seconds to load and two to answer"
 
@@ -224,7 +224,7 @@ def test_what_this_run_has_seen_itself_is_not_overwritten_by_an_earlier_one() ->
     world.arrive("r", "a", takes_s=2.0)
     world.run()
     world.config(learned={ModelId("a"): Learned({}, 50.0)})
-    assert world.scheduler.learned()[ModelId("a")].service_s == 2.0
+    assert world.scheduler.view.learned()[ModelId("a")].service_s == 2.0
 
 
 def test_new_limits_count_from_then_on() -> None:

@@ -21,9 +21,9 @@ from .world import Fate, World, gpu, host, model, picture
 def explained(world: World, *candidates: str, priority: int = 1) -> Explanation:
     """The answer, after which nothing has changed."""
     before, said = picture(world.scheduler.state), len(world.calls)
-    answer = world.scheduler.explanation(world.asking("?", *candidates, priority=priority))
+    answer = world.scheduler.view.explanation(world.asking("?", *candidates, priority=priority))
     assert picture(world.scheduler.state) == before and len(world.calls) == said
-    plan = world.scheduler.explain(world.asking("?", *candidates, priority=priority))
+    plan = world.scheduler.view.explanation(world.asking("?", *candidates, priority=priority)).plan
     assert picture(plan) == picture(answer.plan)
     return answer
 
@@ -61,7 +61,7 @@ def test_a_load_under_way_is_joined() -> None:
 def test_a_request_that_may_not_wait_is_too_late_for_the_model_that_it_brings(patient: bool) -> None:
     world = one_ready()
     arrival = replace(world.asking("?", "a"), give_up_at=world.now, patient=patient)
-    answer = world.scheduler.explanation(arrival)
+    answer = world.scheduler.view.explanation(arrival)
     assert isinstance(answer.plan, Swap) and answer.is_too_late
     call = world.arrive("r", "a", within_s=0.0, patient=patient)
     world.run(0.0)
@@ -191,10 +191,10 @@ def test_a_request_that_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
     world = one_ready()
     asking = world.asking("?", "a")
     hurried = replace(asking, answer_by=asking.now + 3.0)
-    assert world.scheduler.explanation(hurried).is_too_late, "five seconds to bring it, two to answer"
+    assert world.scheduler.view.explanation(hurried).is_too_late, "five seconds to bring it, two to answer"
     patient = replace(asking, answer_by=asking.now + 30.0)
-    assert not world.scheduler.explanation(patient).is_too_late
-    assert not world.scheduler.explanation(asking).is_too_late
+    assert not world.scheduler.view.explanation(patient).is_too_late
+    assert not world.scheduler.view.explanation(asking).is_too_late
 
 
 @pytest.mark.untraced

@@ -214,10 +214,10 @@ def two_gpus(*leases: OtherLease) -> World:
 
 def told(world: World, name: str, priority: int = 1) -> tuple[tuple[str, ...], float | None]:
     """The leases in the way of this model, and the estimate, of a request that waits and of one that would come."""
-    said = world.scheduler.explanation(world.asking("?", name, priority=priority))
+    said = world.scheduler.view.explanation(world.asking("?", name, priority=priority))
     assert isinstance(said.plan, Wait)
     world.arrive(f"r-{name}-{priority}", name, priority=priority)
-    outlook = world.scheduler.outlook(RequestId(f"r-{name}-{priority}"), world.now)
+    outlook = world.scheduler.view.outlook(RequestId(f"r-{name}-{priority}"), world.now)
     assert outlook is not None and outlook.eta_s == said.eta_s
     return said.leases, said.eta_s
 
@@ -229,7 +229,7 @@ def lasting(mib: int, on: DeviceId = GPU0, name: str = "l-1", **said: Any) -> Ot
 def test_an_explanation_names_the_leases_that_hold_the_memory_waited_for_and_has_no_estimate() -> None:
     world = two_gpus(lasting(4_000), lasting(1_000, GPU1, "l-2"))
     assert told(world, "a") == (("l-1",), None)
-    assert world.scheduler.explanation(world.asking("?", "b")).eta_s == 5.0, "there is room on the other GPU"
+    assert world.scheduler.view.explanation(world.asking("?", "b")).eta_s == 5.0, "there is room on the other GPU"
     world.memory({}, leases=(lasting(4_000), lasting(4_000, GPU1, "l-2")))
     assert told(world, "b") == (("l-1",), None), "the end of either makes room"
 
@@ -257,7 +257,7 @@ def test_a_lease_that_is_recalled_for_the_request_is_not_in_its_way(
     world = two_gpus(*([] if is_own else [lasting(4_000, priority=lease_priority, preemptible=preemptible)]))
     if is_own:
         world.ask_lease("l-1", 4_000, devices=(GPU0,), priority=lease_priority, preemptible=preemptible)
-    said = world.scheduler.explanation(world.asking("?", "a"))
+    said = world.scheduler.view.explanation(world.asking("?", "a"))
     assert (said.leases, said.eta_s) == ((("l-1",), None) if lasts else ((), 5.0))
 
 
@@ -265,14 +265,14 @@ def test_a_lease_that_leaves_already_is_not_in_the_way() -> None:
     world = two_gpus()
     world.ask_lease("train", 4_000, devices=(GPU0,), priority=1, preemptible=True)
     world.arrive("urgent", "a", priority=0)
-    assert world.scheduler.explanation(world.asking("?", "a")).leases == ()
+    assert world.scheduler.view.explanation(world.asking("?", "a")).leases == ()
 
 
 def test_a_more_urgent_request_for_the_same_model_counts() -> None:
     world = two_gpus(lasting(4_000, priority=1, preemptible=True))
     assert told(world, "a", priority=1) == (("l-1",), None)
     assert told(world, "a", priority=0) == ((), 5.0)
-    assert world.scheduler.explanation(world.asking("?", "a", priority=1)).leases == (), "it comes for both"
+    assert world.scheduler.view.explanation(world.asking("?", "a", priority=1)).leases == (), "it comes for both"
 
 
 def test_models_of_other_gateways_make_room_and_are_no_leases_in_the_way() -> None:
@@ -328,7 +328,7 @@ def test_the_fewest_leases_are_named_whose_end_would_make_room(mib: tuple[int, .
     """The model needs 6,000 of 8,000 MiB. What is leased elsewhere does not count."""
     on_its_own = [lasting(one, name=f"l-{number}") for number, one in enumerate(mib)]
     world = two_gpus(*on_its_own, lasting(3_000, GPU1, "elsewhere"))
-    assert world.scheduler.explanation(world.asking("?", "a")).leases == named
+    assert world.scheduler.view.explanation(world.asking("?", "a")).leases == named
 
 
 def test_where_an_undeclared_process_holds_the_memory_no_time_is_told_and_no_lease_named() -> None:
@@ -339,11 +339,11 @@ def test_where_an_undeclared_process_holds_the_memory_no_time_is_told_and_no_lea
 
 def test_a_task_is_told_no_time_of_a_candidate_in_whose_way_is_a_lease() -> None:
     world = two_gpus(lasting(4_000))
-    options, place = world.scheduler.weigh(world.asking("?", "a", "b"))
+    options, place = world.scheduler.view.weigh(world.asking("?", "a", "b"))
     assert [one.begins_s for one in options] == [inf, 5.0]
     assert place == 0, "the choice goes by its own load alone"
     ready(world, "b")
-    assert world.scheduler.weigh(world.asking("?", "b"))[0][0].begins_s == 0.0
+    assert world.scheduler.view.weigh(world.asking("?", "b"))[0][0].begins_s == 0.0
 
 
 # --- a store that does not answer ---------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_while_the_store_is_down_waiting_requests_wait_and_new_ones_are_refused(
     world.finish("running")
     world.arrive("late", "b")
     assert world.fate("waits") is Fate.WAITING and world.code("late") is RejectCode.STORE_DOWN
-    assert world.scheduler.outlook(RequestId("waits"), world.now) == Outlook(1, None), "it may be away for long"
+    assert world.scheduler.view.outlook(RequestId("waits"), world.now) == Outlook(1, None), "it may be away for long"
     assert world.ask_lease("train", 1_000).fate is Fate.REJECTED
     world.memory({GPU0: 0})
     world.run(5.0)

@@ -61,7 +61,7 @@ def a_mixed_moment() -> World:
 def test_explain_changes_nothing_and_agrees_with_what_then_happens(name: str, priority: int, kind: type[Plan]) -> None:
     world = a_mixed_moment()
     before, said_before = picture(world.scheduler.state), list(world.calls)
-    plan = world.scheduler.explain(world.asking("r", name, priority=priority))
+    plan = world.scheduler.view.explanation(world.asking("r", name, priority=priority)).plan
     assert isinstance(plan, kind), plan
     assert picture(world.scheduler.state) == before and world.calls == said_before
     moves = len(world.moves)
@@ -76,19 +76,19 @@ def test_explain_knows_of_a_full_queue_and_of_lateness() -> None:
         world.arrive(f"more{number}", "blocked")
     call = Call("r", 0, (next(iter(world.specs)),), 1, world.calls_by_id["running"].tenant, None)
     call.candidates = (world.moves[1].model,)
-    plan = world.scheduler.explain(world.arrival(call))
+    plan = world.scheduler.view.explanation(world.arrival(call)).plan
     assert isinstance(plan, Refuse) and plan.code is RejectCode.QUEUE_FULL
     world.go("more0")
     world.scheduler.state.models[call.candidates[0]].service_s = 60.0
-    plan = world.scheduler.explain(world.arrival(call, give_up_at=world.now + 1.0, patient=False))
+    plan = world.scheduler.view.explanation(world.arrival(call, give_up_at=world.now + 1.0, patient=False)).plan
     assert plan == Refuse(RejectCode.EXPIRED, 60.0)
 
 
 def test_outlook_gives_position_and_time_of_waiting_requests_only() -> None:
     world = World([model("a", 6_000), model("b", 6_000)])
-    assert world.scheduler.outlook(RequestId("nobody"), 0.0) is None
+    assert world.scheduler.view.outlook(RequestId("nobody"), 0.0) is None
     world.arrive("r1", "a", takes_s=2.0)
-    first = world.scheduler.outlook(RequestId("r1"), 0.0)
+    first = world.scheduler.view.outlook(RequestId("r1"), 0.0)
     assert first is not None and (first.position, first.eta_s) == (1, None), "nothing was learned yet"
     world.run()
     ready(world, "b")
@@ -97,7 +97,7 @@ def test_outlook_gives_position_and_time_of_waiting_requests_only() -> None:
     world.arrive("urgent", "a", takes_s=2.0, priority=0)
 
     def outlook(name: str) -> tuple[int, float | None]:
-        told = world.scheduler.outlook(RequestId(name), world.now)
+        told = world.scheduler.view.outlook(RequestId(name), world.now)
         assert told is not None
         return told.position, told.eta_s
 
@@ -114,15 +114,15 @@ def test_the_estimate_counts_the_moves_of_requests_ahead() -> None:
     world.arrive("running", "a")
     world.arrive("first", "b")
     world.arrive("second", "c")
-    told = world.scheduler.outlook(RequestId("second"), world.now)
+    told = world.scheduler.view.outlook(RequestId("second"), world.now)
     assert told is not None and told.eta_s == 10.0
     world.ask_lease("train", 6_000, priority=0)
-    told = world.scheduler.outlook(RequestId("second"), world.now)
+    told = world.scheduler.view.outlook(RequestId("second"), world.now)
     assert told is not None and told.eta_s == 10.0, "a lease takes no time"
 
 
 def told_s(world: World, name: str) -> float | None:
-    told = world.scheduler.outlook(RequestId(name), world.now)
+    told = world.scheduler.view.outlook(RequestId(name), world.now)
     assert told is not None
     return told.eta_s
 
@@ -132,7 +132,7 @@ def test_the_estimate_is_not_known_while_no_answer_ahead_has_ever_ended() -> Non
     world.ask("load", MoveKind.LOAD, "a")
     world.run()
     world.arrive("running", "a", takes_s=2.0)
-    assert world.scheduler.explanation(world.asking("?", "a")).eta_s is None
+    assert world.scheduler.view.explanation(world.asking("?", "a")).eta_s is None
     world.arrive("r", "a", within_s=1.0)
     assert told_s(world, "r") is None
     world.run(1.0)
@@ -140,7 +140,7 @@ def test_the_estimate_is_not_known_while_no_answer_ahead_has_ever_ended() -> Non
     assert refused is not None and (refused.code, refused.retry_after_s) == (RejectCode.EXPIRED, None)
     world.run(1.0)
     world.arrive("next", "a")
-    assert world.scheduler.explanation(world.asking("?", "a")).eta_s == 2.0, "an answer has ended"
+    assert world.scheduler.view.explanation(world.asking("?", "a")).eta_s == 2.0, "an answer has ended"
 
 
 def test_the_estimate_needs_no_length_of_answers_that_go_beside_or_after() -> None:
@@ -160,7 +160,7 @@ def test_a_budget_is_over_if_the_load_alone_exceeds_it(budget_s: float, refused:
     world.scheduler.state.models[ModelId("a")].learned_s[MoveKind.LOAD] = 5.0
     world.arrive("first", "a")
     arrival = replace(world.asking("?", "a"), answer_by=world.now + budget_s)
-    plan = world.scheduler.explain(arrival)
+    plan = world.scheduler.view.explanation(arrival).plan
     assert (plan == Refuse(RejectCode.EXPIRED, None)) is refused and (isinstance(plan, Join) is not refused)
 
 
@@ -170,7 +170,7 @@ def test_the_estimate_counts_a_load_that_holds_the_memory() -> None:
     world.scheduler.state.models[ModelId("b")].learned_s[MoveKind.LOAD] = 0.2
     world.ask("op", MoveKind.LOAD, "a")
     world.run(2.0)
-    assert world.scheduler.explanation(world.asking("?", "b")).eta_s == pytest.approx(4.2)
+    assert world.scheduler.view.explanation(world.asking("?", "b")).eta_s == pytest.approx(4.2)
     world.arrive("r", "b", within_s=1.0)
     assert told_s(world, "r") == pytest.approx(4.2), "one second to unload, four of five to load, and its own"
     loads_s = world.scheduler.state.models[ModelId("a")].learned_s
@@ -243,7 +243,7 @@ def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
     ready(world, "a", "b", "a", "b")
     world.arrive("running", "b")
     world.arrive("r", "a")
-    told = world.scheduler.outlook(RequestId("r"), world.now)
+    told = world.scheduler.view.outlook(RequestId("r"), world.now)
     assert told is not None and told.eta_s == 0.5
 
 
@@ -255,7 +255,7 @@ def test_the_estimate_of_a_model_that_is_prepared_counts_the_rest_of_that_and_it
     world.ask("p", MoveKind.PREPARE, "a")
     world.run(50.0)
     waits = world.arrive("r", "a", takes_s=0.0)
-    outlook = world.scheduler.outlook(RequestId("r"), world.now)
+    outlook = world.scheduler.view.outlook(RequestId("r"), world.now)
     world.run(200.0)
     assert outlook is not None and outlook.eta_s == pytest.approx(waits.granted_at - waits.arrived, abs=0.1) == 11.0
 
@@ -283,7 +283,7 @@ def test_the_estimate_of_a_model_that_leaves_counts_the_rest_of_that_and_how_it_
     world.ask("leave", leaves_by, "a")
     world.run(0.5)
     waits = world.arrive("r", "a", takes_s=0.0)
-    outlook = world.scheduler.outlook(RequestId("r"), world.now)
+    outlook = world.scheduler.view.outlook(RequestId("r"), world.now)
     world.run(200.0)
     assert outlook is not None and outlook.eta_s == pytest.approx(waits.granted_at - waits.arrived, abs=0.1)
     assert least_s <= outlook.eta_s <= most_s

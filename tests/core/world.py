@@ -42,7 +42,7 @@ from greenroom.core.model import (
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
 from greenroom.core.queue.waitlist import Queue
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 
 HOST = DeviceId("host")
 # Effects that reject, cut or answer come from one event; what follows from them takes the world this long.
@@ -193,7 +193,7 @@ class World(Recorder):
         self.told_to_leave: set[ModelId] = set()
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count(1)
-        self.scheduler = Scheduler(self, policies, swappers)
+        self.scheduler = DefaultScheduler(self, policies, swappers)
         self.config(*models, devices=tuple(devices), limits=limits)
 
     # --- what happens -------------------------------------------------------------------------------------------------

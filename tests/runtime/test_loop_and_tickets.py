@@ -25,7 +25,7 @@ from greenroom.core.model import (
     SlotId,
 )
 from greenroom.core.policy import BUILT_IN, PolicyFactory, PriorityClass, Swapper
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import QueueFull
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.spawn import Child
@@ -50,7 +50,7 @@ class Scripted:
 
 def scripted() -> tuple[Scripted, SchedulerLoop]:
     effects = Scripted()
-    return effects, SchedulerLoop(Scheduler(cast(Effects, effects)))
+    return effects, SchedulerLoop(DefaultScheduler(cast(Effects, effects)))
 
 
 def some_slot() -> LiveSlot:
@@ -106,7 +106,7 @@ class Failing:
 
 def test_a_policy_that_raises_is_named_with_the_model_it_decided_on() -> None:
     policies = {**BUILT_IN, "mine": cast(PolicyFactory, Failing)}
-    loop = SchedulerLoop(Scheduler(cast(Effects, Scripted()), policies))
+    loop = SchedulerLoop(DefaultScheduler(cast(Effects, Scripted()), policies))
     gpu = Device(DeviceId("gpu0"), DeviceKind.GPU, 100)
     model = ModelSpec(ModelId("m"), need=Need(10))
     loop.post(ConfigChanged(0.0, models=(model,), devices=(gpu,), limits=Limits(policy="mine")))

@@ -6,24 +6,26 @@ revision drains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from greenroom.core.apply import Actions, preload_id
 from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
-from greenroom.core.policy import Swappers, make_policy
-from greenroom.core.policy.base import Pacing, Policies
+from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import ModelRecord, State
 
+Rules = Callable[[Limits], Policy]
+
 
 class Configuration:
-    def __init__(self, state: State, slots: SlotWriter, act: Actions, policies: Policies, swappers: Swappers) -> None:
+    def __init__(self, state: State, slots: SlotWriter, act: Actions, rules: Rules) -> None:
         self._state = state
         self._slots = slots
         self._act = act
-        self._policies = policies
-        self._swappers = swappers
+        self._rules = rules
 
     def changed(self, event: ConfigChanged) -> None:
         state = self._state
@@ -54,8 +56,7 @@ class Configuration:
     def _take_over(self, limits: Limits) -> None:
         """Change the policy or its numbers. Waiters keep waiting, under the new rules."""
         state = self._state
-        policy = make_policy(limits, self._policies, self._swappers)
-        state.limits, state.policy, state.pacing = limits, policy, Pacing(limits)
+        state.limits, state.policy, state.pacing = limits, self._rules(limits), Pacing(limits)
         state.accounts.weights = limits.tenant_weights
         state.waitlist.reclassify(state.policy.priority_class)
         for model in state.waitlist.queues:

@@ -5,6 +5,8 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from greenroom.core.apply import ASKED_MAX
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.decision import decide_for
@@ -14,11 +16,17 @@ from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier, larger
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
 
 
-def check(scheduler: Scheduler, now: float | None = None) -> None:
+class Tabled(Protocol):
+    """A scheduler whose tables are a `State`."""
+
+    @property
+    def state(self) -> State: ...
+
+
+def check(scheduler: Tabled, now: float | None = None) -> None:
     """Check everything visible in the state; given the time of the last event, also that no wake-up was lost."""
     state = scheduler.state
     _grants_and_slots_agree(state)

@@ -1,25 +1,23 @@
-"""What the rest of Greenroom may see of the core: a read-only view, and questions about it.
+"""What the rest of Greenroom may see of a scheduler: its tables, and the questions that it answers.
 
-Owns no state and changes none. What it hands out has no methods that write and no attributes that can be set: frozen
-records, and protocols with read-only properties. `tests/test_layers.py` checks which modules others may import.
+Protocols with read-only properties, and frozen records: nothing here can write. A scheduler whose tables are a `State`
+has all of it from `state_view.py`. `tests/test_layers.py` checks which modules others may import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from greenroom.core.decide import green_room, placement
+from greenroom.core.decide.arrival import Option
 from greenroom.core.decide.green_room import Shortfall as Shortfall
-from greenroom.core.decide.placement import Mib, Places
-from greenroom.core.decide.residents import Residents
-from greenroom.core.events import Limits
+from greenroom.core.events import Learned, Limits, RequestArrived
+from greenroom.core.explain import Explanation, Outlook
 from greenroom.core.model import (
     Claim,
     Device,
     DeviceId,
-    DeviceKind,
     LeaseId,
     ModelId,
     ModelSpec,
@@ -34,9 +32,6 @@ from greenroom.core.model import (
     Tier,
     lease_name,
 )
-from greenroom.core.queue.waiter import NO_PRIORITY
-from greenroom.core.queue.waitlist import WaiterKind
-from greenroom.core.state import ModelRecord, State
 
 # The prefix of a lease's name where the scheduler would name a model.
 LEASE_MARK = str(lease_name(LeaseId("")))
@@ -222,98 +217,88 @@ class Movable:
     loss: float
 
 
-class SchedulerView:
-    def __init__(self, state: State) -> None:
-        self._state = state
+class Tables(Protocol):
+    """What is where, and who waits: for status pages, memory, leases and operators."""
 
     @property
-    def limits(self) -> Limits:
-        return self._state.limits
+    def limits(self) -> Limits: ...
 
     @property
-    def slots(self) -> Mapping[SlotId, SlotFacts]:
-        return self._state.slots
+    def slots(self) -> Mapping[SlotId, SlotFacts]: ...
 
     @property
-    def models(self) -> Mapping[ModelId, ModelFacts]:
-        return self._state.models
+    def models(self) -> Mapping[ModelId, ModelFacts]: ...
 
     @property
-    def ledger(self) -> LedgerFacts:
-        return self._state.ledger
+    def ledger(self) -> LedgerFacts: ...
 
     @property
-    def waitlist(self) -> WaitlistFacts:
-        return self._state.waitlist
+    def waitlist(self) -> WaitlistFacts: ...
 
     @property
     def counters(self) -> dict[str, int]:
         """Totals since the start, by name."""
-        return asdict(self._state.counters)
+        ...
 
     @property
-    def avg_wait_s(self) -> float | None:
-        return self._state.avg_wait_s
+    def avg_wait_s(self) -> float | None: ...
 
-    @property
-    def devices(self) -> Sequence[Device]:
-        return self._state.devices
+    def slots_of(self, model: ModelId) -> Sequence[SlotFacts]: ...
 
-    def slots_of(self, model: ModelId) -> Sequence[SlotFacts]:
-        return self._state.slots_of(model)
-
-    def slots_of_lease(self, lease: LeaseId) -> Sequence[SlotFacts]:
-        return self._state.slots_of(lease_name(lease))
-
-    def most_mib(self) -> dict[DeviceId, int]:
-        """Usable memory per device if everything that may leave had left."""
-        return self._state.most_mib(None)
-
-    def callers(self) -> Iterator[WaitingCaller]:
+    def callers(self) -> Iterable[WaitingCaller]:
         """Waiting requests, by priority and arrival."""
-        return (waiter for waiter in self._state.waitlist if waiter.kind is WaiterKind.REQUEST)
+        ...
 
-    def is_waited_for(self, model: ModelId) -> bool:
-        return model in self._state.waitlist.queues
+    def is_waited_for(self, model: ModelId) -> bool: ...
 
-    def is_coming(self, model: ModelId) -> bool:
-        """True if it will be ready without a further decision."""
-        return self._state.is_coming(model)
+    def most_mib(self) -> Mapping[DeviceId, int]:
+        """Usable memory per device if everything that may leave had left."""
+        ...
 
-    def movable(self, now: float) -> list[Movable]:
-        """Models that could be evicted, as if all of them went cold. Leases are left out."""
-        there = Residents(self._state, now, Places()).those(may_sleep=False, but=None)
-        free = [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
-        return [Movable(one.model, one.gives_mib, one.loss) for one in free]
+
+class Forecasts(Protocol):
+    """What requests that are under way ask, and what a gateway remembers when it stops."""
+
+    def outlook(self, request: RequestId, now: float) -> Outlook | None:
+        """Position and estimate of a waiting request; None if it does not wait. Heartbeats ask it often."""
+        ...
+
+    def candidates_left(self, request: RequestId, now: float) -> tuple[ModelId, ...]:
+        """The models that a request can still turn to if the one that it was granted fails."""
+        ...
+
+    def learned(self) -> Mapping[ModelId, Learned]:
+        """What a later run should know about each model from the start."""
+        ...
+
+
+class Explains(Protocol):
+    """What operators ask: what would happen, and why not."""
+
+    def explanation(self, arrival: RequestArrived) -> Explanation:
+        """The plan if this request came now, what it would wait behind, evict and why, and how long it may take."""
+        ...
+
+    def weigh(self, arrival: RequestArrived) -> tuple[Sequence[Option], int]:
+        """Its candidates as they are now, and the position of the one that it would get."""
+        ...
 
     def green_room_shortfall(self, model: ModelId) -> Shortfall | None:
         """Why this model can never sleep here, in numbers; None if host memory is not the reason."""
-        return green_room.shortfall(self._state, self._state.models[model].spec)
+        ...
 
-    def kept_out_by_others(self, after_s: float, now: float) -> dict[ModelId, KeptOut]:
+
+class Shares(Protocol):
+    """What a gateway asks that shares its GPUs with others."""
+
+    def movable(self, now: float) -> Sequence[Movable]:
+        """Models that could be evicted, as if all of them went cold. Leases are left out."""
+        ...
+
+    def kept_out_by_others(self, after_s: float, now: float) -> Mapping[ModelId, KeptOut]:
         """Models that have waited for `after_s` and would fit only if other gateways released their leases."""
-        state = self._state
-        if state.store_is_down or state.shutting_down:
-            return {}
-        most = state.most_mib(None)
-        with_others = {device: mib - state.ledger.foreign.get(device, 0) for device, mib in most.items()}
-        without = {device: mib - state.ledger.outside_mib(device) for device, mib in most.items()}
-        found: dict[ModelId, KeptOut] = {}
-        for model, queue in state.waitlist.queues.items():
-            # A preload has no priority here: it waits until there is room.
-            if queue.oldest + after_s <= now and queue.priorities.first < NO_PRIORITY:
-                record = state.models.get(model)
-                if record is not None and (place := self._place(record, without, with_others)):
-                    found[model] = KeptOut(record.spec, queue.priorities.first, place)
-        return found
+        ...
 
-    def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[DeviceId, int]:
-        """Its claim on each GPU if other gateways' models left; empty if they do not keep it out."""
-        spec, need, devices = record.spec, record.need, self._state.devices
-        gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
-        if not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
-            return {}
-        if placement.options(spec, need, devices, without, without):
-            return {}
-        claims = placement.options(spec, need, devices, with_others, with_others)
-        return {device: mib for device, mib in claims[0].items() if device in gpus} if claims else {}
+
+class SchedulerView(Tables, Forecasts, Explains, Shares, Protocol):
+    """All that the shell and the simulator ask of a scheduler. No question changes anything."""

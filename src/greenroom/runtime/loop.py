@@ -19,10 +19,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
+from greenroom.core.contract import Scheduler
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone, Timer, TimerFired
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
-from greenroom.core.scheduler import Scheduler
 from greenroom.errors import GreenroomError
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Observer

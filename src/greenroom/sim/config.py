@@ -14,7 +14,7 @@ from greenroom.core.events import Learned, Limits
 from greenroom.core.model import Device, DeviceId, ModelId, ModelSpec, MoveKind
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ConfigError
 
 POLICIES = tuple(BUILT_IN)
@@ -126,9 +126,9 @@ def absent_gpus(spec: ModelSpec, devices: Iterable[Device]) -> tuple[DeviceId, .
     return () if there.intersection(spec.devices) else spec.devices
 
 
-def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Scheduler:
+def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> DefaultScheduler:
     """The gateway's own scheduler. Its limits name the policy (`limits_for`)."""
-    return Scheduler(effects, policies, swappers)
+    return DefaultScheduler(effects, policies, swappers)
 
 
 def limits_for(limits: Limits, policy: str, policies: Policies = BUILT_IN) -> Limits:

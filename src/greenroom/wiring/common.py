@@ -14,7 +14,7 @@ from greenroom.config import limits
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
@@ -72,7 +72,7 @@ def wire_common(
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
-    loop = SchedulerLoop(Scheduler(seen_effects, limits.POLICIES, limits.SWAPPERS_BY_NAME))
+    loop = SchedulerLoop(DefaultScheduler(seen_effects, limits.POLICIES, limits.SWAPPERS_BY_NAME))
     return CommonParts(
         catalog=catalog,
         slots=slots,

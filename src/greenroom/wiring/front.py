@@ -232,7 +232,7 @@ def _jobs(
             lambda: gateway.config.jobs.keep_s,
             lambda: gateway.config.scheduler.queue_depth_max,
             lambda: gateway.is_draining,
-            common.loop.scheduler.learned,
+            common.loop.scheduler.view.learned,
             JobEvents(common.hub),
             common.clock,
         ),

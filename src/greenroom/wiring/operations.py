@@ -79,7 +79,7 @@ def wire_updates(
         hosted_slots=common.hosted_slots,
         post=common.post,
         clock=common.clock,
-        learned=common.loop.scheduler.learned,
+        learned=common.loop.scheduler.view.learned,
         unchanging=updating.unchanging,
         is_draining=lambda: gateway.is_draining,
         forgotten=updating.forgotten,

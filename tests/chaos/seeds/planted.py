@@ -18,19 +18,19 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any
 
-from greenroom.core import events, ledger, model, scheduler, state
+from greenroom.core import events, ledger, mechanism, model, state
 from greenroom.core.apply import Actions, Rounds
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide import arrival, placement, residents
 from greenroom.core.decide.plan import Serve
 from greenroom.core.effects import RejectCode
+from greenroom.core.mechanism import Dirty, Mechanism
 from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator
 from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.waiter import WEIGHT_MIN, Accounts
 from greenroom.core.queue.waitlist import Queue, Waiter
-from greenroom.core.scheduler import Dirty, Scheduler
 from greenroom.core.slots import SlotWriter
 from tests.chaos.many import outcome, task_storm_outcome
 from tests.chaos.play import Failure, Played
@@ -103,7 +103,7 @@ def cloud_for_the_busy(original: Callable[..., Any]) -> Any:
     return nothing
 
 
-@planted(Scheduler, "_leave_last_resort")
+@planted(Mechanism, "_leave_last_resort")
 def cloud_for_ever(original: Callable[..., Any]) -> Any:
     """A request that waits for a remote model stays there when a local one can serve again."""
     return nothing
@@ -112,9 +112,9 @@ def cloud_for_ever(original: Callable[..., Any]) -> Any:
 # --- counting and granting --------------------------------------------------------------------------------------------
 
 
-@planted(Scheduler, "_on_request_gone")
+@planted(Mechanism, "request_gone")
 def stranded_counter(original: Callable[..., None]) -> Any:
-    def on_request_gone(self: Scheduler, event: events.RequestGone) -> Any:
+    def on_request_gone(self: Mechanism, event: events.RequestGone) -> Any:
         return Dirty.NOTHING if event.request in self.state.grants else original(self, event)
 
     return on_request_gone
@@ -148,9 +148,9 @@ def grant_to_leaving_slot(original: Any) -> Any:
     return property(lambda slot: slot.tier is model.Tier.READY and slot.move is None and not slot.lost)
 
 
-@planted(Scheduler, "_take_back")
+@planted(Mechanism, "_take_back")
 def taken_back_for_ever(original: Callable[..., None]) -> Any:
-    def take_back(self: Scheduler, grant: state.Grant, was_busy: bool) -> None:
+    def take_back(self: Mechanism, grant: state.Grant, was_busy: bool) -> None:
         grant.waiter.had_failure = False
         original(self, grant, was_busy)
 
@@ -210,7 +210,7 @@ def weights_ignored(original: Callable[..., None]) -> Any:
     return charge
 
 
-@planted(scheduler, "plan_for")
+@planted(mechanism, "plan_for")
 def queue_without_bound(original: Callable[..., Any]) -> Any:
     def plan_for(its: state.State, *asked: Any) -> Any:
         limits, its.limits = its.limits, replace(its.limits, queue_depth_max=10**9)
@@ -407,9 +407,9 @@ def back_off_never_ends(original: Callable[..., None]) -> Any:
     return count_failure
 
 
-@planted(Scheduler, "_retry")
+@planted(Mechanism, "_retry")
 def back_off_comes_back_with_the_clock(original: Callable[..., None]) -> Any:
-    def retry(self: Scheduler, model: model.ModelId, now: float) -> None:
+    def retry(self: Mechanism, model: model.ModelId, now: float) -> None:
         record = self.state.models[model]
         retry_at = record.retry_at
         original(self, model, now)

@@ -54,7 +54,7 @@ def world_with(states: dict[str, str]) -> World:
 
 def chosen(world: World, *ladder: str, choice: Choice, budget_s: float | None = None) -> str:
     """The model that a request gets or waits for; empty if it is refused. What is explained is what happens."""
-    options, place = world.scheduler.weigh(world.asking("r?", *ladder, budget_s=budget_s, choice=choice))
+    options, place = world.scheduler.view.weigh(world.asking("r?", *ladder, budget_s=budget_s, choice=choice))
     told = "" if isinstance(options[place].plan, Refuse) else str(options[place].model)
     call = world.arrive("r!", *ladder, budget_s=budget_s, choice=choice)
     if call.fate is Fate.REJECTED:
@@ -205,7 +205,7 @@ def test_after_a_load_that_failed_no_candidate_is_left_beside_the_last() -> None
     world.arrive("x", "a", "r", choice=REMOTE, takes_s=None)
     world.run(30.0)
     assert world.fate("x") is Fate.GRANTED and served_by(world, "x") == "r"
-    assert world.scheduler.candidates_left(RequestId("x"), world.now) == ()
+    assert world.scheduler.view.candidates_left(RequestId("x"), world.now) == ()
 
 
 def test_after_a_load_that_failed_the_last_local_candidate_is_asked_once() -> None:
@@ -229,11 +229,11 @@ def test_a_choice_of_one_is_asked_again_once_like_any_model() -> None:
 
 def test_candidates_that_are_left_are_those_that_were_not_tried() -> None:
     world = world_with({"a": "ready", "b": "ready"})
-    assert world.scheduler.candidates_left(RequestId("x"), world.now) == ()
+    assert world.scheduler.view.candidates_left(RequestId("x"), world.now) == ()
     world.arrive("x", "a", "r", "b", choice=REMOTE)
     left = []
     while world.fate("x") is Fate.GRANTED:
-        left.append(world.scheduler.candidates_left(RequestId("x"), world.now))
+        left.append(world.scheduler.view.candidates_left(RequestId("x"), world.now))
         world.finish("x", lost=True)
     assert left == [("r", "b"), ("r",), ()]
 
@@ -242,7 +242,7 @@ def test_a_busy_model_sends_a_request_to_other_local_ones_and_never_to_the_last_
     world = world_with({"a": "ready", "b": "ready"})
     world.arrive("x", "a", "r", "b", choice=REMOTE)
     world.finish("x", lost=True, busy=True)
-    assert served_by(world, "x") == "b" and world.scheduler.candidates_left(RequestId("x"), world.now) == ()
+    assert served_by(world, "x") == "b" and world.scheduler.view.candidates_left(RequestId("x"), world.now) == ()
     world.finish("x", lost=True)
     assert world.fate("x") is Fate.REJECTED and world.code("x") is RejectCode.LOST
 
@@ -272,7 +272,7 @@ def test_a_candidate_that_cannot_serve_is_not_turned_to(state: str, ladder: tupl
     world.arrive("x", *ladder, choice=REMOTE)
     assert served_by(world, "x") == "a"
     left = ("r",) if "r" in ladder else ()
-    assert world.scheduler.candidates_left(RequestId("x"), world.now) == left
+    assert world.scheduler.view.candidates_left(RequestId("x"), world.now) == left
     world.finish("x", lost=True, busy=is_busy)
     if left and not is_busy:
         assert served_by(world, "x") == "r"
@@ -342,10 +342,10 @@ def test_a_first_candidate_that_was_too_slow_is_tried_again_after_a_while() -> N
     world.arrive("quick", "b", takes_s=ANSWER_S)
     world.run(ANSWER_S)
     asking = world.asking("r?", "a", "b", budget_s=20.0, choice=FIRST_S)
-    assert world.scheduler.weigh(asking)[1] == 1
+    assert world.scheduler.view.weigh(asking)[1] == 1
     world.run(TRY_AGAIN_S)
     asking = world.asking("r?", "a", "b", budget_s=20.0, choice=FIRST_S)
-    assert world.scheduler.weigh(asking)[1] == 0
+    assert world.scheduler.view.weigh(asking)[1] == 0
 
 
 @pytest.mark.untraced

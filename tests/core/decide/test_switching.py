@@ -279,7 +279,7 @@ def test_a_queue_that_is_overdue_has_its_devices_kept_from_models_that_come_late
     large = world.calls_by_id["large"]
     assert world.scheduler.state.kept == {ModelId("large"): frozenset({DeviceId("gpu0")})}
     late = world.arrive("late", "third", takes_s=1.0)
-    plan = world.scheduler.explain(world.asking("?", "third"))
+    plan = world.scheduler.view.explanation(world.asking("?", "third")).plan
     assert isinstance(plan, Wait) and (plan.why, plan.behind) == (WaitReason.KEPT_FOR_OTHERS, ("large",))
     world.run()
     assert large.granted_at < late.granted_at and world.fate("late") is Fate.SERVED

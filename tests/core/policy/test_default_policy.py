@@ -328,6 +328,6 @@ def test_the_model_that_was_not_used_for_longest_leaves() -> None:
 
 
 def evicted(world: World) -> tuple[Resident, ...]:
-    plan = world.scheduler.explain(world.asking("?", "new"))
+    plan = world.scheduler.view.explanation(world.asking("?", "new")).plan
     assert isinstance(plan, Swap)
     return plan.evict

@@ -15,7 +15,7 @@ from greenroom.core.decide.arrival import decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.model import ModelId, RequestId, TenantId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from tests.chaos.checks.base import Checkers
 from tests.chaos.play import Play
 from tests.chaos.scenario import draw_scenario
@@ -66,7 +66,7 @@ class Asking:
     """A watcher that asks everything that can be asked, and compares."""
 
     def __init__(self) -> None:
-        self.scheduler: Scheduler | None = None
+        self.scheduler: DefaultScheduler | None = None
         self.events = self.asked_of = 0
 
     def told(self, event: ev.Event) -> None:
@@ -83,16 +83,15 @@ class Asking:
     def hex(self) -> str:
         return ""
 
-    def _ask(self, scheduler: Scheduler, now: float) -> None:
+    def _ask(self, scheduler: DefaultScheduler, now: float) -> None:
         state = scheduler.state
         before = facts(state)
         for model in [*state.models, ModelId("nobody")]:
             arrival = ev.RequestArrived(now, RequestId("new"), (model,), 1, TenantId("new"), answer_by=now + 5.0)
-            scheduler.explain(arrival)
-            scheduler.explanation(arrival)
+            scheduler.view.explanation(arrival)
         assert facts(state) == before, "explaining changes the state"
         for waiter in state.waitlist:
-            scheduler.outlook(RequestId(waiter.id), now)
+            scheduler.view.outlook(RequestId(waiter.id), now)
             decide(state, waiter, now, Places())
         places = Places()
         residents = Residents(state, now, places)
@@ -124,7 +123,7 @@ def test_questions_and_decisions_change_nothing(seed: int) -> None:
 
 @pytest.mark.pure
 def test_the_comparison_sees_a_change_however_deep() -> None:
-    scheduler = Scheduler(effects=None)  # type: ignore[arg-type]
+    scheduler = DefaultScheduler(effects=None)  # type: ignore[arg-type]
     before = facts(scheduler.state)
     scheduler.state.accounts.join(TenantId("t"))
     assert facts(scheduler.state) != before

@@ -170,7 +170,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         world, name = self.world, self._next("r")
         before, said = picture(world.scheduler.state), len(world.calls)
         asking = world.asking(name, *candidates, priority=priority, choice=choice)
-        plan, (options, chosen) = world.scheduler.explanation(asking).plan, world.scheduler.weigh(asking)
+        plan, (options, chosen) = world.scheduler.view.explanation(asking).plan, world.scheduler.view.weigh(asking)
         assert picture(world.scheduler.state) == before and len(world.calls) == said
         # What leaves for it may be judged differently: the one counts the request among those that wait, the other not.
         assert isinstance(plan, Refuse | Serve) or plan.model == options[chosen].model

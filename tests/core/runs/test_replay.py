@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from tests.core.world import Recorder, World
 
 from .scenarios import finish, mixed_scenario
@@ -29,7 +29,7 @@ def fingerprint() -> str:
 def test_a_fresh_scheduler_fed_with_the_same_events_asks_for_the_same_effects() -> None:
     world = played()
     again = Recorder()
-    scheduler = Scheduler(again)
+    scheduler = DefaultScheduler(again)
     for event in world.events:
         scheduler.handle(event)
     assert len(world.calls) > 100 and repr(again.calls) == repr(world.calls)

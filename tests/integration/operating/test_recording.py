@@ -21,7 +21,7 @@ A = ModelId("a")
 
 
 def load_s(app: App) -> float | None:
-    learned = app.loop.scheduler.learned().get(A)
+    learned = app.loop.scheduler.view.learned().get(A)
     return None if learned is None else learned.moves_s.get(MoveKind.LOAD)
 
 

@@ -22,7 +22,7 @@ from greenroom.app import App
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, Event, MoveDone
 from greenroom.core.model import MoveId, MoveKind, Outcome
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
 from greenroom.sim.cases import simulate
 from greenroom.sim.config import SimConfig, SimModel, Timings
@@ -101,7 +101,7 @@ class Nothing:
 def replayed(events: Sequence[Event]) -> list[Asked]:
     """What a fresh scheduler asks for when it is told these events."""
     asked: list[Asked] = []
-    scheduler = Scheduler(WatchedEffects(cast(Effects, Nothing()), asked.append))
+    scheduler = DefaultScheduler(WatchedEffects(cast(Effects, Nothing()), asked.append))
     for event in events:
         scheduler.handle(event)
     return asked

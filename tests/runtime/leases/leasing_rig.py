@@ -26,7 +26,7 @@ from greenroom.core.model import (
     RequestId,
     SlotId,
 )
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
@@ -52,7 +52,7 @@ class Rig:
         self.ahead_s = 0.0
         loop = asyncio.get_running_loop()
         self.clock = lambda: loop.time() + self.ahead_s
-        self.loop = SchedulerLoop(Scheduler(self))
+        self.loop = SchedulerLoop(DefaultScheduler(self))
         self.state = self.loop.scheduler.state
         self.granted: list[str] = []
         self.told: list[str] = []

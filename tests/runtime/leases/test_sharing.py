@@ -24,7 +24,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy import make_policy
 from greenroom.core.state import ModelRecord, State
-from greenroom.core.view import SchedulerView
+from greenroom.core.state_view import StateView
 from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SlotAsk
@@ -77,7 +77,7 @@ class Rig:
         self.store, self.other = self.client(), self.client()
         self.sharing = Sharing(
             Membership(self.store, "me", TTL_S, holder=None),
-            SchedulerView(self.state),
+            StateView(self.state),
             self._post,
             lambda: self.now,
             FakeWatch(),

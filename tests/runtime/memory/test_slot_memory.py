@@ -13,7 +13,7 @@ from greenroom.config.schema import Config
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelId, Move, MoveId, MoveKind, Need, SlotId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
@@ -40,7 +40,7 @@ class Rig:
 
     def __init__(self, scheduler: dict[str, Any] | None = None, back_s: float = 10.0, **keys: Any) -> None:
         self.probe, self.owners = FakeProbe(), FakeOwners()
-        self.scheduler = Scheduler(cast(Effects, NoEffects()))
+        self.scheduler = DefaultScheduler(cast(Effects, NoEffects()))
         clock = asyncio.get_running_loop().time
         empty = reading(gpu("GPU-a"), gpu("GPU-b", 1))
         self.probe.now = empty

@@ -37,7 +37,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import GreenroomError, LeaseLost, LeaseUnknown
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
@@ -131,7 +131,7 @@ class FakeEffects:
 
 @dataclass
 class FakeLoop:
-    scheduler: Scheduler
+    scheduler: DefaultScheduler
     failed_at: float = -math.inf
 
 
@@ -264,7 +264,7 @@ class FakeGateway:
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
-        self.loop = FakeLoop(Scheduler(cast(Effects, self.effects)))
+        self.loop = FakeLoop(DefaultScheduler(cast(Effects, self.effects)))
         self.state = self.loop.scheduler.state
         self.tickets = Tickets(self.loop.scheduler.handle, self.clock)
         self.operations, self.mover, self.updates = FakeOrders(), FakeFailures(), FakeUpdates()

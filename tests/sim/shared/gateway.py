@@ -42,7 +42,7 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import StoreDown
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.sharing import Sharing
@@ -89,7 +89,7 @@ class Gateway:
         # One that is cut off from the store cannot renew.
         self.is_cut_off = False
         self.clock: Callable[[], float] = self._loop.time
-        scheduler = Scheduler(self)
+        scheduler = DefaultScheduler(self)
         self.state = scheduler.state
         self._events = SchedulerLoop(scheduler)
         self.post: Callable[[Event], None] = self._events.post

@@ -12,13 +12,13 @@ evicted: the scheduler does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
-from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId
+from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId, lease_name
 from greenroom.core.view import KeptOut, Movable, SchedulerView, SlotFacts
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
@@ -75,7 +75,7 @@ class MakingRoom:
                     mib[device] = mib.get(device, 0) + gives
         return {str(device): min(PRICE_MAX, loss[device] * MIB_A_GIB / mib[device]) for device in mib}
 
-    def _movable(self) -> list[Movable]:
+    def _movable(self) -> Sequence[Movable]:
         return self._state.movable(self._clock())
 
     # --- orders -----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class MakingRoom:
         """Make room for these. For leases that are no longer ordered, only evictions that have started proceed."""
         named = {ask.id: ask for ask in asks}
         for room in list(self._rooms.values()):
-            if room.waiting not in named and not self._state.slots_of_lease(room.lease):
+            if room.waiting not in named and not self._state.slots_of(lease_name(room.lease)):
                 self._end(room)
         busy_for = {room.waiting for room in self._rooms.values()}
         for ask in named.values():
@@ -126,7 +126,7 @@ class MakingRoom:
         free, gives = self._state.ledger.free_mib(frozenset()), self._gives()
         lacks = ask.gpus - sum(mib >= ask.mib_on(device) for device, mib in got.items())
         found: list[tuple[tuple[bool, int, bool, int], DeviceId, int]] = []
-        for device in self._state.devices:
+        for device in self._state.ledger.devices.values():
             if device.kind is not DeviceKind.GPU or (ask.devices and device.id not in ask.devices):
                 continue
             has, is_free = got.get(device.id, 0), max(0, free[device.id])
@@ -242,12 +242,13 @@ class WaitingModels:
 
     # --- which models -----------------------------------------------------------------------------------------------
 
-    def _needy(self) -> dict[ModelId, KeptOut]:
+    def _needy(self) -> Mapping[ModelId, KeptOut]:
         return self._state.kept_out_by_others(AFTER_S, self._clock())
 
     def _is_useless(self, want: Want, now: float) -> bool:
         """Whether no request waits for the model any more, or no load took the lease over in time."""
-        is_waited_for, is_coming = self._state.is_waited_for(want.model), self._state.is_coming(want.model)
+        is_waited_for = self._state.is_waited_for(want.model)
+        is_coming = any(slot.is_arriving for slot in self._state.slots_of(want.model))
         return now >= want.held_at + UNUSED_S or not (is_waited_for or is_coming)
 
     # --- the line ---------------------------------------------------------------------------------------------------

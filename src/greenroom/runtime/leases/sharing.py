@@ -182,7 +182,7 @@ class Sharing:
             str(device.id): max(0, device.usable_mib - self._unleased_mib(device.id))
             if device.kind is DeviceKind.HOST or device.id in seen
             else 0
-            for device in self._state.devices
+            for device in self._state.ledger.devices.values()
         }
 
     def _unleased_mib(self, device: DeviceId) -> int:

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
-from greenroom.core.events import RequestArrived
-from greenroom.core.explain import Explanation, Option, Outlook
-from greenroom.core.model import ModelId, RequestId, SlotId
-from greenroom.core.view import SchedulerView
+from greenroom.core.contract import Scheduler
+from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import GreenroomError
 from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeStats
@@ -46,26 +44,9 @@ from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.requestors import Requestors
 
 
-class Scheduling(Protocol):
-    @property
-    def view(self) -> SchedulerView: ...
-
-    def outlook(self, request: RequestId, now: float) -> Outlook | None:
-        """Position and estimate of a waiting request; None if it does not wait."""
-        ...
-
-    def explanation(self, arrival: RequestArrived) -> Explanation:
-        """What would happen if this request came now, and why. Nothing changes."""
-        ...
-
-    def weigh(self, arrival: RequestArrived) -> tuple[list[Option], int]:
-        """Its candidates as they are now, and the position of the one that it would get. Nothing changes."""
-        ...
-
-
 class Loop(Protocol):
     @property
-    def scheduler(self) -> Scheduling: ...
+    def scheduler(self) -> Scheduler: ...
 
     @property
     def failed_at(self) -> float:

@@ -176,11 +176,11 @@ class Simulating:
         return await run_detached(lambda: _last_rows(path), "read recorded requests")
 
     def _gpus(self) -> list[Device]:
-        devices = self._gateway.loop.scheduler.view.devices
+        devices = self._gateway.loop.scheduler.view.ledger.devices.values()
         return [device for device in devices if device.kind is DeviceKind.GPU]
 
     def _host(self) -> dict[str, int]:
-        devices = self._gateway.loop.scheduler.view.devices
+        devices = self._gateway.loop.scheduler.view.ledger.devices.values()
         hosts = (device for device in devices if device.kind is DeviceKind.HOST)
         return next(({"memory_mib": host.capacity_mib, "margin_mib": host.margin_mib} for host in hosts), {})
 

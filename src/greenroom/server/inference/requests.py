@@ -70,7 +70,7 @@ class Inference:
             self.sweep.remove,
             clock,
             self.outlook,
-            loop.scheduler.candidates_left,
+            loop.scheduler.view.candidates_left,
             reader.version_of,
             self._spawn,
             self._ended,
@@ -294,7 +294,7 @@ class Inference:
 
     def outlook(self, request_id: str) -> tuple[int | None, float | None]:
         """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
-        outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
+        outlook = self._loop.scheduler.view.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
 
 

@@ -30,7 +30,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.core.policy import Policy, PriorityClass
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.server.admin.reports.explaining import RECALLED
@@ -281,11 +281,12 @@ async def test_a_policy_that_raises_is_named_and_logged(name: str, capsys: pytes
 
 
 class Unplanned:
-    """A scheduler whose answer has no plan."""
+    """A scheduler whose answer has no plan, and its view."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.view = scheduler.view
-        self.weigh = scheduler.weigh
+    def __init__(self, scheduler: DefaultScheduler) -> None:
+        self.view = self
+        self.limits = scheduler.view.limits
+        self.weigh = scheduler.view.weigh
 
     def explanation(self, event: RequestArrived) -> Explanation:
         return Explanation(cast(Plan, None), 0, None)
@@ -297,7 +298,7 @@ class Unplanned:
 async def test_an_answer_that_cannot_be_told_is_not_said_to_be_the_policys_fault(name: str) -> None:
     gateway = FakeGateway({"a": model()})
     gateway.tasks.configure(gateway.config.model_copy(update={"tasks": {"chat": Task(candidates=("a",))}}))
-    gateway.loop.scheduler = cast(Scheduler, Unplanned(gateway.loop.scheduler))
+    gateway.loop.scheduler = cast(DefaultScheduler, Unplanned(gateway.loop.scheduler))
     with pytest.raises(AssertionError, match="unreachable"):
         await explain(gateway, model=name)
 

@@ -275,7 +275,7 @@ def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
 def gpu_mib(gateway: Gateway, model: ModelId) -> int:
     """What its slots hold on GPUs now."""
     view = gateway.loop.scheduler.view
-    gpus = {device.id for device in view.devices if device.kind is DeviceKind.GPU}
+    gpus = {device.id for device in view.ledger.devices.values() if device.kind is DeviceKind.GPU}
     held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
     return sum(mib for claim in held for device, mib in claim.items() if device in gpus)
 

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.config.schema import Heartbeat
+from greenroom.core.contract import Scheduler
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
@@ -24,7 +25,7 @@ from greenroom.routing.tasks import Ladder
 from greenroom.runtime.leases.entry import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
-from greenroom.server.admin.gateway import Gateway, Scheduling
+from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.leases import own_prefix
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival, smaller
@@ -157,7 +158,7 @@ class Explaining:
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
-            said = scheduler.explanation(event)
+            said = scheduler.view.explanation(event)
         return self._told(event, said, entry.id, own)
 
     def _explain_task(self, ask: ExplainAsk, ladder: Ladder, own: str) -> Explained:
@@ -168,8 +169,8 @@ class Explaining:
         event = self._arrival(ask, models, priority, smaller(ask.x_budget_s, section.budget_s), choice)
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, event):
-            options, place = scheduler.weigh(event)
-            said = scheduler.explanation(event)
+            options, place = scheduler.view.weigh(event)
+            said = scheduler.view.explanation(event)
         told = self._told(event, said, options[place].model, own)
         seen = [_candidate(one, position, place) for position, one in enumerate(options)]
         left_out = [CandidateView(model=one.model, verdict="left_out", why=one.why) for one in ladder.left_out]
@@ -229,7 +230,7 @@ class Explaining:
 
 
 @contextmanager
-def naming_policy(scheduler: Scheduling, event: RequestArrived) -> Iterator[None]:
+def naming_policy(scheduler: Scheduler, event: RequestArrived) -> Iterator[None]:
     """Around a question to the scheduler. If that raises, raises PolicyFailed, which names the policy."""
     try:
         yield

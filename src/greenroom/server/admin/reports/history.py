@@ -125,7 +125,7 @@ class HistoryRoutes:
         return TimelineView(
             now=round(now, 3),
             since=round(now - seconds, 3),
-            devices=[str(device.id) for device in sorted(view.devices, key=lambda one: one.kind.value)],
+            devices=[str(device.id) for device in sorted(view.ledger.devices.values(), key=lambda one: one.kind.value)],
             spans=[
                 SpanView(
                     slot=span.slot,

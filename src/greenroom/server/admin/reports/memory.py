@@ -284,7 +284,8 @@ def _kv_of(gateway: Gateway, entry: Entry, slot: SlotFacts) -> int | None:
     planned_mib = sum(part.gpu_mib + part.host_mib for part in estimate.parts if part.is_kv)
     if told is not None and told.kv_tokens is not None and estimate.kv_tokens:
         return round(planned_mib * told.kv_tokens / estimate.kv_tokens)
-    on_gpus = [device.id for device in gateway.loop.scheduler.view.devices if device.kind is DeviceKind.GPU]
+    known = gateway.loop.scheduler.view.ledger.devices.values()
+    on_gpus = [device.id for device in known if device.kind is DeviceKind.GPU]
     held_mib = sum(slot.claim.get(device, 0) for device in on_gpus)
     if entry.facts.fills_claim and held_mib:
         # Its cache takes what the rest leaves of its claim.

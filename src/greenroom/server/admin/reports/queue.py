@@ -118,14 +118,14 @@ class QueueRoutes:
         )
         scheduler = self._gateway.loop.scheduler
         with naming_policy(scheduler, like_it):
-            said = scheduler.explanation(like_it)
+            said = scheduler.view.explanation(like_it)
         why = why_waits(said.plan, said) if isinstance(said.plan, Wait) else None
         behind = [str(model) for model in said.behind if model != caller.model]
         return {"plan": action_of(said.plan), "why": why, "behind": behind}
 
     def _row(self, caller: WaitingCaller, position: int, reasons: dict[ModelId, dict[str, object]]) -> QueuedRequest:
         now, record = self._gateway.clock(), self._gateway.activity.get(caller.id)
-        outlook = self._gateway.loop.scheduler.outlook(RequestId(caller.id), now)
+        outlook = self._gateway.loop.scheduler.view.outlook(RequestId(caller.id), now)
         eta_s = None if outlook is None else outlook.eta_s
         return QueuedRequest(
             id=caller.id,
