@@ -22,8 +22,14 @@ WHISPER_SIZES: Final[Mapping[str, str]] = {
     "turbo": "mobiuslabsgmbh/faster-whisper-large-v3-turbo",
     "large-v3-turbo": "mobiuslabsgmbh/faster-whisper-large-v3-turbo",
 }
+WHISPER_PREFIX: Final = "whisper-"
 _PREFIX: Final = "models--"
 _REVISION_BYTES_MAX: Final = 256
+
+
+def whisper_repository(name: str) -> str | None:
+    """The repository of the Whisper model that is named by its size, such as `small` or `whisper-small`."""
+    return WHISPER_SIZES.get(name.removeprefix(WHISPER_PREFIX))
 
 
 def hub_folder(repository: str, env: Mapping[str, str]) -> str:

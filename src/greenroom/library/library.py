@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from greenroom.base.repeated import Repeated
+from greenroom.config.hub import whisper_repository
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
@@ -138,8 +139,12 @@ class Library:
         return any(root.version == _NEW for root in self._roots.values())
 
     def find(self, name: str) -> LibraryRecord | None:
-        """The model with this id, hub id (`org/name`, `org/name:QUANT`, `org/name@ref`) or path. In memory only."""
+        """The model with this id, hub id (`org/name`, `org/name:QUANT`, `org/name@ref`) or path; else the Whisper model
+        of this size, as the hub has it or in a folder of the repository's name. In memory only.
+        """
         found = self._inventory.find(name)
+        if found is None and (repository := whisper_repository(name)) is not None:
+            found = self._inventory.find(repository) or self._inventory.find(os.path.basename(repository))
         return None if found is None else self._records.get(found.id)
 
     def names_of(self, records: Iterable[LibraryRecord]) -> frozenset[str]:

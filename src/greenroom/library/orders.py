@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
+from greenroom.config.hub import whisper_repository
 from greenroom.errors import BadRequest, shown
 from greenroom.library.folders import HUB_PREFIX
 from greenroom.library.roots import PATH_CHARS_MAX, Roots, is_below
@@ -125,7 +126,8 @@ def expect_listed(order: DownloadOrder, rules: OrderRules) -> None:
 
 
 def _of_id(model: str) -> DownloadOrder:
-    """`org/name`, and as the library names models `org/name:QUANTIZATION` and `org/name@REVISION`."""
+    """`org/name`, as the library names models `org/name:QUANTIZATION` and `org/name@REVISION`, or a size of Whisper."""
+    model = whisper_repository(model) or model
     rest, _, quantization = model.partition(":")
     repo, _, revision = rest.partition("@")
     is_named = bool(_REPO.fullmatch(repo))

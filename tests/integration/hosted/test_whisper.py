@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from tests.integration import orders
 from tests.integration.facts import at_rest, pids
 from tests.integration.raw import Answer, Raw, http, request_bytes
 from tests.later import Later
+from tests.library.hub_cache import folder_files, put
 from tests.models import tiny_ears
 from tests.samples.sounds import FORM, form, heard, noise
+from tests.standins.standin_hub import standin_hub
 from tests.waiting import PATIENCE_S, until
 
 openai = Later("openai")
@@ -61,7 +65,7 @@ def file(content: bytes = SOUND) -> tuple[str, io.BytesIO, str]:
 
 
 async def sent(app: App, *files: bytes, path: str = TRANSCRIPTIONS, kind: str = "audio/wav", **fields: str) -> Answer:
-    body = form([("model", "alpha"), *fields.items()], *files, kind=kind)
+    body = form([*{"model": "alpha", **fields}.items()], *files, kind=kind)
     return await http(app, "POST", path, body=body, headers=FORM)
 
 
@@ -280,3 +284,36 @@ async def test_job_is_heard_later(app: App) -> None:
     await until(is_done, "the job is done")
     result = await http(app, "GET", f"/v1/jobs/{job}/result")
     assert json.loads(result.body)["text"] == SAID
+
+
+@pytest.mark.slow
+async def test_a_size_names_the_model_of_that_size_on_disk_or_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "models").mkdir()
+    put(tmp_path / "models" / "faster-whisper-tiny", tiny_ears("alpha speaks"))
+    with standin_hub() as hub:
+        files = folder_files(tiny_ears("alpha speaks"))
+        hub.repos["Systran/faster-whisper-small"] = {
+            name: one if isinstance(one, bytes) else one.read_bytes() for name, one in files.items()
+        }
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        async with gateway(tmp_path, {}, library={"roots": [str(tmp_path / "models")], "download": True}) as app:
+            for name in ("whisper-tiny", "small"):
+                taken = await http(app, "POST", "/v1/models/load", {"modelId": name})
+                assert taken.status == 202, taken.body
+                told: dict[str, Any] = {}
+
+                async def is_over(task: str, told: dict[str, Any]) -> bool:
+                    told.update((await http(app, "GET", f"/v1/models/load/{task}")).json())
+                    return told["status"] != "loading"
+
+                await until(partial(is_over, taken.json()["taskId"], told))
+                assert told["status"] == "completed", told
+            # By either name, and the size alone where it is on disk.
+            for name in ("whisper-small", "small", "Systran/faster-whisper-small", "tiny"):
+                answer = await sent(app, SOUND, model=name)
+                assert answer.status == 200 and answer.json()["text"] == SAID, answer.body
