@@ -115,6 +115,22 @@ async def test_a_repository_that_is_not_there_changes_nothing(hub: StandinHub, t
         assert (await version(app))["error"]["code"] == "fetch_failed"
 
 
+@pytest.mark.parametrize(
+    ("kept", "why"), [(200_000, "it has 200,000 bytes of "), (0, "it does not begin with GGUF")], ids=["torn", "text"]
+)
+async def test_an_update_to_a_broken_file_says_first_which_and_what(
+    hub: StandinHub, tmp_path: Path, kept: int, why: str
+) -> None:
+    hub.repos["org/bravo"]["model.gguf"] = tiny_file("bravo").read_bytes()[:kept] or b"no model"
+    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
+        await has_first_version(app)
+        failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+        (file,) = files(tmp_path, "bravo")
+        assert failed.error["code"] == "bad_model"
+        assert failed.error["message"].startswith(f"{file} is not a usable GGUF file: {why}")
+        assert (await version(app))["error"]["message"] == failed.error["message"]
+
+
 @pytest.mark.slow
 async def test_requests_are_told_that_there_is_no_version_yet(hub: StandinHub, tmp_path: Path) -> None:
     del hub.repos["org/alpha"]

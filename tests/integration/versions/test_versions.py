@@ -118,6 +118,8 @@ async def test_a_version_that_cannot_be_served_changes_nothing(tmp_path: Path, w
             path.write_text("no model")
         answer = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": str(path)})
         assert answer.status >= 400, answer.body
+        if what in ("torn", "kind"):
+            assert answer.error["message"].startswith(f"{path} is not a usable GGUF file: it ")
         now = await version(app)
         assert (now["model_version"], now["updating"]) == (1, False)
         assert now["error"]["code"] == answer.error["code"] and now["desired"]["model_repo_id"] == str(path)

@@ -114,7 +114,7 @@ class VersionChanges:
 
         entry, problem = await run_detached(look, f"look at {name}")
         if problem is not None:
-            raise UnusableModel(f"{version.repo_id} cannot be served by {name}: {problem}.")
+            raise UnusableModel(f"{problem}. So {name} cannot serve {version.repo_id}.")
         return entry
 
     def _add(self, coming: Entry) -> None:

@@ -19,7 +19,7 @@ from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFou
 from greenroom.library.fetched_marks import FetchedMarks, close_all, disown
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
-from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord, ModelKind
+from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind
 from greenroom.library.removal import removed_paths
 from greenroom.library.roots import is_below, link_steps, pinned
 from greenroom.library.versions import Version
@@ -140,7 +140,8 @@ class VersionWeights:
             fetched.update(fresh)
         for path in fetched:
             await self._used(path)
-        record = _choose(there, wanted.quantization, model, order)
+        broken = [problem for problem in self._library.problems if is_below(problem.path, place)]
+        record = _choose(there, broken, wanted.quantization, model, order)
         return FoundWeights(record.path, order.repo_id, facts.commit, await self._used(record.path))
 
     def _mark_all(self, paths: Iterable[str]) -> None:
@@ -239,12 +240,20 @@ def _was_fetched(record: LibraryRecord, facts: DownloadFacts) -> bool:
 
 
 def _choose(
-    there: Sequence[LibraryRecord], quantization: str | None, model: Model, order: WeightsOrder
+    there: Sequence[LibraryRecord],
+    broken: Sequence[BrokenModel],
+    quantization: str | None,
+    model: Model,
+    order: WeightsOrder,
 ) -> LibraryRecord:
     """The one of these that the model's engine runs. Raises UnusableModel."""
     fitting = [record for record in there if _fits(record.kind, model)]
     if quantization is not None:
         fitting = [one for one in fitting if (one.quantization or "").lower() == quantization.lower()]
+    if not fitting and broken:
+        path, why = broken[0].path, broken[0].why.rstrip(".")
+        why = why if why.startswith(path) else f"{path}: {why}"
+        raise UnusableModel(f"{why}. So {model.engine} cannot run {order.repo_id}.")
     if len(fitting) != 1:
         names = ", ".join(record.id for record in fitting[:8]) or "none"
         raise UnusableModel(
