@@ -23,6 +23,8 @@ class FakeReplica:
         self.promises_before_restart = False
         self.keeps_nothing = False
         self.never_ends = False
+        # Its first version is being fetched from there, and it has none yet.
+        self.fetching: str | None = None
         self.refuses_to_go_back = False
         # Fields of its answers, as JSON, instead of the right ones.
         self.said: dict[str, str] = {}
@@ -71,6 +73,10 @@ class FakeReplica:
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
         number, repo_id, commit = self.serves
+        if path == "/status" and self.fetching is not None:
+            desired = {"model_repo_id": self.fetching, "revision": None, "model_version": None}
+            none = {"model_version": None, "model_repo_id": None, "commit": None, "error": None}
+            return 200, {"model": "m", **none, "updating": True, "desired": desired}, {}
         if path == "/status":
             known = {"model": "m", "model_version": number, "model_repo_id": repo_id, "commit": commit}
             return 200, {**known, "updating": False, "desired": None, "error": self.error}, {}

@@ -329,6 +329,29 @@ def test_reconcile_updates_all_where_none_serves_it_and_then_none(replica: Make)
     assert len(orders(first)) == len(orders(second)) == 1
 
 
+def test_reconcile_waits_for_weights_that_replicas_are_fetching_themselves(replica: Make) -> None:
+    first, second = replica(1, "org/new", "c1"), replica(1, "org/new", "c1")
+    keeper = trainer(first, second)
+    for fetching, told in (
+        ((first, second), [Outcome.DIFFERS, Outcome.DIFFERS]),
+        ((second,), [Outcome.SERVES, Outcome.DIFFERS]),
+        ((), [Outcome.SERVES, Outcome.SERVES]),
+    ):
+        for one in (first, second):
+            one.fetching = "org/new" if one in fetching else None
+        report = keeper.reconcile("org/new")
+        assert outcomes(report) == told and report.ok == (not fetching)
+        assert str(report).count("it is being updated to org/new") == len(fetching)
+    assert orders(first) == orders(second) == []
+
+
+def test_reconcile_orders_nothing_of_a_replica_that_it_cannot_ask(replica: Make, unreachable: str) -> None:
+    first = replica(3)
+    report = trainer(first, unreachable).reconcile("org/new")
+    # It would take what it is ordered while it starts, beside its own first version.
+    assert outcomes(report) == [Outcome.SERVES, Outcome.FAILED] and report.results[1].code == "unreachable"
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     for wrong in (["ftp://x"], ["http://user:word@x"], []):
         with pytest.raises(ValueError):

@@ -47,7 +47,8 @@ class ReplicaAway(ReplicaError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica serves. `number` is None until it has a version; `desired_number` is of its last failed update."""
+    """What a replica serves. `number` is None until it has a version; what is `desired` is of its running or its last,
+    failed update."""
 
     model: str
     number: int | None
@@ -55,12 +56,17 @@ class ReplicaStatus:
     commit: str | None
     is_updating: bool = False
     desired_number: int | None = None
+    desired_repo_id: str | None = None
     error_code: str | None = None
     error: str | None = None
 
     @property
     def weights(self) -> tuple[str | None, str | None]:
         return self.repo_id, self.commit
+
+    def is_coming_to(self, repo_id: str) -> bool:
+        """True while an update to this repository runs, such as that to its first version."""
+        return self.is_updating and self.desired_repo_id == repo_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class Replica:
                 commit=said.text_or_none("commit"),
                 is_updating=said.flag("updating"),
                 desired_number=None if desired is None else desired.whole_or_none("model_version", 1),
+                desired_repo_id=None if desired is None else desired.text_or_none("model_repo_id"),
                 error_code=None if error is None else error.text("code"),
                 error=None if error is None else error.text("message"),
             )

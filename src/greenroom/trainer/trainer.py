@@ -108,28 +108,35 @@ class Trainer:
     def reconcile(self, repo_id: str, revision: str | None = None) -> Report:
         """Update only replicas that do not serve these weights. Replicas that were away catch up by this.
 
-        What the newest version of a replica serves decides which commit a branch means, until it is updated anew.
+        What the newest version of a replica serves decides which commit a branch means, until it is updated anew. One
+        that is being updated to this repository already, as when it fetches its first version, is left to that.
         """
         replicas = self._replicas()
         looked = at_once(look, replicas)
         leader = _newest(one for one in looked if isinstance(one, ReplicaStatus) and self._is(one, repo_id, revision))
-        if leader is None:
-            return self.update(repo_id, revision, all_or_nothing=False)
-        wanted = WantedVersion(repo_id, leader.commit or revision, leader.number)
+        coming = [isinstance(one, ReplicaStatus) and one.is_coming_to(repo_id) for one in looked]
+        # Where none serves it yet but one is about to, that decides the commit.
         behind = [
             replica
-            for replica, status in zip(replicas, looked, strict=True)
-            if isinstance(status, ReplicaStatus) and status.weights != leader.weights
+            for replica, status, comes in zip(replicas, looked, coming, strict=True)
+            if isinstance(status, ReplicaStatus)
+            and not (comes or (any(coming) if leader is None else status.weights == leader.weights))
         ]
-        told = {result.url: result for result in self._updated(behind, wanted, is_new=False)}
+        wanted = WantedVersion(repo_id, revision, _next_number(looked))
+        if leader is not None:
+            wanted = WantedVersion(repo_id, leader.commit or revision, leader.number)
+        updated = self._updated(behind, wanted, is_new=leader is None) if behind else []
+        told = {result.url: result for result in updated}
         results = tuple(
-            told.get(replica.url) or _unchanged(replica, status)
+            told.get(replica.url) or _unchanged(replica, status, leader, repo_id)
             for replica, status in zip(replicas, looked, strict=True)
         )
-        ok = all(result.outcome is Outcome.SERVES for result in results)
-        caught_up = sum(result.outcome is Outcome.SERVES for result in told.values())
-        words = f"All replicas serve {repo_id}" if ok else f"Not all replicas serve {repo_id}"
-        return Report(ok, results, words + (f"; {caught_up} caught up." if caught_up else "."))
+        if not all(result.outcome is Outcome.SERVES for result in results):
+            return Report(False, results, f"Not all replicas serve {repo_id}.")
+        if leader is None:
+            self._commits[repo_id, revision] = results[0].commit
+        caught_up = f"; {len(updated)} caught up" if leader is not None and updated else ""
+        return Report(True, results, f"All replicas serve {repo_id} as version {_numbers(results)}{caught_up}.")
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
@@ -184,10 +191,14 @@ def _numbers(results: Sequence[Result]) -> str:
     return " and ".join(str(number) for number in sorted({result.model_version or 0 for result in results}))
 
 
-def _unchanged(replica: Replica, looked: Looked) -> Result:
+def _unchanged(replica: Replica, looked: Looked, leader: ReplicaStatus | None, repo_id: str) -> Result:
     if isinstance(looked, ReplicaError):
         return Result.of(replica.url, Outcome.FAILED, None, looked)
-    return Result.of(replica.url, Outcome.SERVES, looked)
+    if leader is not None and looked.weights == leader.weights:
+        return Result.of(replica.url, Outcome.SERVES, looked)
+    comes = looked.is_coming_to(repo_id)
+    why = ReplicaError("update_in_progress", f"it is being updated to {repo_id}") if comes else None
+    return Result.of(replica.url, Outcome.DIFFERS, looked, why)
 
 
 def _untouched(replicas: Sequence[Replica], looked: Sequence[Looked]) -> Report:
