@@ -76,7 +76,8 @@ class Pod:
         ports = {"PORT": str(free_port()), "METRICS_PORT": str(free_port())}
         self.port, self.metrics_port = map(int, ports.values())
         said = named(base, "ConfigMap", "inference-environment")["data"]
-        self.env = {**said, **SECRET, "POD_NAMESPACE": "greenroom", **ports}
+        # There is no hub here that the model could be fetched from, and the image has no engine for it.
+        self.env = {**said, **SECRET, "POD_NAMESPACE": "greenroom", **ports, "MODEL_REPO_ID": ""}
         config = named(base, "ConfigMap", "inference-config")["data"]["greenroom.yaml"]
         self.volumes = self._volumes(next(pods(base)), config)
         words = [*image.said["ENTRYPOINT"], *container(next(pods(base)))["args"]]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from greenroom import __version__
-from greenroom.cli.commands.models.trainer import FILE_NAME, HOST_NAME, REPO_NAME, SERVICE_NAME
+from greenroom.cli.commands.models.trainer import FILE_NAME, HOST_NAME, SERVICE_NAME
 from greenroom.cli.parser import parser
 from greenroom.config import environment, loader
 from greenroom.config.schema import Config
@@ -93,6 +93,10 @@ def test_every_name_in_a_pod_names_something(objects: list[Object]) -> None:
         used = {("ServiceAccount", pod["serviceAccountName"])}
         for source in container(pod)["envFrom"]:
             used |= {("ConfigMap" if kind == "configMapRef" else "Secret", ref["name"]) for kind, ref in source.items()}
+        for variable in container(pod)["env"]:
+            if "configMapKeyRef" in variable["valueFrom"]:
+                ref = variable["valueFrom"]["configMapKeyRef"]
+                assert ref["key"] in named(objects, "ConfigMap", ref["name"])["data"]
         for volume in pod["volumes"]:
             if "configMap" in volume:
                 used.add(("ConfigMap", volume["configMap"]["name"]))
@@ -159,8 +163,8 @@ def test_the_trainer_keeps_every_replica_at_the_weights_it_is_told() -> None:
     objects = render(KUBERNETES / "overlays" / "trainer")
     words = container(named(objects, "Deployment", "trainer")["spec"]["template"]["spec"])["args"]
     said = parser().parse_args(words)
+    assert (words, said.sync, said.replica) == (["trainer", "keep"], "api", None)
     environ = named(objects, "ConfigMap", "trainer-environment")["data"]
-    assert (words, said.sync, said.replica, environ[REPO_NAME] != "") == (["trainer", "keep"], "api", None, True)
     # The replicas are found by a Service without an address of its own, on the port of the other one.
     assert named(objects, "Service", environ[HOST_NAME])["spec"]["clusterIP"] == "None"
     assert environ[SERVICE_NAME].endswith(":8000") and environ[FILE_NAME].startswith("/models/")
@@ -183,6 +187,15 @@ def test_no_pod_has_rights_or_writes_to_its_root(objects: list[Object]) -> None:
 def test_environment_holds_only_what_the_gateway_reads(objects: list[Object]) -> None:
     known = {row.name for row in environment.TABLE}
     assert set(named(objects, "ConfigMap", "inference-environment")["data"]) <= known
+
+
+def test_every_replica_has_the_model_that_the_map_names_under_version_control(
+    objects: list[Object], tmp_path: Path
+) -> None:
+    repo_id = named(objects, "ConfigMap", "inference-environment")["data"]["MODEL_REPO_ID"]
+    ((name, model),) = configured(objects, tmp_path).models.items()
+    # The default image has llama.cpp alone.
+    assert (name, model.engine, model.versions and model.versions.repo_id) == (repo_id, "llamacpp", repo_id)
 
 
 def test_the_configuration_loads_and_knows_the_names_of_the_service(base: list[Object], tmp_path: Path) -> None:
