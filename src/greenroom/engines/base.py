@@ -107,6 +107,8 @@ class EngineFacts:
     prompt_slots: int = 0
     # It runs elsewhere and is paid for: it takes no memory here, never sleeps and never leaves.
     is_remote: bool = False
+    # As configured or as its files tell; the catalogue reads it.
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the headers of a model's files tell: quantisation, context length, parameters, and the memory it will need.
+"""What the headers of a model's files tell: quantisation, context length, parameters, abilities, and what it will need.
 
 Owns the reading of one model, through the readers and estimates of the engines. Counts what lies in the files and
 uses no sum that a file states. Reads headers only, within the bounds of those readers. Blocks.
@@ -16,8 +16,9 @@ from greenroom.config.schema import Model
 from greenroom.engines.builtin.whisper import STORED_BYTES, stored_type
 from greenroom.engines.estimates.gguf import header_of, weights_of
 from greenroom.engines.estimates.gguf_header import BadModelFile
-from greenroom.engines.estimates.hf_folder import Facts, SafetensorsHeader, folder_config, read_all
-from greenroom.engines.registry import engine_for
+from greenroom.engines.estimates.hf_folder import Facts, SafetensorsHeader, folder_config, read_all, weight_files
+from greenroom.engines.estimates.llama_model import files_in
+from greenroom.engines.registry import engine_for, facts_of
 from greenroom.library.records import ENGINE_OF_KIND, ModelKind
 
 # No number of a model takes less than a bit.
@@ -59,6 +60,7 @@ class FileFacts:
     context_length: int | None = None
     parameters: int | None = None
     memory_mib: int | None = None
+    abilities: tuple[str, ...] = ()
 
 
 NOTHING: Final = FileFacts()
@@ -76,17 +78,33 @@ def read_facts(
     `size_bytes` is the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of
     a GPU, or of the host where there is none.
     """
-    match kind:
-        case ModelKind.GGUF:
-            facts = _gguf(path)
-        case ModelKind.WHISPER:
-            facts = _whisper(path)
-        case _:
-            facts = _folder(path, weights)
+    model = Model(engine=ENGINE_OF_KIND[kind], path=path, mmproj=projector)
+    facts = _read(model, path, weights)
     # Tensors may claim the same bytes.
     parameters = min(facts.parameters or 0, NUMBERS_PER_BYTE_MAX * size_bytes) or None
-    memory_mib = _memory_mib(kind, path, projector, on_gpu)
-    return FileFacts(facts.quantization, facts.context_length, parameters, memory_mib)
+    estimate = engine_for(model).estimate(model, 1 if on_gpu else 0)
+    memory_mib = None if estimate is None else estimate.need.gpu_mib if on_gpu else estimate.need.host_mib
+    abilities = tuple(sorted(facts_of(model).abilities or ()))
+    return FileFacts(facts.quantization, facts.context_length, parameters, memory_mib, abilities)
+
+
+def quantization_of(model: Model) -> str | None:
+    """As it is configured, else as its files tell; None where neither does. Reads headers and never raises."""
+    if model.quantization is not None or model.path is None:
+        return model.quantization
+    path, _ = files_in(model.path)
+    try:
+        told = _read(model, path, [str(file) for file in weight_files(Path(path))]).quantization
+    except (BadModelFile, OSError, ValueError):
+        return None
+    # Weights that are not packed are loaded as another type if that is configured.
+    return _DTYPES.get(model.dtype, told) if told in _DTYPES.values() else told
+
+
+def _read(model: Model, path: str, weights: Sequence[str]) -> FileFacts:
+    if model.engine == ENGINE_OF_KIND[ModelKind.GGUF]:
+        return _gguf(path)
+    return _whisper(path) if model.engine == ENGINE_OF_KIND[ModelKind.WHISPER] else _folder(path, weights)
 
 
 def quantization_in(name: str) -> str | None:
@@ -94,12 +112,6 @@ def quantization_in(name: str) -> str | None:
     stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE)
     found = _IN_NAME.findall(stem)
     return str(found[-1]).upper() if found else None
-
-
-def _memory_mib(kind: ModelKind, path: str, projector: str | None, on_gpu: bool) -> int | None:
-    model = Model(engine=ENGINE_OF_KIND[kind], path=path, mmproj=projector)
-    estimate = engine_for(model).estimate(model, 1 if on_gpu else 0)
-    return None if estimate is None else estimate.need.gpu_mib if on_gpu else estimate.need.host_mib
 
 
 def _gguf(path: str) -> FileFacts:

@@ -171,6 +171,7 @@ def _record(id: str, model: FoundModel, root: FoundRoot, fetched: Mapping[str, F
         context_length=facts.context_length,
         parameters=facts.parameters,
         memory_mib=facts.memory_mib,
+        abilities=facts.abilities,
         added=max((one.added for one in model.files), default=0.0),
     )
 

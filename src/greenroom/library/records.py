@@ -81,6 +81,7 @@ class LibraryRecord:
     context_length: int | None = None
     parameters: int | None = None
     memory_mib: int | None = None
+    abilities: tuple[str, ...] = ()
     added: float = 0.0
     last_used: float | None = None
 

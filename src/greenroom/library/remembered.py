@@ -30,6 +30,7 @@ FETCHED_MAX: Final = 20_000
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 # A year far away: a later time in the file is not ours.
 TIME_MAX: Final = 1e11
+_Facts = tuple[str | None, int | None, int | None, int | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def text_of(known: Remembered, on_gpu: bool) -> str:
 
 
 def _reader(on_gpu: bool) -> str:
-    return f"{greenroom.__version__}{' gpu' if on_gpu else ''}"
+    return f"{greenroom.__version__}{' gpu' if on_gpu else ''} with abilities"
 
 
 def read_remembered(path: Path, on_gpu: bool) -> Remembered:
@@ -60,14 +61,13 @@ def read_remembered(path: Path, on_gpu: bool) -> Remembered:
         if said["version"] != VERSION:
             return Remembered()
         used = {str(path): float(when) for path, when in said["used"].items() if 0 <= float(when) <= TIME_MAX}
-        facts = msgspec.convert(said["facts"], dict[str, tuple[str | None, int | None, int | None, int | None]])
+        told = said["facts"] if said.get("read_by") == _reader(on_gpu) else {}
+        facts = msgspec.convert(told, dict[str, _Facts])
         fetched = msgspec.convert(said["fetched"], dict[str, FetchedFile])
     except FileNotFoundError:
         return Remembered()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("cannot be read, and is begun anew", file=str(path), error=str(error))
         return Remembered()
-    is_ours = said.get("read_by") == _reader(on_gpu)
     newest = sorted(used.items(), key=lambda item: item[1])[-USED_MAX:]
-    known = {state: FileFacts(*one) for state, one in facts.items()} if is_ours else {}
-    return Remembered(dict(newest), known, fetched)
+    return Remembered(dict(newest), {state: FileFacts(*one) for state, one in facts.items()}, fetched)

@@ -16,6 +16,7 @@ from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Engine, EngineFacts
 from greenroom.engines.registry import engine_for, facts_of, split_keys, spread
+from greenroom.library.facts import quantization_of
 from greenroom.library.roots import is_below
 from greenroom.library.versions import Version
 from greenroom.runtime.memory.needs import Needs, Subject
@@ -302,7 +303,7 @@ class Catalog:
 
     def _facts(self, model: Model) -> EngineFacts:
         """The facts of its engine on this machine."""
-        facts = facts_of(model)
+        facts = replace(facts_of(model), quantization=quantization_of(model))
         is_on_host = model.is_host_only or not self.needs.gpus
         return replace(facts, can_sleep=False) if facts.sleeps_off_gpu_only and is_on_host else facts
 

@@ -64,7 +64,7 @@ class ModelCard(View):
     """Its `abilities` (chat, embeddings, images …); null when only its engine knows."""
     status: ModelStatus
     meta: dict[str, Any]
-    """The operator's `metadata`, with `tier` and `memory_mib` (what it needs when ready)."""
+    """The operator's `metadata`, with `tier`, `quantization` and `memory_mib` (what it needs when ready)."""
 
 
 class ModelList(View):
@@ -193,6 +193,8 @@ class ModelView(View):
     engine: str
     capabilities: list[str] | None
     """Its `abilities`; null when only its engine knows."""
+    quantization: str | None
+    """As configured, else as its files tell."""
     revision: int
     pinned: bool
     priority: int

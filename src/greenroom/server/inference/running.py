@@ -67,7 +67,6 @@ _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: Hear
 _SSE: Final = b"text/event-stream; charset=utf-8"
 _STREAMED: Final[Headers] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _OF_STREAMS: Final[Headers] = [(b"x-accel-buffering", b"no"), TRAILER]
-_DID_NOT_WAIT: Final = (WAIT, b"0")
 # A timer may end a wait so much too early.
 TIMER_EARLY_S: Final = 0.05
 # An engine's own error text goes into our error up to this length.
@@ -440,11 +439,7 @@ class Running(Served):
 
     def _extra_headers(self) -> Headers:
         ticket = self.ticket
-        headers: Headers = [(b"x-request-id", self.request_id.encode())]
-        if ticket.granted_at == ticket.arrived:
-            headers.append(_DID_NOT_WAIT)
-        else:
-            headers.append((WAIT, b"%d" % self._wait_ms()))
+        headers: Headers = [(b"x-request-id", self.request_id.encode()), (WAIT, b"%d" % self._wait_ms())]
         if self.ask.stream:
             headers += _OF_STREAMS
         if self.ask.rungs is not None:

@@ -32,7 +32,7 @@ async def test_models_are_listed_in_openais_shape() -> None:
                 "aliases": ["first"],
                 "capabilities": None,
                 "status": {"value": "unloaded", "eta_s": None, "retry_in_s": None, "last_error": None},
-                "meta": {"family": "x", "tier": "cold", "memory_mib": 100},
+                "meta": {"family": "x", "tier": "cold", "quantization": None, "memory_mib": 100},
             }
         ],
     }

@@ -223,6 +223,7 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "status": "loaded",
         "engine": "command",
         "capabilities": None,
+        "quantization": None,
         "revision": 1,
         "pinned": True,
         "priority": 0,

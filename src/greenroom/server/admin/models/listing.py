@@ -104,15 +104,16 @@ def _is_anthropic(request: Request) -> bool:
 
 def card_of(record: LibraryRecord) -> ModelCard:
     """A model on disk that was not asked for yet."""
+    tier, kind = Tier.COLD.value, record.kind.value
     return ModelCard(
         id=record.id,
         created=int(record.added),
         name=None,
         description=None,
         aliases=[],
-        capabilities=None,
+        capabilities=list(record.abilities) or None,
         status=ModelStatus(value=StatusWord.UNLOADED, eta_s=None, retry_in_s=None, last_error=None),
-        meta={"tier": Tier.COLD.value, "memory_mib": record.memory_mib, "kind": record.kind.value},
+        meta={"tier": tier, "quantization": record.quantization, "memory_mib": record.memory_mib, "kind": kind},
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from fastapi import FastAPI
@@ -21,6 +21,7 @@ from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
 from greenroom.config.sections.model import Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
+from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
@@ -42,7 +43,7 @@ _STREAMS: Final = _TEXT | {Ability.SPEECH}
 class LoadedCapability(View):
     id: str
     quantization: str | None
-    """As configured; null where its files decide."""
+    """As configured, else as its files tell."""
     contextLength: int | None  # noqa: N815
     """Tokens; null where its files decide, or for a model that reads no text."""
     loadedAt: int | None  # noqa: N815
@@ -88,7 +89,7 @@ class QueueCapacity(View):
 
 
 class Abilities(View):
-    """What at least one model can do."""
+    """What at least one model can do, those on disk included that were not asked for yet."""
 
     streaming: bool
     prefixCaching: bool  # noqa: N815
@@ -148,17 +149,21 @@ class CapabilityRoutes:
         listed = [entry for entry in gateway.catalog if not entry.config.unlisted and caller.sees(entry.base_id)]
         words = {entry.id: look.word(entry) for entry in listed}
         loaded = [entry for entry in listed if words[entry.id] is StatusWord.LOADED]
+        unasked = [record for record in gateway.resolver.unasked if caller.sees(record.id)]
         return Capabilities(
             runnerType=runner.type or f"greenroom-{greenroom.__version__}",
             runnerId=runner.id or socket.gethostname(),
             models=Models(
                 loaded=[self._loaded(entry) for entry in loaded],
                 loading=[self._loading(entry) for entry in listed if words[entry.id] is StatusWord.LOADING],
-                available=self._available(listed, words, caller),
+                available=[
+                    *(one.id for one in listed if words[one.id] not in (StatusWord.LOADED, StatusWord.LOADING)),
+                    *(record.id for record in unasked),
+                ],
             ),
             resources=self._resources(loaded),
             queue=self._queue(),
-            capabilities=self._abilities(listed),
+            capabilities=self._abilities(listed, unasked),
             health=look.health().status,
         )
 
@@ -168,7 +173,7 @@ class CapabilityRoutes:
         reads = "ctx_size" in KEYS_OF_ENGINES.get(entry.engine.name, ())
         return LoadedCapability(
             id=entry.id,
-            quantization=entry.config.quantization,
+            quantization=entry.facts.quantization,
             contextLength=(entry.config.ctx_size or None) if reads else None,
             loadedAt=self._loaded_at(entry.id),
             gpuMemoryMB=gpu_mib(self._gateway, entry.id),
@@ -183,10 +188,6 @@ class CapabilityRoutes:
         progress = self._gateway.loads.progress_of(entry.id)
         eta = None if progress.eta_s is None else math.ceil(progress.eta_s)
         return LoadingModel(id=entry.id, progress=round(progress.share, 3), eta=eta)
-
-    def _available(self, listed: Iterable[Entry], words: dict[ModelId, StatusWord], caller: Caller) -> list[str]:
-        others = [entry.id for entry in listed if words[entry.id] not in (StatusWord.LOADED, StatusWord.LOADING)]
-        return [*others, *(record.id for record in self._gateway.resolver.unasked if caller.sees(record.id))]
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
@@ -228,12 +229,14 @@ class CapabilityRoutes:
             depth=state.waitlist.depth, maxDepth=state.limits.queue_depth_max, avgWaitMs=mean, p95WaitMs=p95
         )
 
-    def _abilities(self, listed: list[Entry]) -> Abilities:
-        known = {entry.id: entry.facts.abilities for entry in listed}
-        union: frozenset[Ability] = frozenset().union(*(one for one in known.values() if one is not None))
+    def _abilities(self, listed: list[Entry], unasked: list[LibraryRecord]) -> Abilities:
+        known: dict[str, Collection[str] | None] = {entry.id: entry.facts.abilities for entry in listed}
+        known |= {record.id: record.abilities or None for record in unasked}
+        union: frozenset[str] = frozenset().union(*(one for one in known.values() if one is not None))
         return Abilities(
             streaming=bool(union & _STREAMS) or None in known.values(),
-            prefixCaching=any(entry.facts.keeps_prefixes for entry in listed),
+            prefixCaching=any(entry.facts.keeps_prefixes for entry in listed)
+            or any(_TEXT.intersection(record.abilities) for record in unasked),
             multiTenant=self._gateway.config.server.multi_tenant,
             visionInput=Ability.VISION in union,
             audioInput=bool(union & {Ability.AUDIO, Ability.TRANSCRIPTION, Ability.TRANSLATION}),

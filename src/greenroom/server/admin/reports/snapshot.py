@@ -47,7 +47,7 @@ class Snapshot:
         config = entry.config
         record = self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
-        tier = tier_of(self._state.slots_of(entry.id)).value
+        tier, told = tier_of(self._state.slots_of(entry.id)).value, entry.facts.quantization
         return views.ModelCard(
             id=entry.id,
             created=int(self._gateway.started_at),
@@ -56,7 +56,7 @@ class Snapshot:
             aliases=list(config.aliases),
             capabilities=_capabilities(entry),
             status=self._status(entry.id, to_operator),
-            meta={**config.metadata, "tier": tier, "memory_mib": need.gpu_mib + need.host_mib},
+            meta={**config.metadata, "tier": tier, "quantization": told, "memory_mib": need.gpu_mib + need.host_mib},
         )
 
     def _status(self, model: ModelId, to_operator: bool) -> views.ModelStatus:
@@ -221,6 +221,7 @@ class Snapshot:
             status=self.word(entry),
             engine=entry.engine.name,
             capabilities=_capabilities(entry),
+            quantization=entry.facts.quantization,
             revision=entry.spec.revision,
             pinned=entry.spec.pinned,
             priority=entry.spec.priority,
