@@ -73,7 +73,8 @@ class Model(Section):
 
     engine: str | None = None
     """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper, command, remote, or one of another package
-    (see `greenroom engines`); inferred from category, path (a .gguf file or a folder), cmd or remote when not given."""
+    (see `greenroom engines`); inferred from category, path (a .gguf file or a folder), versions.repo_id, cmd or remote
+    when not given."""
     options: dict[str, JsonValue] = {}
     """Engines of other packages: their own options, as their documentation says."""
     path: str | None = None
