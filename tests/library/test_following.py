@@ -20,6 +20,7 @@ from greenroom.library.records import LibraryRecord, told
 from greenroom.library.roots import Roots
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
+from tests.full_disk import descriptors
 from tests.library.hub_cache import add_snapshot, put
 from tests.models import tiny, tiny_hf
 
@@ -139,6 +140,40 @@ def _plain(records: object) -> Iterator[tuple[str, object]]:
     for record in records:
         assert isinstance(record, LibraryRecord)
         yield record.id, told(record, with_paths=True)
+
+
+async def test_a_folder_that_cannot_be_listed_for_now_keeps_its_models(tmp_path: Path) -> None:
+    put(tmp_path / "shelf" / "a.gguf", tiny("a"))
+    library = Library(Roots([str(tmp_path)]), None, run_detached, replace_file)
+    await library.refresh()
+    put(tmp_path / "shelf" / "b.gguf", tiny("b"))
+    with descriptors(0):
+        await library.refresh()
+        assert [one.id for one in library.records] == ["shelf/a.gguf"]
+    await library.refresh()
+    assert [one.id for one in library.records] == ["shelf/a.gguf", "shelf/b.gguf"]
+    shutil.rmtree(tmp_path / "shelf")
+    await library.refresh()
+    assert not library.records
+
+
+def test_what_cannot_be_read_for_now_is_read_later(tmp_path: Path) -> None:
+    put(tmp_path / "a.gguf", tiny("a"))
+    add_snapshot(tmp_path, "org/name", "c1", {"m.gguf": tiny("b")})
+    add_snapshot(tmp_path, "org/name", "c2", {"m.gguf": tiny("a")}, refs=())
+    tree, finder = FolderTree(str(tmp_path), frozenset), ModelFinder(on_gpu=False)
+    top = tree.look()
+    assert top is not None
+    # Without its ref the newest snapshot would count, which is another.
+    with descriptors(0), pytest.raises(OSError, match="Too many open files"):
+        finder.find(top)
+    shutil.rmtree(tmp_path / "models--org--name")
+    top = tree.look()
+    assert top is not None
+    with descriptors(0):
+        found = finder.find(top)
+    assert found.error is not None and not found.models
+    assert [one.path for one in finder.find(top).models] == [str(tmp_path / "a.gguf")]
 
 
 @pytest.mark.slow

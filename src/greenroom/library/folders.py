@@ -7,19 +7,20 @@ are looked at anew every half minute, because writing into a file does not chang
 Links to folders are not followed: what they may lead to lies below a root and is found there. Links to files count if
 they lead to a plain file below a root. Names that begin with a dot and files that are being written are passed over.
 Folders of the kernel (/proc, /sys, /dev) are not looked into. A look that takes long rests between folders, so that a
-root such as / never takes a whole core. Everything blocks.
+root such as / never takes a whole core. What a failing disk does not tell stays as it was seen last. Everything blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeGuard
 
 from greenroom.library.roots import is_below
 
@@ -40,6 +41,8 @@ REST_SHARE: Final = 4.0
 REST_AFTER_S: Final = 0.02
 _KERNEL: Final = ("/proc", "/sys", "/dev")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# By these a name leads to nothing that this gateway can use. None is the number of our own errors.
+_GONE: Final = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG})
 # Folders of the hub's cache: blobs are seen through their links; refs are rewritten in place.
 HUB_PREFIX: Final = "models--"
 _BLOBS, _REFS = "blobs", "refs"
@@ -106,6 +109,8 @@ class FolderTree:
         self.listed = 0
         # The work of the last look.
         self.worked_s = 0.0
+        # Why the last look could not see everything.
+        self.error: OSError | None = None
 
     @property
     def real(self) -> str:
@@ -117,6 +122,7 @@ class FolderTree:
         self._real = os.path.realpath(self.folder)
         self._kernel_devices = _kernel_devices()
         self._pace.begin()
+        self.error = None
         if self._top is None or self._top.path != self._real:
             self._top = self._new(self._real, os.path.basename(self._real))
         now = self._clock()
@@ -130,7 +136,7 @@ class FolderTree:
         return self._top
 
     def _look_at(self, folder: SeenFolder, depth: int) -> bool:
-        """Bring this folder up to date. False if it cannot be read: then nothing is in it."""
+        """Bring this folder up to date. False if it is not there: then nothing is in it."""
         self._pace.keep()
         try:
             seen = os.stat(folder.path, follow_symlinks=False)
@@ -145,7 +151,10 @@ class FolderTree:
                 self._list(folder)
                 folder.stamp = stamp
                 folder.is_settled = folder.is_settled and self._clock() - seen.st_mtime > SETTLED_AFTER_S
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if may_pass(error):
+                self.error, folder.is_settled = error, False
+                return True
             self._forget(folder)
             return False
         for child in folder.folders.values():
@@ -192,7 +201,7 @@ class FolderTree:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders[name] = folder.folders.get(name) or self._new(entry.path, name)
-                elif not name.endswith(UNFINISHED) and (file := self._file(entry)) is not None:
+                elif not name.endswith(UNFINISHED) and (file := self._file(entry, folder)) is not None:
                     files[name] = file
                     if self._clock() - file.changed_ns / 1e9 <= SETTLED_AFTER_S:
                         folder.is_settled = False
@@ -200,7 +209,7 @@ class FolderTree:
             self._changed(folder)
         folder.files, folder.folders = dict(sorted(files.items())), dict(sorted(folders.items()))
 
-    def _file(self, entry: os.DirEntry[str]) -> SeenFile | None:
+    def _file(self, entry: os.DirEntry[str], folder: SeenFolder) -> SeenFile | None:
         """None for what is no plain file, or leads out of the roots."""
         self._files_left -= 1
         if self._files_left < 0:
@@ -213,8 +222,11 @@ class FolderTree:
                 if not any(is_below(real, root) for root in (self._real, *self._roots())):
                     return None
                 target, digest = os.stat(real), _digest(real)
-        except (OSError, ValueError):
-            return None
+        except (OSError, ValueError) as error:
+            if not may_pass(error):
+                return None
+            self.error, folder.is_settled = error, False
+            return folder.files.get(entry.name)
         if not stat.S_ISREG(target.st_mode):
             return None
         return SeenFile(entry.name, target.st_size, target.st_mtime_ns, target.st_ino, own.st_ctime, digest)
@@ -242,6 +254,11 @@ class Pace:
         if worked_s >= REST_AFTER_S:
             self._rest(REST_SHARE * worked_s)
             self._rests_from = self._clock()
+
+
+def may_pass(error: BaseException) -> TypeGuard[OSError]:
+    """True for errors of the disk, or of descriptors that ran out, which tell nothing of what is there."""
+    return isinstance(error, OSError) and error.errno not in _GONE
 
 
 def _kernel_devices() -> frozenset[int]:

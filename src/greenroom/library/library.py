@@ -58,8 +58,9 @@ class LookTimes:
 LOOK_TIMES: Final = LookTimes()
 
 
-# The version of a root that was not looked at yet.
+# The versions of a root that was not looked at yet, and of one that could not be seen as a whole.
 _NEW: Final = -2
+_UNSURE: Final = -3
 
 
 @dataclass(slots=True)
@@ -285,19 +286,26 @@ class Library:
             while True:
                 version, found = await self._run(lambda: _looked_at(root, self._times.slice_s), "look at models")
                 if found is not None:
-                    root.found, self._is_stale = found, True
+                    self._is_stale = self._is_stale or found != root.found
+                    root.found = found
                 if found is None or found.is_whole:
-                    root.version, root.is_failing = version, False
+                    error = root.tree.error or root.found.error
+                    root.version = version if error is None else _UNSURE
+                    self._tell(root, error)
                     return
                 # What was found so far can be asked for already.
                 await self._take()
         except Exception as error:
             # What was known of this root stays; the next look may fare better.
-            if not root.is_failing:
-                root.is_failing = True
-                _log.failed("a folder of models could not be looked at", error, folder=root.tree.folder)
+            self._tell(root, error)
         finally:
             root.look = None
+
+    def _tell(self, root: _Root, error: Exception | None) -> None:
+        """Say once that a root could not be looked at, as a whole or at all."""
+        if error is not None and not root.is_failing:
+            _log.failed("a folder of models could not be looked at", error, folder=root.tree.folder)
+        root.is_failing = error is not None
 
     async def _take(self) -> None:
         """Make records of what is known of all roots."""

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +29,7 @@ from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
 from greenroom.engines.estimates.llama_model import PROJECTOR
 from greenroom.engines.estimates.pipeline import INDEX, pipeline_files
 from greenroom.library.facts import NOTHING, FileFacts, NoModel, read_facts
-from greenroom.library.folders import SeenFile, SeenFolder
+from greenroom.library.folders import SeenFile, SeenFolder, may_pass
 from greenroom.library.records import BrokenModel, ModelKind, projector_of
 
 # Files of one folder model; what is beyond is not counted.
@@ -92,11 +92,12 @@ class _Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`is_whole` is False if time ran out before all headers were read."""
+    """`is_whole` is False if time ran out before all headers were read. `error` is why some could not be read now."""
 
     models: tuple[FoundModel, ...] = ()
     problems: tuple[BrokenModel, ...] = ()
     is_whole: bool = True
+    error: OSError | None = field(default=None, compare=False)
 
 
 class ModelFinder:
@@ -109,6 +110,8 @@ class ModelFinder:
         self._on_gpu = on_gpu
         self._known: dict[str, _Remembered] = {}
         self._facts: dict[str, FileFacts | BrokenModel | None] = dict(known or {})
+        # States whose headers could not be read for now, and why.
+        self._unread: dict[str, OSError] = {}
         # How many models had their headers read, for tests and benchmarks.
         self.read = 0
 
@@ -118,7 +121,11 @@ class ModelFinder:
         return {state: told for state, told in self._facts.items() if isinstance(told, FileFacts)}
 
     def find(self, top: SeenFolder, within_s: float = math.inf) -> Found:
-        """All models below this folder, and what is none. Reads headers that are not known, at least one. Blocks."""
+        """All models below this folder, and what is none. Reads headers that are not known, at least one. Blocks.
+
+        Raises OSError if it cannot be told now which snapshots of a repository count.
+        """
+        self._unread.clear()
         candidates = [(one, one.state()) for one in self._in(top, is_root=True).models]
         here = {top.path, *(folder.path for folder in top.below())}
         self._known = {path: known for path, known in self._known.items() if path in here}
@@ -130,13 +137,14 @@ class ModelFinder:
             else:
                 facts[state] = self._facts_of(model, state)
         # States that are gone are forgotten once all others are known.
-        self._facts = facts if is_whole else self._facts | facts
+        known = facts if is_whole else self._facts | facts
+        self._facts = {state: one for state, one in known.items() if state not in self._unread}
         told = ((model, facts.get(state)) for model, state in candidates)
         models = tuple(replace(model, facts=one) for model, one in told if isinstance(one, FileFacts))
         problems = [one for one in facts.values() if isinstance(one, BrokenModel)]
         if (more := len(problems) - PROBLEMS_MAX) > 0:
             problems[PROBLEMS_MAX:] = [BrokenModel(top.path, f"{more:,} more below it are no models either")]
-        return Found(models, tuple(problems), is_whole)
+        return Found(models, tuple(problems), is_whole, next(iter(self._unread.values()), None))
 
     def _facts_of(self, model: FoundModel, state: str) -> FileFacts | BrokenModel | None:
         """None for a file that is no model by itself."""
@@ -152,11 +160,12 @@ class ModelFinder:
             return read_facts(model.kind, model.path, weights, size_bytes, projector=projector, on_gpu=on_gpu)
         except NoModel:
             return None
-        except BadModelFile as error:
-            return BrokenModel(model.path, error.message)
         except Exception as error:
+            if may_pass(reason := error.__cause__ or error):
+                self._unread[state] = reason
             # One odd file must not hide all the others.
-            return BrokenModel(model.path, f"it could not be read: {error!r:.200}")
+            why = error.message if isinstance(error, BadModelFile) else f"it could not be read: {error!r:.200}"
+            return BrokenModel(model.path, why)
 
     # --- which files belong together ----------------------------------------------------------------------------------
 
@@ -283,7 +292,7 @@ def _newest(there: dict[str, SeenFolder]) -> list[str]:
 
 
 def _refs(folder: SeenFolder) -> dict[str, str]:
-    """The commits by the refs that name them."""
+    """The commits by the refs that name them. Raises OSError of a failing disk: without a ref, another one counts."""
     found: dict[str, str] = {}
     refs = folder.folders.get("refs")
     if refs is None:
@@ -291,7 +300,9 @@ def _refs(folder: SeenFolder) -> dict[str, str]:
     for file in itertools.islice(_all_files(refs), REFS_MAX):
         try:
             commit = read_plain(os.path.join(refs.path, file.name), REF_BYTES_MAX).decode("ascii").strip()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if may_pass(error):
+                raise
             continue
         if _COMMIT.fullmatch(commit):
             found[file.name] = commit

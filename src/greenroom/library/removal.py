@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from greenroom.config.hub import repository_of
+from greenroom.library.folders import may_pass
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import is_below
 
@@ -92,6 +93,8 @@ class _Repository:
         return [os.path.join(self._place(_BLOBS), name) for name in theirs - others]
 
     def remove(self, gone: list[str]) -> int:
+        # Raises, before anything is gone, if it cannot be told which blobs others need.
+        self._linked()
         freed, blobs = _remove_all(self._root, gone)
         _remove_empty(self._root, self._place(_SNAPSHOTS), {os.path.dirname(path) for path in gone})
         if not os.path.lexists(self.snapshot):
@@ -172,10 +175,15 @@ def _opened(root: str, folder: str) -> Iterator[int]:
 
 
 def _walk(root: str, top: str) -> Iterator[tuple[str, list[str], int]]:
-    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first."""
+    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first. Raises OSError if the disk fails."""
+
+    def failed(error: OSError) -> None:
+        if may_pass(error):
+            raise error
+
     try:
         with _opened(root, top) as descriptor:
-            for path, _, names, folder in os.fwalk(".", topdown=False, follow_symlinks=False, dir_fd=descriptor):
+            for path, _, names, folder in os.fwalk(".", topdown=False, onerror=failed, dir_fd=descriptor):
                 yield os.path.normpath(os.path.join(top, path)), names, folder
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -189,10 +197,12 @@ def _unlink(name: str, folder: int) -> int:
 
 
 def _blob(name: str, folder: int) -> set[str]:
-    """The name of the blob that a file of a snapshot links to, if it is a link to one."""
+    """The name of the blob that a file of a snapshot links to, if it is a link to one. Raises OSError if the disk fails."""
     try:
         above, blob = os.path.split(os.readlink(name, dir_fd=folder))
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EINVAL and may_pass(error):
+            raise
         return set()
     return {blob} if os.path.basename(above) == _BLOBS and blob not in ("", ".", "..") else set()
 

@@ -151,13 +151,23 @@ def _program(model: Model) -> tuple[str, ...]:
 
 
 def _check_files(model_id: str, model: Model, options: LlamaOptions) -> None:
-    """Raises LoadFailed if a file is missing. Unlike Path.is_file, os.path.isfile never raises."""
+    """Raises LoadFailed if a file is missing, or its disk fails."""
     if os.path.isdir(options.model or ""):
         raise LoadFailed(f"{model_id}: {model.path} does not hold one GGUF model. Name the file in `path`.")
     files = {"path": options.model, "mmproj": next(iter(options.projectors), None), "draft_model": options.draft}
     for key, file in (*files.items(), *(("lora", file) for file in model.lora)):
         if (file is not None or key == "path") and not os.path.isfile(file or ""):
-            raise LoadFailed(f"{model_id}: there is no file {file}. Correct `{key}` in the configuration.")
+            why = _failure(file or "")
+            raise LoadFailed(f"{model_id}: there is no file {file}{why}. Correct `{key}` in the configuration.")
+
+
+def _failure(file: str) -> str:
+    """Why it cannot be looked at, if it is not simply missing."""
+    try:
+        os.stat(file)
+    except (OSError, ValueError) as error:
+        return "" if isinstance(error, FileNotFoundError) else f" ({getattr(error, 'strerror', error)})"
+    return ""
 
 
 def _arguments(model_id: str, model: Model, options: LlamaOptions, place: LaunchPlace) -> list[str]:

@@ -390,7 +390,7 @@ class Updates:
             await self._services.weights.use_only(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
-            _log.bug("weights were not deleted", error, model=model)
+            _log.failed("weights were not deleted", error, model=model)
 
     def _known(self) -> list[Version]:
         """All versions of all models."""

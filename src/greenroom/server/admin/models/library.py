@@ -293,14 +293,15 @@ class LibraryRoutes:
 
 
 async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:
-    """What a look at the disk told. Raises RemovalFailed if it takes too long."""
+    """What a look at the disk told. Raises RemovalFailed if it fails or takes too long."""
     try:
         async with asyncio.timeout(COMPARE_MAX_S):
             return await asked
-    except TimeoutError:
+    except OSError as error:
+        why = error.strerror or "it does not answer"
         raise RemovalFailed(
-            f"{record.id}: its disk, or that of a configured model, does not answer; nothing was deleted."
-        ) from None
+            f"{record.id}: its disk, or that of a configured model, fails ({why}); nothing was deleted."
+        ) from error
 
 
 def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Sequence[Entry]) -> list[Entry]:
