@@ -140,6 +140,24 @@ def test_a_state_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     assert load(tmp_path / "my.yaml", {}).warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("loop", "Too many levels of symbolic links"),
+        ("loop/below", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        ("x/" * 2_100, "File name too long"),
+    ],
+)
+def test_a_state_directory_that_cannot_be_reached_is_told(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "my.yaml").write_text(f"state_dir: {name}\n")
+    (told,) = load(tmp_path / "my.yaml", {}).warnings
+    assert told.startswith("state_dir: ") and told.endswith(f" cannot be used: {why}")
+    with pytest.raises(ConfigError, match="cannot be used|cannot be made"):
+        StateDir.open(tmp_path / name)
+
+
 def test_empty_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "my.yaml").write_text("models: {a: {path: empty}}\n")

@@ -235,6 +235,7 @@ class Client:
             message, details, code = str(error["message"]), error.get("details"), str(error.get("code"))
         except (CommandFailed, LookupError, TypeError, AttributeError):
             return CommandFailed(self._foreign_answer(response, body))
+        message = message.replace("Ask with force=true", "Say --force")
         if code == "model_not_found":
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if code == "headers_too_large":

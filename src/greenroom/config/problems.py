@@ -74,9 +74,17 @@ def _unwritable_recordings(server: Server) -> Iterator[str]:
 
 def _unusable_state_dir(path: str) -> Iterator[str]:
     """A state directory that would make a start fail, as far as can be seen without writing."""
-    if os.path.exists(path) and not os.path.isdir(path):
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        # A link that leads to itself, a name that is too long.
+        yield f"state_dir: {path} cannot be used: {error.strerror}"
+        return
+    if not os.path.isdir(path):
         yield f"state_dir: {path} is no directory"
-    elif os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK):
+    elif not os.access(path, os.W_OK | os.X_OK):
         yield f"state_dir: this user may not write to {path}"
     elif holds_other_files(path):
         yield f"state_dir: {path} {OTHER_FILES}"

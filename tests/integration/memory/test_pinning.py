@@ -10,7 +10,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
-from tests.integration.raw import Answer, chat, http
+from tests.integration.raw import Answer, asking, chat, http
 from tests.waiting import until
 
 ONE_AT_A_TIME: dict[str, Any] = {"gpus": [{"memory_mib": 1_000, "margin_mib": 0}]}
@@ -60,7 +60,9 @@ TAKING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unload of the runner's API": ("POST", "/v1/models/unload", {"modelId": "a"}),
     "unload of llama.cpp's API": ("POST", "/models/unload", {"model": "a"}),
     "unload of llama-swap's API": ("POST", "/api/models/unload/a", {}),
+    "unload of llama-swap's API, in the query": ("POST", "/api/models/unload/a", {}),
     "unload of all": ("POST", "/api/models/unload", {}),
+    "unload of all, in the query": ("POST", "/api/models/unload", {}),
     "unload of all by GET": ("GET", "/unload", {}),
 }
 
@@ -69,7 +71,7 @@ TAKING: dict[str, tuple[str, str, dict[str, Any]]] = {
 async def test_no_order_takes_a_pinned_model_unless_it_is_forced(tmp_path: Path, order: str) -> None:
     method, path, body = TAKING[order]
     models = {"a": fake("a", memory_mib=900, aliases=["also"], pinned=True), "b": fake("b", memory_mib=900)}
-    is_in_query = "/api/models/" in path or method == "GET"
+    is_in_query = order.endswith("in the query") or method == "GET"
 
     async def ask(app: App, *, force: bool) -> Answer:
         if is_in_query:
@@ -98,3 +100,28 @@ async def test_unloading_all_leaves_what_is_pinned_and_says_so(tmp_path: Path) -
         assert (await http(app, "POST", "/v1/models/load", {"modelId": "a", "evictModel": "a"})).status == 202
         await _pin(app, "b")
         assert (await http(app, "POST", "/api/v1/models/b/unload")).status == 200
+
+
+@pytest.mark.parametrize("order", ["evictModel", "evict", "unload"])
+async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_path: Path, order: str) -> None:
+    method, path, body = TAKING[order]
+    models = {"a": fake("a", memory_mib=900, pinned=True), "b": fake("b", memory_mib=900)}
+    keys = [
+        {"name": "loads", "key": "loads-key", "verbs": ["load"]},
+        {"name": "loads-b", "key": "loads-b-key", "verbs": ["load"], "models": ["b"]},
+        {"name": "asks", "key": "asks-key"},
+    ]
+    async with gateway(tmp_path, models, server={"api_keys": keys}, **ONE_AT_A_TIME) as app:
+
+        async def ask(key: str, path: str, body: dict[str, Any]) -> Answer:
+            return await http(app, method, path, body, headers={"Authorization": f"Bearer {key}-key"})
+
+        assert (await ask("asks", "/v1/chat/completions", asking("a"))).status == 200
+        forced = {**body, "force": True}
+        assert (await ask("asks", path, forced)).error["code"] == "not_allowed"
+        # A model that a key does not see is none that it can take.
+        assert (await ask("loads-b", path, forced)).error["code"] == "model_not_found"
+        assert (await ask("loads", "/api/v1/models/a/pin", {"pinned": False})).error["code"] == "not_allowed"
+        assert (await ask("loads", path, body)).error["code"] == "model_pinned"
+        assert (await ask("loads", path, forced)).status in (200, 202)
+        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")

@@ -70,11 +70,14 @@ class LoadOrder(GovernedOrder):
     """They leave also if they are pinned."""
 
 
-class UnloadOrder(GovernedOrder):
-    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
-    """How long running answers may go on; the model's own `grace_s` when not given."""
+class ForceOrder(GovernedOrder):
     force: bool = False
     """Also if it is pinned."""
+
+
+class UnloadOrder(ForceOrder):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
 
 
 class SleepOrder(UnloadOrder):
@@ -134,16 +137,16 @@ class Operating:
             self._refuse_while_draining()
             response.status_code = 202
             evicted = () if order is None else order.evict
-            return await begin(self._gateway, request, entry.id, NO_OPTIONS, evicted, force=_is_forced(order))
+            return await begin(self._gateway, request, entry.id, NO_OPTIONS, evicted, force=is_forced(order))
         evict, owner = self._named(order, caller_of(request)), owner_of(request)
         loads = self._gateway.loads
-        return await self._moved(entry, lambda: loads.load(entry.id, evict, force=_is_forced(order), **owner))
+        return await self._moved(entry, lambda: loads.load(entry.id, evict, force=is_forced(order), **owner))
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id, "/unload")
         grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
-        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, force=_is_forced(order), **owner))
+        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, force=is_forced(order), **owner))
 
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
@@ -153,7 +156,7 @@ class Operating:
         """
         entry = await self._movable(request, model_id, "/sleep")
         grace_s = None if order is None else order.grace_s
-        return await self._move(MoveKind.SLEEP, entry, (), grace_s, force=_is_forced(order))
+        return await self._move(MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
 
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Load a cold model into the green room while others are served, so that it can wake quickly.
@@ -168,7 +171,7 @@ class Operating:
                 param="model",
             )
         evict = self._named(order, caller_of(request))
-        return await self._move(MoveKind.PREPARE, entry, evict, None, force=_is_forced(order))
+        return await self._move(MoveKind.PREPARE, entry, evict, None, force=is_forced(order))
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
@@ -256,7 +259,7 @@ class Operating:
         return tuple(entry.id for _, entry in known if entry is not None)
 
 
-def _is_forced(order: LoadOrder | UnloadOrder | None) -> bool:
+def is_forced(order: LoadOrder | ForceOrder | None) -> bool:
     return order is not None and order.force
 
 

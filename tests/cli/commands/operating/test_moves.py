@@ -90,6 +90,15 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
     assert "greenroom: There is no model x. `greenroom ps` lists those there are.\n" in capsys.readouterr().err
 
 
+def test_a_pinned_model_is_taken_with_the_option_of_the_command(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "m is pinned. Ask with force=true to have it leave all the same, or unpin it first."
+    gateway.on("POST", "/api/v1/models/m/unload", error(409, "model_pinned", said))
+    assert main(["unload", "m"]) == 1
+    assert "greenroom: m is pinned. Say --force to have it leave" in capsys.readouterr().err
+
+
 def test_the_outlook_has_the_gateways_estimate(gateway: FakeGateway) -> None:
     client = Client(parse(gateway.url))
     gateway.on("GET", "/api/v1/status", answer(status(LOADING, model("quiet"))))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import CommandFailed, ExitStatus, GatewayRefused, NoGateway
+from greenroom.cli.failures import CommandFailed, ExitStatus, NoGateway
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -176,12 +176,7 @@ class _Gateway:
 
     def remove(self, id: str, *, force: bool, token: str | None) -> Mapping[str, Any]:
         path = f"{INVENTORY}/{quote(id, safe='')}" + ("?force=true" if force else "")
-        try:
-            answer: Mapping[str, Any] = self._client.delete(path, answer_max_s=REMOVE_MAX_S, token=token)
-        except GatewayRefused as refused:
-            if refused.code != "model_in_use":
-                raise
-            raise CommandFailed(refused.message.replace("Ask with force=true", "Say --force")) from None
+        answer: Mapping[str, Any] = self._client.delete(path, answer_max_s=REMOVE_MAX_S, token=token)
         return answer
 
 

@@ -23,7 +23,7 @@ from greenroom.runtime.observer import Hub
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import Force, owner_of
-from greenroom.server.admin.operating import NoHistory
+from greenroom.server.admin.operating import ForceOrder, NoHistory, is_forced
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
 from greenroom.server.admin.views import StatusWord
@@ -71,16 +71,18 @@ class LlamaSwapRoutes:
         await self._unload(request, self._there(request), force)
         return PlainTextResponse("OK")
 
-    async def unload_all(self, request: Request, force: Force = False) -> Response:
-        await self._unload(request, self._there(request), force)
+    async def unload_all(self, request: Request, order: ForceOrder | None = None, force: Force = False) -> Response:
+        await self._unload(request, self._there(request), force or is_forced(order))
         return JSONResponse({"msg": "ok"})
 
-    async def unload_one(self, request: Request, model_id: ModelPath, force: Force = False) -> Response:
+    async def unload_one(
+        self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
+    ) -> Response:
         """Unload one model, by id or alias."""
         entry = addressed(self._gateway.catalog, request, UNLOAD, model_id)
         if (name := entry.spec.version_of) is not None:
             raise self._gateway.updates.moves_only(entry.id, name)
-        await self._unload(request, [entry], force)
+        await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 
     async def logs(self) -> Response:

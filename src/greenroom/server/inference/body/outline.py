@@ -181,7 +181,10 @@ class _Scan:
     def expect_names(self, text: bytes) -> None:
         """Raises BadRequest if the name of a field was taken out."""
         if re.search(rb'<%b\.[0-9a-f]+\\/>"\s*:' % self.mark, text) is not None:
-            raise BadRequest(f"The body has a field whose name has more than {DENSE_BYTES} characters.")
+            raise BadRequest(
+                f"The name of a field of the body is too long: it may have {LONG_BYTES - 2:,} bytes, or "
+                f"{DENSE_BYTES - 2} behind the first {DENSE_FROM_BYTES:,} bytes that are no long texts."
+            )
 
     def _expect_utf8(self, data: bytes, *, is_last: bool = False) -> None:
         # A character may be parted.
