@@ -201,6 +201,8 @@ class Describing(ABC):
     speaks: frozenset[str] = frozenset()
     # Fields of requests by which it is told of another host to connect to. What callers say there is not passed on.
     peer_fields: frozenset[str] = frozenset()
+    # It refuses chats with tools of other types than `function`, most of which only servers of providers know.
+    takes_functions_only: bool = False
     # It fetches media that requests name, so those to its own paths behind /upstream are looked into, too.
     fetches_media: bool = False
     # Its answers keep to a `response_format` of JSON, whatever the model says.

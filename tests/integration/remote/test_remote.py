@@ -58,6 +58,10 @@ async def test_the_openai_client_talks_to_a_remote_model_whole_and_as_a_stream(t
         assert calls[0].body == {"model": "acme-large", "messages": HELLO}
         # The connection was used again.
         assert there.connections == 1
+        # A provider may know tools that no engine here does.
+        search: Any = [{"type": "web_search"}]
+        await client.chat.completions.create(model="cloud", messages=HELLO, tools=search)
+        assert there.calls[-1].body == {"model": "acme-large", "messages": HELLO, "tools": search}
 
 
 async def test_other_dialects_are_translated_for_it(there: Provider, tmp_path: Path) -> None:

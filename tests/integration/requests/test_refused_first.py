@@ -19,6 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HI = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"messages": HI}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 COMPLETIONS, EMBEDDINGS, RERANK = "/v1/completions", "/v1/embeddings", "/v1/rerank"
 RANK: dict[str, Any] = {"query": "a", "documents": ["b"]}
 MESSAGE: dict[str, Any] = {"max_tokens": 5, "messages": HI}
@@ -72,8 +73,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {**MESSAGE, "temperature": "hot"}, "temperature"),
     ("/v1/messages", {**MESSAGE, "max_tokens": 0}, "max_tokens"),
     ("/v1/messages", {**MESSAGE, **saying(5)}, "messages"),
+    ("/v1/messages", {**MESSAGE, "messages": []}, "messages"),
     ("/v1/messages/count_tokens", {}, "messages"),
+    ("/v1/messages/count_tokens", {"messages": []}, "messages"),
     ("/v1/responses", {}, "input"),
+    ("/v1/responses", {"input": []}, "input"),
     ("/v1/responses", {"input": [{"role": "user", "content": 5}]}, "input"),
     ("/v1/responses", {"input": "a", "temperature": "hot"}, "temperature"),
     ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
@@ -84,6 +88,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/embed", {}, "input"),
     ("/api/embeddings", {}, "prompt"),
     ("/tokenize", {"model": "real", "prompt": 5}, "prompt"),
+    # llama.cpp takes functions only, as vLLM and SGLang do.
+    (CHAT, {"model": "real", **ASK, "tools": [{"type": "web_search"}]}, "tools"),
+    (CHAT, {"model": "real", **ASK, "tools": [FUNCTION, {"type": "custom", "custom": {"name": "x"}}]}, "tools"),
+    (CHAT, {"model": "real", **ASK, "tools": [{"type": None, "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"model": "real", **ASK, "tools": [5]}, "tools"),
 ]
 # What some engine answers is not refused.
 PASSED: list[tuple[str, dict[str, Any]]] = [
@@ -118,7 +127,8 @@ async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> Asy
         "real": tiny(tiny_model("alpha"), memory_mib=600),
         "set": fake("set", memory_mib=100, set_params={"prompt": "a", "n": 1}, strip_params=["temperature"]),
     }
-    async with gateway(tmp_path_factory.mktemp("refused"), models, budget_mib=1000) as app:
+    tasks = {"either": {"candidates": ["real", "other"]}}
+    async with gateway(tmp_path_factory.mktemp("refused"), models, budget_mib=1000, tasks=tasks) as app:
         yield app
 
 
@@ -142,6 +152,11 @@ async def test_what_some_engine_answers_is_passed_on(app: App) -> None:
     for path, body in PASSED:
         answer = await http(app, "POST", path, {"model": "other", **body})
         assert answer.status == 200, (path, body, answer.body)
+
+
+async def test_a_model_of_a_task_that_takes_no_such_tools_is_passed_over(app: App) -> None:
+    answer = await http(app, "POST", CHAT, {"model": "either", **ASK, "tools": [{"type": "web_search"}]})
+    assert (answer.status, answer.headers["x-model"]) == (200, "other"), answer.body
 
 
 async def test_what_the_operator_sets_or_strips_is_not_asked_of_the_caller(app: App) -> None:

@@ -66,6 +66,7 @@ _Said = TypeVar("_Said")
 class FolderServer(ProcessEngine):
     checks_model_name = True
     keeps_json = True
+    takes_functions_only = True
     salt_field = "cache_salt"
     fetches_media = True
     metrics_path = "/metrics"

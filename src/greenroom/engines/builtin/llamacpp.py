@@ -50,6 +50,7 @@ class LlamaCppEngine(ProcessEngine):
     usage_source = UsageSource.TIMINGS
     metrics_path = "/slots"
     keeps_json = True
+    takes_functions_only = True
     speaks = frozenset({*LLAMACPP_PATHS, "/v1/messages/count_tokens"})
     fetches_media = True
 

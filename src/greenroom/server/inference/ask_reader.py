@@ -44,6 +44,7 @@ from greenroom.server.inference.ask import (
     wants_facts,
 )
 from greenroom.server.inference.body import model_options, multipart, peek
+from greenroom.server.inference.body.body_check import CHAT, TOOLS, expect_functions
 from greenroom.server.inference.body.long_body import LongBody
 from greenroom.server.inference.body.media import check_media, is_upload
 from greenroom.server.inference.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
@@ -177,9 +178,17 @@ class AskReader:
         self._rewrite(ask, peeked, exchange.head, task)
         if route.check is not None:
             route.check.check(peeked.fields, len(exchange.body), ask.puts, ask.drops)
+            if route.check is CHAT and (raw := peeked.fields.get(TOOLS)) is not None:
+                self._expect_tools(ask, raw)
         if options is not NO_OPTIONS:
             ask.drops = ask.drops | model_options.FIELDS
         return ask
+
+    def _expect_tools(self, ask: Ask, raw: msgspec.Raw) -> None:
+        """Raises NoAbility for tools that the model's engine would refuse, after the model was loaded."""
+        is_operators = TOOLS in ask.puts or TOOLS in ask.drops
+        if ask.entry.engine.takes_functions_only and not is_operators:
+            expect_functions(raw, ask.entry.public_id)
 
     def _check_long_media(self, ask: Ask, peeked: peek.Peeked, long: LongBody) -> None:
         fields, hosts = peeked.fields, ask.entry.config.media_hosts

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
-from greenroom.errors import BadRequest
+from greenroom.errors import BadRequest, NoAbility, shown
 from greenroom.server.inference.body.peek import MESSAGES, Fields
 
 Read = Callable[[Raw], object]
+TOOLS, FUNCTION = "tools", "function"
 # Larger fields are left to the engine.
 READ_BYTES_MAX: Final = 256 * 1024
 _NULL: Final = Raw(b"null")
@@ -98,8 +99,27 @@ class BodyCheck:
             raise BadRequest(f"{name} is nested too deeply.", param=name) from None
 
 
+class _Tool(msgspec.Struct):
+    type: str = FUNCTION
+
+
+_decode_tools: Final = msgspec.json.Decoder(list[_Tool] | None).decode
+
+
+def expect_functions(raw: Raw, model: str) -> None:
+    """Raises NoAbility if `tools` has others than functions: another model of a task may take them."""
+    if len(memoryview(raw)) > READ_BYTES_MAX:
+        return
+    try:
+        kinds = [tool.type for tool in _decode_tools(raw) or ()]
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{TOOLS}: {error}.", param=TOOLS) from None
+    if other := next((kind for kind in kinds if kind != FUNCTION), None):
+        raise NoAbility(f"{model} takes tools of the type {FUNCTION}, and none of {shown(other)}.", param=TOOLS)
+
+
 CHAT: Final = BodyCheck(
-    (MESSAGES,), reads={MESSAGES: _read_messages, "tools": _read_list, "max_completion_tokens": _limit, **_SAMPLING}
+    (MESSAGES,), reads={MESSAGES: _read_messages, TOOLS: _read_list, "max_completion_tokens": _limit, **_SAMPLING}
 )
 COMPLETION: Final = BodyCheck(("prompt", "prompt_embeds"), reads={"prompt": _read_texts, **_SAMPLING})
 # llama.cpp embeds `content`, and vLLM what a conversation becomes.
