@@ -42,7 +42,9 @@ REST_AFTER_S: Final = 0.02
 _KERNEL: Final = ("/proc", "/sys", "/dev")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 # By these a name leads to nothing that this gateway can use. None is the number of our own errors.
-_GONE: Final = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG})
+_GONE: Final = frozenset(
+    {None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+)
 # Folders of the hub's cache: blobs are seen through their links; refs are rewritten in place.
 HUB_PREFIX: Final = "models--"
 _BLOBS, _REFS = "blobs", "refs"

@@ -108,7 +108,9 @@ def test_the_old_version_serves_until_the_disk_is_well(hub: StandinHub, tmp_path
         assert says(gate) == (1, "alpha")
         disk.fail(fault)
         status, answer = update(gate, "org/bravo")
-        reason = {"full": "bytes free|No space left", "read-only": "Read-only file system", "dead": "not connected"}[fault]
+        reason = {"full": "bytes free|No space left", "read-only": "Read-only file system", "dead": "not connected"}[
+            fault
+        ]
         assert status in (502, 507) and re.search(reason, answer["error"]["message"]), answer
         time.sleep(LOOKED_S)
         if not (is_state and fault == "dead"):
