@@ -154,7 +154,7 @@ def test_a_state_directory_that_cannot_be_reached_is_told(tmp_path: Path, name: 
     (tmp_path / "my.yaml").write_text(f"state_dir: {name}\n")
     (told,) = load(tmp_path / "my.yaml", {}).warnings
     assert told.startswith("state_dir: ") and told.endswith(f" cannot be used: {why}")
-    with pytest.raises(ConfigError, match="cannot be used|cannot be made"):
+    with pytest.raises(ConfigError, match=r"cannot be used|cannot be made"):
         StateDir.open(tmp_path / name)
 
 

@@ -175,7 +175,10 @@ def _opened(root: str, folder: str) -> Iterator[int]:
 
 
 def _walk(root: str, top: str) -> Iterator[tuple[str, list[str], int]]:
-    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first. Raises OSError if the disk fails."""
+    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first.
+
+    Raises OSError if the disk fails.
+    """
 
     def failed(error: OSError) -> None:
         if may_pass(error):
@@ -197,7 +200,7 @@ def _unlink(name: str, folder: int) -> int:
 
 
 def _blob(name: str, folder: int) -> set[str]:
-    """The name of the blob that a file of a snapshot links to, if it is a link to one. Raises OSError if the disk fails."""
+    """The blob that a file of a snapshot links to, if it is a link to one. Raises OSError if the disk fails."""
     try:
         above, blob = os.path.split(os.readlink(name, dir_fd=folder))
     except OSError as error:
