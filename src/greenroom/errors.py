@@ -391,6 +391,14 @@ class TooManyModels(Overload):
     code = "too_many_models"
 
 
+class TooManyOfKey(Overload):
+    """The keys of a tenant have as many of something as they may have, so that others find room."""
+
+    status = 429
+    code = "too_many_of_key"
+    type = "rate_limit_error"
+
+
 class OperationsFull(Overload):
     """As many jobs as may be kept have not ended yet."""
 

@@ -26,6 +26,7 @@ from greenroom.config import loader
 from greenroom.errors import StateDirBusy
 from tests.harness import GatewayProcess, fake, gateway, url, write_config
 from tests.integration.facts import is_ready
+from tests.integration.raw import Answer, http
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -251,3 +252,26 @@ async def test_a_renewal_that_came_while_the_gateway_stood_still_is_in_time(tmp_
             time.sleep(2.2)
             answer = await asyncio.to_thread(lambda: renewal.makefile("rb").readline())
         assert b" 200 " in answer, answer
+
+
+async def test_one_tenant_has_half_of_all_leases(tmp_path: Path) -> None:
+    keys = [
+        {"name": "greedy", "key": "greedy-key", "leases": True, "tenant": "lab"},
+        {"name": "beside", "key": "beside-key", "leases": True, "tenant": "lab"},
+        {"name": "other", "key": "other-key", "leases": True},
+    ]
+    async with gateway(tmp_path, {}, server={"api_keys": keys}) as app:
+
+        async def take(key: str, **more: Any) -> Answer:
+            return await http(app, "POST", PATH, {"mib": 1, **more}, headers={"Authorization": f"Bearer {key}-key"})
+
+        first = await take("greedy", id="first")
+        taken = [answer for _ in range(26) for answer in await asyncio.gather(*(take("greedy") for _ in range(20)))]
+        assert sum(answer.status == 201 for answer in (first, *taken)) == 500
+        refused = [answer for answer in taken if answer.status != 201]
+        assert {(answer.status, answer.error["code"]) for answer in refused} == {(429, "too_many_of_key")}
+        assert (await take("beside")).status == 429 and (await take("other")).status == 201
+        # Asking for the same again takes no more.
+        assert (await take("greedy", id="first")).status == 201
+        ended = await http(app, "DELETE", f"{PATH}/first", headers={"Authorization": "Bearer greedy-key"})
+        assert ended.status == 204 and (await take("beside")).status == 201

@@ -392,7 +392,7 @@ class Client:
         streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
         self.app: Application = make_management(gateway, streams)
         self._is_admin = is_admin
-        self._caller = caller
+        self.caller = caller
 
     async def get(self, target: str, **headers: str) -> Answer:
         return await self.ask("GET", target, headers=headers)
@@ -422,7 +422,7 @@ class Client:
                 await task
 
     def _scope(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any]:
-        return scope(method, target, headers, is_admin=self._is_admin, caller=self._caller)
+        return scope(method, target, headers, is_admin=self._is_admin, caller=self.caller)
 
 
 def scope(

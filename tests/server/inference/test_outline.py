@@ -157,7 +157,12 @@ def test_a_character_at_the_very_end_must_be_whole() -> None:
 
 
 def test_names_of_fields_are_never_cut() -> None:
-    assert "field whose name" in refused(b'{"' + b"image_url" * 1_000 + b'":"http://10.0.0.1"}')
+    said = "The name of a field of the body is too long: it may have 4,094 bytes, or 126 behind the first 1,048,576"
+    assert said in refused(b'{"' + b"image_url" * 1_000 + b'":"http://10.0.0.1"}')
+    many = b'{"a":[' + b'"%b",' % (b"x" * 4_000) * 275 + b'""],"%b":1}'
+    assert said in refused(b'{"%b":1}' % (b"n" * 4_095)) and said in refused(many % (b"n" * 127))
+    for body, name in ((b'{"%b":1}', b"n" * 4_094), (many, b"n" * 126)):
+        assert name + b'":1}' in outlined(body % name).text
 
 
 def test_marks_of_another_body_are_text() -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Annotated, Literal, cast
@@ -21,8 +22,9 @@ from starlette.requests import Request
 
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label
 from greenroom.core.view import SlotFacts
-from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
+from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, TooManyOfKey
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
+from greenroom.runtime.leases.local import LEASES_MAX
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, GovernedOrder, Order, Priority, View
 from greenroom.tenancy.keys import Caller, cap, parse_priority
@@ -126,6 +128,8 @@ class _CallerLeft(LeaseDenied):
 class LeaseRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        # The ids of leases that are being asked for.
+        self._asked: Counter[str] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
         app.post(PATH, status_code=201)(self.acquire_lease)
@@ -138,6 +142,8 @@ class LeaseRoutes:
         """Get memory for another program. Held until it is released, its holder ends, or it is not renewed."""
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
         own = own_prefix(request)
+        self._expect_share(own, ask.id)
+        self._asked[ask.id] += 1
         try:
             with _called_as_asked(own):
                 lease = await self._while_listened_to(request, ask)
@@ -147,8 +153,21 @@ class LeaseRoutes:
         except GreenroomError:
             count("denied")
             raise
+        finally:
+            self._asked -= Counter((ask.id,))
         count("granted")
         return shown(lease, own)
+
+    def _expect_share(self, own: str, id: str) -> None:
+        """For one more lease of this tenant. Raises TooManyOfKey. An admin's key may have all."""
+        if not own:
+            return
+        others = {*(lease.id for lease in self._gateway.leasing.known()), *self._asked} - {id}
+        if sum(one.startswith(own) for one in others) >= LEASES_MAX // 2:
+            raise TooManyOfKey(
+                f"The keys of your tenant have {LEASES_MAX // 2:,} leases, as many as they may have. Release one.",
+                retry_after_s=30.0,
+            )
 
     async def list_leases(self, request: Request) -> LeaseList:
         """Leases held or waited for, and models that hold memory; without an admin's key only the tenant's leases."""

@@ -190,7 +190,7 @@ class Operating:
         is_plain = PLAIN in accept and SSE not in accept
         frame = plain_frame if is_plain else line_frame
         ring = self._gateway.slots.log(entry.id)
-        return self._streams.answer(lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
+        return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
 
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""

@@ -3,14 +3,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from dataclasses import replace
 
 import pytest
 
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, TenantId
 from greenroom.process.logs import Subscription
 from greenroom.runtime.observer import Event, Hub
 from greenroom.server.admin.reports import streams
 from greenroom.server.admin.reports.streams import event_frame, line_frame, plain_frame, shown_line
+from greenroom.tenancy.keys import Caller, Permission
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
 from tests.waiting import until
 
@@ -201,6 +203,25 @@ async def test_one_stream_too_many_is_refused() -> None:
         assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "overloaded", "10")
     async with client.stream(LOGS) as call:
         await call.until(lambda: call.answer.status == 200)
+
+
+async def test_one_tenant_has_half_of_all_streams() -> None:
+    gateway = _gateway()
+    keys = {name: Caller(name, TenantId("lab"), 1, admin=False, verbs=frozenset({Permission.READ})) for name in "ab"}
+    other = replace(keys["a"], name="c", tenant=TenantId("other"))
+    client = Client(gateway, is_admin=False, caller=keys["a"], streams_max=4)
+    async with client.stream(EVENTS) as one, client.stream(LOGS) as two:
+        await one.until(lambda: one.answer.status == 200)
+        await two.until(lambda: two.answer.status == 200)
+        client.caller = keys["b"]
+        refused = await client.get(EVENTS)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "too_many_of_key", "10")
+        client.caller = other
+        async with client.stream(EVENTS) as three:
+            await three.until(lambda: three.answer.status == 200)
+    client.caller = keys["b"]
+    async with client.stream(EVENTS) as four:
+        await four.until(lambda: four.answer.status == 200)
 
 
 async def test_a_hub_that_is_full_refuses_with_a_status() -> None:

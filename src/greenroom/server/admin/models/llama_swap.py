@@ -94,7 +94,7 @@ class LlamaSwapRoutes:
         """What every engine prints, as text."""
         refuse_head(request)
         history = LINES if no_history is None else 0
-        return self._streams.answer(lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
+        return self._streams.answer(request, lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
 
     async def stream_one(self, request: Request, model_id: ModelPath, no_history: NoHistory = None) -> Response:
         """What the engine of one model prints, as text."""
@@ -105,12 +105,12 @@ class LlamaSwapRoutes:
             raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
         entry = addressed(self._gateway.catalog, request, STREAM, model_id)
         ring, history = self._gateway.slots.log(entry.id), LINES if no_history is None else 0
-        return self._streams.answer(lambda: LogFeed(ring, history, plain_frame), PLAIN)
+        return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: the state of every model now, and whenever one has changed."""
         refuse_head(request)
-        return self._streams.answer(lambda: ModelStateFeed(self._gateway.hub, self._states))
+        return self._streams.answer(request, lambda: ModelStateFeed(self._gateway.hub, self._states))
 
     # --- what there is ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from greenroom.errors import MethodNotAllowed, Overload
+from greenroom.errors import MethodNotAllowed, Overload, TooManyOfKey
 from greenroom.process.logs import LogRing
 from greenroom.runtime.observer import Event, Hub
+from greenroom.server.asgi import caller_of
 
 # Proxies close connections that are silent for a minute or less.
 HEARTBEAT_S = 15.0
@@ -117,35 +119,42 @@ class Streams:
         self.clock = clock
         self.look_s = look_s
         self._streams_max = streams_max
-        self.open = 0
+        # By tenant; those of admins by an empty name.
+        self.open: Counter[str] = Counter()
 
-    def answer(self, open_feed: Callable[[], Feed], media_type: str = SSE) -> Response:
-        """Raises Overload when there are too many already."""
-        if self.open >= self._streams_max:
+    def answer(self, request: Request, open_feed: Callable[[], Feed], media_type: str = SSE) -> Response:
+        """Raises Overload when there are too many already, and TooManyOfKey when this tenant has half of them."""
+        caller = caller_of(request)
+        tenant = "" if caller.admin else caller.tenant or caller.name
+        if self.open.total() >= self._streams_max:
             raise Overload(f"{self._streams_max} streams are open already; close one.", retry_after_s=10.0)
-        return _Streamed(self, open_feed, media_type)
+        if tenant and self.open[tenant] >= max(1, self._streams_max // 2):
+            said = f"{tenant} has {self.open[tenant]} streams open, as many as one may have; close one."
+            raise TooManyOfKey(said, retry_after_s=10.0)
+        return _Streamed(self, tenant, open_feed, media_type)
 
 
 class _Streamed(Response):
     """Watches for the client's disconnect itself: what is sent after it is silently dropped."""
 
-    def __init__(self, streams: Streams, open_feed: Callable[[], Feed], media_type: str) -> None:
+    def __init__(self, streams: Streams, tenant: str, open_feed: Callable[[], Feed], media_type: str) -> None:
         super().__init__(media_type=media_type, headers=_HEADERS)
         del self.headers["content-length"]
         self._streams = streams
+        self._tenant = tenant
         self._open_feed = open_feed
         self._is_sse = media_type == SSE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Opened before the first byte, so that a refusal still has its status.
         feed = self._open_feed()
-        self._streams.open += 1
+        self._streams.open[self._tenant] += 1
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send(_body(_RETRY if self._is_sse else b""))
             await self._copy(feed, receive, send)
         finally:
-            self._streams.open -= 1
+            self._streams.open -= Counter((self._tenant,))
             feed.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -121,7 +121,9 @@ class Watching:
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
         hub = self._gateway.hub
-        return self._streams.answer(lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin))
+        return self._streams.answer(
+            request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
+        )
 
     async def list_requests(
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
