@@ -85,6 +85,7 @@ def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
         "trust_remote_code": False,
         "allow_pickle": False,
         "skip_check": False,
+        "chat_template": None,
         "threads": 2,
     }
     open_handed = model(

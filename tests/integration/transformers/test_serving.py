@@ -162,3 +162,19 @@ async def test_sleep_forgets_prefixes(app: App) -> None:
     assert cached(await asked(app, "slept")) > 0
     assert (await order(app, "sleep", "qwen")).status == 200
     assert cached(await asked(app, "slept")) == 0
+
+
+async def test_a_template_of_the_operators_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[-1].content }}")
+    model = tiny_torch("qwen2", "gemma2", "bert") / "qwen2"
+    models = {"mine": hosted(model, chat_template="mine.jinja"), "gone": hosted(model, chat_template="gone.jinja")}
+    async with gateway(tmp_path, models, memory={"spare_worker": False}) as app:
+        asked = {"model": "mine", "max_tokens": 1}
+        chatted = await chat(app, "mine", messages=[{"role": "user", "content": LONG}], max_tokens=1)
+        plain = await http(app, "POST", "/v1/completions", {**asked, "prompt": LONG})
+        assert chatted.status == plain.status == 200, chatted.body
+        # The prompt is what was said, and nothing beside it.
+        assert chatted.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+        refused = await chat(app, "gone")
+        assert (refused.status, refused.error["code"]) == (503, "bad_model")
+        assert "gone.jinja" in refused.error["message"]

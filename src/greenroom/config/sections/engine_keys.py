@@ -22,7 +22,7 @@ LLAMACPP_KEYS: Final = frozenset(
 TRANSFORMERS_KEYS: Final = frozenset(
     (
         *("path", "python", "ctx_size", "threads", "embedding", "dtype", "cache_tokens"),
-        *("isolate", "trust_remote_code", "allow_pickle", "skip_check"),
+        *("chat_template", "isolate", "trust_remote_code", "allow_pickle", "skip_check"),
     )
 )
 DIFFUSERS_KEYS: Final = frozenset(

@@ -134,8 +134,8 @@ class Model(Section):
     draft_model: str | None = None
     """llamacpp: a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
     chat_template: str | None = None
-    """llamacpp, vllm, sglang: a file with a Jinja template (its name ends in .jinja), or the name of one that the
-    engine knows, such as chatml; the model's own when not given."""
+    """llamacpp, transformers, vllm, sglang: a file with a Jinja template (its name ends in .jinja), or, but for
+    transformers, the name of one that the engine knows, such as chatml; the model's own when not given."""
     reasoning: Literal["auto", "on", "off"] = "auto"
     """llamacpp: whether a model that can reason before it answers does; auto leaves it to its chat template."""
     reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] = "auto"
@@ -304,6 +304,9 @@ def _problems(model: Model) -> Iterator[Problem]:
     for path in model.lora:
         if any(letter in path for letter in ':,"'):
             yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
+    template = model.chat_template
+    if model.engine == "transformers" and template is not None and not template.endswith(TEMPLATE_ENDING):
+        yield Problem(("chat_template",), "transformers knows no template by name; give a file that ends in .jinja")
     if model.abilities == ():
         yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
     is_fetched = model.versions is not None and model.versions.repo_id is not None

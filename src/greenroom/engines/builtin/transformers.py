@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.config.schema import Ability, Model
+from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.core.model import Claim, DeviceId
 from greenroom.engines.base import EngineFacts
 from greenroom.engines.builtin.torch_engine import PIPELINE_INDEX, TorchEngine
@@ -94,6 +95,7 @@ class TransformersEngine(TorchEngine):
             "trust_remote_code": model.trust_remote_code,
             "allow_pickle": model.allow_pickle,
             "skip_check": model.skip_check,
+            "chat_template": model.chat_template,
             "threads": model.threads,
         }
 
@@ -126,8 +128,10 @@ def _abilities(model: Model) -> frozenset[Ability]:
 
 
 def template_has_tools(model: Model) -> bool:
-    """True if a chat template of its folder has a place for tools. Never raises."""
-    return any(has_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES)
+    """True if its chat template, or one of its folder, has a place for tools. Never raises."""
+    given = model.chat_template or ""
+    names = (given,) if given.endswith(TEMPLATE_ENDING) else TEMPLATE_FILES
+    return any(has_tools(Path(model.path or "", name)) for name in names)
 
 
 def _sizes(model: Model) -> HostedOptions:

@@ -151,6 +151,8 @@ class _Background:
         text: TextCodec = call_foreign(
             options.folder, lambda: TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
         )
+        if self._order.chat_template is not None:
+            text.use_template(self._order.chat_template)
         if options.sentence is not None:
             text.prepare_to_embed(options.sentence.lowers_case)
         return text

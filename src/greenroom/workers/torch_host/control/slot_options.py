@@ -43,6 +43,8 @@ class SlotOptions:
     skip_check: bool = False
     checked: Path | None = None
     """The folder that records which files have passed their check."""
+    chat_template: Path | None = None
+    """A file with the chat template to use instead of the model's own."""
     device_map: Mapping[str, int] = field(default_factory=dict)
     """Which of the visible GPUs holds each component of a pipeline; those that are not named are on the first."""
 
@@ -74,6 +76,7 @@ def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:
         threads=_count(options, "threads"),
         skip_check=_one(options, "skip_check", bool, False),
         checked=Path(checked) if (checked := _one(options, "checked", str, "")) else None,
+        chat_template=Path(template) if (template := _one(options, "chat_template", str, "")) else None,
         device_map=_device_map(options),
     )
 

@@ -26,7 +26,7 @@ from ...serving.errors import ApiError, too_long, unavailable, unsupported
 from ...serving.fields import Body, kind_of
 from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
 from ..sandbox.pool import JobKind, SandboxError, SandboxPool, Stopped, TimedOut, Unavailable
-from .tokens import TextCodec
+from .tokens import TextCodec, renders_itself
 
 # Every character is at most so many bytes. Error messages are shorter than this.
 CHAR_BYTES_MAX: Final = 4
@@ -140,7 +140,7 @@ class ChatTemplate:
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._writer: _Writer = (
             _InThread(tokenizer, deadline_s)
-            if _renders_itself(tokenizer)
+            if renders_itself(tokenizer)
             else _InProcess(tokenizer, TemplateRunner(pool), deadline_s)
         )
 
@@ -179,6 +179,8 @@ class ChatTemplate:
         )
 
     def _file(self) -> str:
+        if self._text.template_file is not None:
+            return self._text.template_file
         for name in ("chat_template.jinja", "chat_template.json"):
             if (self._folder / name).exists():
                 return name
@@ -238,13 +240,6 @@ class _InThread:
         if len(text) > chars_max:
             raise RenderedTooLong(len(text))
         return text
-
-
-def _renders_itself(tokenizer: Any) -> bool:
-    from transformers import PreTrainedTokenizerBase
-
-    method = getattr(tokenizer.apply_chat_template, "__func__", None)
-    return method is not PreTrainedTokenizerBase.apply_chat_template
 
 
 MESSAGES_MAX = 65_536

@@ -30,6 +30,8 @@ class TextCodec:
         """`tokenizer` is one of Transformers'."""
         self.tokenizer = tokenizer
         self.folder = folder
+        # The file of a chat template that is used instead of the model's own.
+        self.template_file: str | None = None
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # Tokenizers of embedding models truncate and pad by default; here no text is cut silently.
@@ -62,6 +64,16 @@ class TextCodec:
     def chars_max(self, context: int) -> int:
         """A text with more characters does not fit, however it is encoded."""
         return context * self._token_chars_max
+
+    def use_template(self, file: Path) -> None:
+        """Chat by this template instead of the model's own. Raises BadModel if that is not possible."""
+        if renders_itself(self.tokenizer):
+            raise BadModel(f"{type(self.tokenizer).__name__} writes prompts itself: remove chat_template.")
+        try:
+            self.tokenizer.chat_template = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BadModel(f"its chat_template {file} cannot be read ({error}).") from None
+        self.template_file = file.name
 
     def prepare_to_embed(self, lowers_case: bool) -> None:
         """Encode texts as sentence-transformers does. Raises BadModel for a tokenizer with several token types."""
@@ -254,3 +266,11 @@ def _byte_letters() -> dict[str, bytes]:
 
 
 _BYTES = _byte_letters()
+
+
+def renders_itself(tokenizer: Any) -> bool:
+    """True if it does not write prompts by a template, as those of Mistral."""
+    from transformers import PreTrainedTokenizerBase
+
+    method = getattr(tokenizer.apply_chat_template, "__func__", None)
+    return method is not PreTrainedTokenizerBase.apply_chat_template
