@@ -1,14 +1,15 @@
 """The error tree: what happened, which side is at fault, and what to do about it.
 
 Owns every error that can reach a caller. The class says what happened; its base says which side is at fault. Never
-builds a response: `server/render.py` does, in the dialect of the caller, and decides what that caller sees. A leaf:
-imports nothing of ours.
+builds a response: `server/render.py` does, in the dialect of the caller, and decides what that caller sees. A leaf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
+
+from greenroom.base.names import public_name
 
 # Of a caller's own words in a message.
 SHOWN_CHARS_MAX: Final = 128
@@ -59,11 +60,12 @@ class GreenroomError(Exception):
         retry_after_s: float | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> None:
+        message = public_name(message)
         super().__init__(message)
         self.message = message
-        self.public = public or self.public_words or message
+        self.public = public_name(public or self.public_words or message)
         self.param = param
-        self.details = details
+        self.details = None if details is None else public_name(details)
         self.retry_after_s = retry_after_s
         # Further fields next to `code` in the error object (queueDepth, avgWaitMs, progress …).
         self.beside: Mapping[str, Any] = beside or {}

@@ -1,7 +1,8 @@
 """Ad-hoc models, which no configuration names: what a request may say about one, and which are remembered.
 
-Owns the configuration that is made of what a request says, and the bound on how many are remembered. A path that is
-asked for with other options is another model. `resolver.py` finds them on disk.
+Owns the configuration that is made of what a request says, the orders that stand, and the bound on how many are
+remembered. A path that is asked for with other options is another model to the scheduler, and the same one to callers:
+ids of its configurations stay in this process. `resolver.py` finds them on disk.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
 
+from greenroom.base.names import inner_id, public_name
 from greenroom.config.kinds import id_problem
 from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import Config, Model, Vllm
@@ -41,7 +43,7 @@ _SIZES_CACHE: Final = ("vllm", "sglang")
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What a request says about an ad-hoc model. All but `ttl_s` make it another model."""
+    """What a request says about an ad-hoc model. All but `ttl_s` make it another configuration."""
 
     backend: str | None = None
     device: str | None = None
@@ -52,10 +54,17 @@ class ModelOptions:
     ctx_size: int | None = None
     budget_mib: int | None = None
     ttl_s: float | None = None
+    # They stand for the name from now on, and nothing of the order before does.
+    is_order: bool = False
 
     @property
-    def are_about_the_model(self) -> bool:
-        return replace(self, ttl_s=None) != NO_OPTIONS
+    def as_order(self) -> ModelOptions:
+        """An order that says nothing about the model is none: what stands for its name is loaded."""
+        return self if self == NO_OPTIONS else replace(self, is_order=True)
+
+    def over(self, order: ModelOptions) -> ModelOptions:
+        """These, and where they say nothing those of the order."""
+        return replace(order, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 NO_OPTIONS: Final = ModelOptions()
@@ -137,6 +146,24 @@ def _param(error: ValidationError) -> str | None:
 # --- which of them are remembered -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Meant:
+    """What a name with some options means: a configuration, and the path that the name alone leads to."""
+
+    model: ModelId
+    home: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a name means until the model is unloaded, or ordered otherwise."""
+
+    name: str
+    options: ModelOptions
+    model: ModelId
+    base_id: str
+
+
 @dataclass(slots=True)
 class _Adhoc:
     record: LibraryRecord
@@ -169,13 +196,15 @@ class AdhocModels:
         self._recall = recall
         self._forgotten = forgotten
         self._known: dict[ModelId, _Adhoc] = {}
-        self._names: dict[tuple[str, ModelOptions], ModelId] = {}
+        self._names: dict[tuple[str, ModelOptions], _Meant] = {}
+        # By the path that their names lead to: every name of a model means the same.
+        self._orders: dict[str, Order] = {}
         self._uses = 0
 
     def named(self, name: str, options: ModelOptions) -> Entry | None:
         """The model that was found by this name and with these options; None if it is not remembered."""
-        known = self._names.get((name, replace(options, ttl_s=None)))
-        return None if known is None else self._catalog.find(known)
+        meant = self._names.get((name, replace(options, ttl_s=None)))
+        return None if meant is None else self._catalog.find(meant.model)
 
     def find(self, model: ModelId) -> Entry | None:
         """The ad-hoc model of this id, if its files are still what they were."""
@@ -188,7 +217,7 @@ class AdhocModels:
         self._known[entry.id] = _Adhoc(record, tenant)
         self._catalog.add(entry)
         self._post(ConfigChanged(self._clock(), models=(entry.spec,), learned=self._recall((entry.id,)) or None))
-        _log.info("model found", model=entry.id, path=record.path, engine=entry.engine.name)
+        _log.info("model found", model=entry.public_id, path=record.path, engine=entry.engine.name)
 
     def is_current(self, entry: Entry) -> bool:
         """False if its files are not what they were when its memory was estimated, or its id now means others."""
@@ -205,9 +234,11 @@ class AdhocModels:
             return bool(self._view().slots_of(entry.id))
         return seen is not None and seen.files == record.files and named is not None and named.path == record.path
 
-    def used(self, entry: Entry, options: ModelOptions, tenant: str | None) -> Entry:
-        """A request of this tenant asks for it. Returns it with the `ttl_s` that the request says."""
+    def used(self, entry: Entry, name: str, options: ModelOptions, tenant: str | None) -> Entry:
+        """A request of this tenant asks for it by this name. Returns it with the `ttl_s` that the request says."""
         known = self._known[entry.id]
+        if not options.is_order:
+            self._catalog.mean(entry, name)
         self._uses += 1
         known.used, known.tenant = self._uses, tenant
         self._library.used(known.record)
@@ -221,12 +252,47 @@ class AdhocModels:
         self._post(ConfigChanged(self._clock(), models=(spec,)))
         return entry
 
-    def remember(self, name: str, options: ModelOptions, entry: Entry) -> None:
+    def remember(self, name: str, options: ModelOptions, model: ModelId, home: str) -> None:
         key = (name, replace(options, ttl_s=None))
         self._names.pop(key, None)
-        self._names[key] = entry.id
+        self._names[key] = _Meant(model, home)
         while len(self._names) > NAMES_PER_MODEL * self._config().library.adhoc_models_max:
             del self._names[next(iter(self._names))]
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def order_at(self, home: str) -> Order | None:
+        return self._orders.get(home)
+
+    def orders_of(self, models: Collection[ModelId]) -> list[Order]:
+        return [order for order in self._orders.values() if order.model in models]
+
+    def stands(self, name: str, options: ModelOptions) -> Order | None:
+        """An order, looked up by this name, stands from now on; other options are none. Returns what it replaces."""
+        if not options.is_order:
+            return None
+        meant = self._names[name, replace(options, ttl_s=None)]
+        if (before := self._orders.get(meant.home)) is not None:
+            self.end([before])
+        entry = self._catalog.find(meant.model)
+        self._orders[meant.home] = Order(name, options, meant.model, name if entry is None else entry.base_id)
+        self._told_of(meant.home, meant.model, name)
+        while len(self._orders) > self._config().library.adhoc_models_max:
+            self.end([next(iter(self._orders.values()))])
+        return before
+
+    def end(self, ended: Collection[Order]) -> None:
+        """Their names mean the models without options again. Orders that were given since stand."""
+        for home, order in list(self._orders.items()):
+            if any(order is one for one in ended):
+                del self._orders[home]
+                self._told_of(home, order.model, "")
+
+    def _told_of(self, home: str, model: ModelId, asked_as: str) -> None:
+        self._names = {key: meant for key, meant in self._names.items() if meant.home != home}
+        if (entry := self._catalog.find(model)) is not None:
+            self._catalog.add(entry := replace(entry, asked_as=asked_as))
+            self._catalog.mean(entry, asked_as)
 
     def _expect_room(self, coming: ModelId, tenant: str | None) -> None:
         """One model makes room for one more. Raises TooManyModels if those that could are all in use."""
@@ -261,7 +327,7 @@ class AdhocModels:
 
     def _forget(self, model: ModelId) -> None:
         del self._known[model]
-        self._names = {key: known for key, known in self._names.items() if known != model}
+        self._names = {key: meant for key, meant in self._names.items() if meant.model != model}
         entry = self._catalog.find(model)
         if entry is not None and entry.is_adhoc:
             self._catalog.remove(model)
@@ -272,8 +338,8 @@ class AdhocModels:
         """Forget models that a changed configuration has taken over, or whose roots are gone."""
         roots = self._library.real_roots()
         for model, known in list(self._known.items()):
-            entry = self._catalog.find(model)
-            if entry is None or not entry.is_adhoc or known.record.root not in roots:
+            named = self._catalog.find(public_name(model))
+            if named is None or not named.is_adhoc or known.record.root not in roots:
                 self._forget(model)
 
     def looked(self) -> None:
@@ -285,35 +351,25 @@ class AdhocModels:
 
     def removed(self, record: LibraryRecord) -> None:
         """Its files were deleted: it is asked for no more."""
+        self.end([order for home, order in self._orders.items() if home == record.path])
         for model, known in list(self._known.items()):
             if known.record.path == record.path:
                 self._forget(model)
 
-    def id_for(self, record: LibraryRecord, options: ModelOptions, dtype: str | None) -> ModelId:
-        """The record's id, and what makes it differ from the same model without options."""
-        parts = [options.backend] if options.backend not in (None, ENGINE_OF_KIND[record.kind]) else []
-        parts += ["cpu"] if options.device == "cpu" else []
-        if options.n_gpu_layers is not None:
-            parts.append(f"layers={options.n_gpu_layers}")
-        if options.gpu_memory_utilization is not None:
-            parts.append(f"gpu={options.gpu_memory_utilization:g}")
-        parts += [] if options.ctx_size is None else [f"ctx={options.ctx_size}"]
-        parts += [] if options.budget_mib is None else [f"mib={options.budget_mib}"]
-        parts += [] if dtype is None else [dtype]
-        plain = ModelId(record.id)
-        if not parts and id_problem(plain) is None and self.is_free(plain, record):
-            return plain
-        model_id = ModelId(f"{record.id}+{','.join(part for part in parts if part) or 'found'}")
-        if id_problem(model_id) is not None:
+    def id_for(self, record: LibraryRecord, model: Model) -> ModelId:
+        """The record's id, which callers know, and what tells this configuration from others of it."""
+        name = record.id
+        if id_problem(name) is not None:
             # Not every file that the library does not know has a name that can be an id.
-            model_id = ModelId(f"found-{hashlib.sha256(os.fsencode(model_id)).hexdigest()[:16]}")
-        while not self.is_free(model_id, record):
-            model_id = ModelId(f"{model_id}+")
-        return model_id
+            name = f"found-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+        while not self.is_free(name, record):
+            name = f"{name}+"
+        told = model.model_dump_json(exclude={"ttl_s"}, exclude_defaults=True)
+        return ModelId(inner_id(name, hashlib.sha256(os.fsencode(told)).hexdigest()))
 
-    def is_free(self, model_id: ModelId, record: LibraryRecord) -> bool:
-        """Whether this record can have this id."""
-        taken = self._catalog.find(model_id)
+    def is_free(self, name: str, record: LibraryRecord) -> bool:
+        """Whether this record can have this name."""
+        taken = self._catalog.find(name)
         if taken is None:
             return True
         return (

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from greenroom.base.names import public_name
 from greenroom.config.diff import Changes
 from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
@@ -35,6 +36,8 @@ class Entry:
     """Its id without the options of requests: what the `models` of keys are compared with, and what is counted by."""
     # No configuration names it: it was asked for by path or hub id (`resolver.py`).
     is_adhoc: bool = False
+    asked_as: str = ""
+    """The name by which it was ordered to be loaded, if it was and that order stands."""
     real_path: str = ""
     """Its path without links; empty if it has none."""
     # It serves one tenant of this model (`tenant_models.py`).
@@ -46,8 +49,18 @@ class Entry:
 
     @property
     def public_id(self) -> ModelId:
-        """The id by which callers and the engine know it, and by which its requests are counted."""
-        return self.instance_of or self.spec.version_of or self.id
+        """The id by which callers know it, and by which its requests are counted."""
+        return ModelId(public_name(self.instance_of or self.spec.version_of or self.id))
+
+    @property
+    def engine_name(self) -> str:
+        """The name by which its engine knows it. llama.cpp would read several in one with a comma."""
+        return self.public_id.replace(",", "_")
+
+    def shown_id(self, *, to_operator: bool) -> str:
+        """Its id in lists: the name that it was ordered by. Only operators are shown paths."""
+        is_hidden = not self.asked_as or (self.asked_as.startswith("/") and not to_operator)
+        return public_name(self.id) if is_hidden else self.asked_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,8 @@ class Catalog:
         self.needs = needs or Needs()
         self._entries: Mapping[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
+        # Which configuration each name of an ad-hoc model means: the one that was asked for last.
+        self._current: dict[str, ModelId] = {}
         # The configured models whose limits hold for ad-hoc ones: those of the same files.
         self._limited_as: dict[ModelId, ModelId] = {}
         # Revisions only grow, also after a removal, so that an old slot is never taken for a new one: `_last` is the
@@ -101,8 +116,26 @@ class Catalog:
         return self._shared.fits_memory
 
     def find(self, name: str) -> Entry | None:
-        """The model with this id or alias."""
+        """The model with this id, alias or name; of an ad-hoc one, the configuration that was asked for last."""
         return self._names.get(name)
+
+    @property
+    def shown(self) -> Iterator[Entry]:
+        """One entry for each name that callers know."""
+        return (entry for entry in self if entry.id == public_name(entry.id) or self.find(entry.public_id) is entry)
+
+    def configurations(self, model: ModelId) -> list[ModelId]:
+        """All that the name of this model may mean; of a configured one just itself."""
+        name = public_name(model)
+        return [model] if name == model else [one.id for one in self if one.id != name == public_name(one.id)]
+
+    def mean(self, entry: Entry, name: str) -> None:
+        """This configuration of an ad-hoc model was asked for by this name."""
+        for one in (entry.public_id, entry.asked_as, name if name in self._current else ""):
+            if one and self._current.get(one) != entry.id:
+                self._current[one] = entry.id
+                if (known := self._names.get(one)) is None or known.is_adhoc:
+                    self._names[one] = entry
 
     def limited_as(self, entry: Entry) -> ModelId:
         """The model whose limits hold for it: its own, or those of the configured one that has the same files."""
@@ -309,7 +342,11 @@ class Catalog:
 
     def _replace(self, entries: Mapping[ModelId, Entry]) -> None:
         self._entries = entries
-        self._names = {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
+        self._current = {name: model for name, model in self._current.items() if model in entries}
+        inner = (entry for entry in entries.values() if entry.id != public_name(entry.id))
+        self._names = {str(entry.public_id): entry for entry in inner}
+        self._names |= {name: entries[model] for name, model in self._current.items()}
+        self._names |= {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
         limited = [
             entry for entry in entries.values() if entry.real_path and not entry.is_adhoc and entry.config.limits
         ]
@@ -344,7 +381,8 @@ def _as_before(made: Entry, old: Entry) -> Entry:
     spec = (
         made.spec if old.spec.version_of is None else replace(made.spec, version_of=old.spec.version_of, exclusive="")
     )
-    return replace(made, base_id=old.base_id, is_adhoc=True, version=old.version, spec=spec)
+    as_before = replace(made, base_id=old.base_id, asked_as=old.asked_as, is_adhoc=True)
+    return replace(as_before, version=old.version, spec=spec)
 
 
 def priority_number(priority: str | int) -> int:

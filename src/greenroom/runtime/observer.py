@@ -19,6 +19,7 @@ from operator import itemgetter
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
+from greenroom.base.names import public_name
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, Move, MoveId, MoveKind, Outcome, Tier
 from greenroom.core.view import LEASE_MARK
@@ -62,7 +63,7 @@ class Observer:
 
     def moving(self, move: Move, reason: Reason) -> None:
         self._moving[move.id] = move
-        facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
+        facts = {"model": move.model, "slot": move.slot, "move": move.id}
         _log.info(f"{move.kind.value} started", **facts, why=_plain(str(reason)))
         self.residency.moving(move, _plain(move.model), self._tell(move.kind.value, facts, reason))
         if move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
@@ -72,7 +73,7 @@ class Observer:
         self._moving.pop(move.id, None)
         self.residency.moved(move, _plain(move.model), outcome)
         self._metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
-        facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
+        facts = {"model": move.model, "slot": move.slot, "move": move.id}
         said = {**facts, "outcome": outcome.value, "took_s": took_s}
         _log.info(f"{move.kind.value} {outcome.value}", **said)
         self._hub.publish(f"{move.kind.value}_done", said)
@@ -136,9 +137,10 @@ class Observer:
 
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> Decision:
         """Keep this decision and publish it. Returns it as it is kept."""
-        more = {name: _plain(value) for name, value in reason.facts if name not in facts}
+        more = {name: value for name, value in reason.facts if name not in facts}
         told = {**facts, "why": reason.why, **more}
         kept = self._of_requests if what in ("reject", "cut") else self._of_models
+        told = {name: _plain(value) for name, value in told.items()}
         decision = {"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told}
         kept.append(decision)
         self._hub.publish(what, told)
@@ -151,8 +153,8 @@ def _cause(reason: Reason) -> str:
 
 
 def _plain(said: _Said) -> _Said:
-    """The same text, with leases called by their own names."""
-    return cast(_Said, said.replace(LEASE_MARK, "")) if isinstance(said, str) else said
+    """The same text, with leases and models called by their own names."""
+    return cast(_Said, public_name(said.replace(LEASE_MARK, ""))) if isinstance(said, str) else said
 
 
 # --- which model was where ------------------------------------------------------------------------------------------
@@ -280,9 +282,9 @@ class Hub:
         return self._last_id
 
     def publish(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Send to every listener. `data` is kept, not copied: do not change it afterwards."""
+        """Send to every listener. `data` is copied."""
         self._last_id += 1
-        event = Event(self._last_id, kind, data)
+        event = Event(self._last_id, kind, {name: _plain(value) for name, value in data.items()})
         self._past.append(event)
         for subscription in self._subscriptions:
             subscription.put(event)

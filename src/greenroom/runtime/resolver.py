@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from greenroom.base.names import public_name
 from greenroom.config.schema import Config, Model
 from greenroom.core.events import ConfigChanged, Learned
 from greenroom.core.model import ModelId
@@ -94,12 +95,12 @@ class Resolver:
         forgotten: Callable[[], None] = lambda: None,
     ) -> None:
         """`forgotten` is called when a model has left, so that what others keep of it can go too."""
-        self._catalog = catalog
+        self.catalog = catalog
         self._library = library
         self._config = config
         self._looks = asyncio.Semaphore(LOOKS_MAX)
         self._under_way: dict[tuple[str, ModelOptions, Asker], asyncio.Task[Entry]] = {}
-        self._adhoc = AdhocModels(catalog, library, config, view, post, clock, recall, forgotten)
+        self.adhoc = AdhocModels(catalog, library, config, view, post, clock, recall, forgotten)
         self.instances = TenantModels(catalog, view, post, clock, forgotten)
         self.remote_names = RemoteNames(catalog, lambda: config().remotes, view, post, clock, forgotten)
         # True if requests may name models that are not configured, and say how to run them.
@@ -110,7 +111,7 @@ class Resolver:
     @property
     def unasked(self) -> Iterator[LibraryRecord]:
         """Models on disk that are neither configured nor known yet."""
-        known = {entry.config.path for entry in self._catalog}
+        known = {entry.config.path for entry in self.catalog}
         return (record for record in self._library.records if record.path not in known)
 
     def on_disk(self, name: str) -> LibraryRecord | None:
@@ -119,7 +120,7 @@ class Resolver:
 
     def is_seen(self, name: str, asker: Asker) -> bool:
         """True if a model of this name is configured, in use or on disk, and the asker sees it."""
-        if (entry := self._catalog.find(name)) is not None:
+        if (entry := self.catalog.find(name)) is not None:
             return asker.sees(entry.base_id)
         return (record := self.on_disk(name)) is not None and asker.sees(record.id)
 
@@ -128,7 +129,7 @@ class Resolver:
 
         One that the asker does not see takes the way of an unknown one, so that neither words nor time tell it apart.
         """
-        entry = self._catalog.find(name)
+        entry = self.catalog.find(name)
         if entry is not None and (entry.instance_of is not None or not asker.sees(entry.base_id)):
             entry = None
         if entry is not None and not entry.is_adhoc:
@@ -145,15 +146,14 @@ class Resolver:
             self._expect_version(name, asker)
         if not self.takes_options:
             raise ModelNotFound.named(name)
-        if entry is None or options.are_about_the_model:
-            entry = self._adhoc.named(name, options)
-        if entry is None or not asker.sees(entry.base_id) or not self._adhoc.is_current(entry):
+        entry = self.adhoc.named(name, options)
+        if entry is None or not asker.sees(entry.base_id) or not self.adhoc.is_current(entry):
             raise Unresolved(name, options, asker)
-        return self._adhoc.used(entry, options, asker.tenant)
+        return self.adhoc.used(entry, name, options, asker.tenant)
 
     def _expect_version(self, name: str, asker: Asker) -> None:
         """Raises NoVersion for a configured model that has none yet."""
-        if self._catalog.is_known(name):
+        if self.catalog.is_known(name):
             return
         models = self._config().models.items()
         if any(asker.sees(one) for one, model in models if name == one or name in model.aliases):
@@ -188,23 +188,29 @@ class Resolver:
     async def _look(self, name: str, options: ModelOptions, asker: Asker) -> Entry:
         async with self._looks:
             record, dtype = await self._located(name, options, asker), None
-            if options.quantization is not None:
+            home, order, wanted = (
+                record.path,
+                self.adhoc.order_at(record.path),
+                self._wanted(record.path, options, asker),
+            )
+            if wanted.quantization is not None:
                 seen = [one for one in self._library.records if asker.sees(one.id)]
-                record, dtype = choose(record, options.quantization, seen)
+                record, dtype = choose(record, wanted.quantization, seen)
             model = model_of(
                 record,
-                options,
+                wanted,
                 dtype,
-                usable_mib=self._catalog.needs.usable_mib,
+                usable_mib=self.catalog.needs.usable_mib,
                 exclusive=self._config().library.exclusive,
                 vllm=self._config().vllm,
             )
             entry = None
             while entry is None:
-                model_id = self._adhoc.id_for(record, options, dtype)
-                entry = self._adhoc.find(model_id) or await self._added(name, record, model_id, model, asker)
-        self._adhoc.remember(name, options, entry)
-        return self._adhoc.used(entry, options, asker.tenant)
+                model_id = self.adhoc.id_for(record, model)
+                entry = self.adhoc.find(model_id) or await self._added(name, record, model_id, model, asker)
+        if self.adhoc.order_at(home) is order:
+            self.adhoc.remember(name, options, entry.id, home)
+        return self.adhoc.used(entry, name, options, asker.tenant)
 
     async def _added(
         self, name: str, record: LibraryRecord, model_id: ModelId, model: Model, asker: Asker
@@ -213,18 +219,18 @@ class Resolver:
         try:
             async with asyncio.timeout(LOOK_MAX_S):
                 entry = await run_detached(
-                    lambda: self._catalog.adhoc_entry(model_id, model, record.id), f"look at {model_id}"
+                    lambda: self.catalog.adhoc_entry(model_id, model, record.id), f"look at {model_id}"
                 )
         except TimeoutError:
             raise _not_found(name, "The folders of models do not answer.") from None
         if record.root not in self._library.real_roots():
             raise _not_found(name, "Its root was removed from the configuration.")
-        if not self._adhoc.is_free(model_id, record):
+        if not self.adhoc.is_free(public_name(model_id), record):
             return None
         # Another request may have named it otherwise and come first.
-        if (known := self._adhoc.find(model_id)) is not None:
+        if (known := self.adhoc.find(model_id)) is not None:
             return known
-        self._adhoc.add(entry, record, asker.tenant)
+        self.adhoc.add(entry, record, asker.tenant)
         return entry
 
     async def _located(self, name: str, options: ModelOptions, asker: Asker) -> LibraryRecord:
@@ -252,9 +258,25 @@ class Resolver:
         if path is None or not asker.sees("" if record is None else record.id):
             roots = ", ".join(library.roots.folders)
             raise _not_found(name, f"No model is configured by this name, and none is on disk below {roots}.")
-        if record is None and options.backend is None:
+        if record is not None:
+            return record
+        wanted = self._wanted(path, options, asker)
+        if wanted.backend is None:
             _expect_whole(path, library.problems)
-        return record or _unknown(path, library.real_roots(), options)
+        return _unknown(path, library.real_roots(), wanted)
+
+    def _wanted(self, home: str, options: ModelOptions, asker: Asker) -> ModelOptions:
+        """These options, completed by the order that stands for the model at this path."""
+        order = self.adhoc.order_at(home)
+        is_meant = order is not None and not options.is_order and asker.sees(order.base_id)
+        return options.over(order.options) if order is not None and is_meant else options
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def ordered(self, record: LibraryRecord) -> LibraryRecord:
+        """What the order that stands for this model has chosen; else itself."""
+        order = self.adhoc.order_at(record.path)
+        return record if order is None else self._library.find(order.base_id) or record
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -263,15 +285,15 @@ class Resolver:
         self.instances.reloaded()
         self.remote_names.reloaded()
         self.takes_options = bool(self._library.roots)
-        self._adhoc.reloaded()
+        self.adhoc.reloaded()
 
     def looked(self) -> None:
         """The disk was looked at: models that are neither there nor in memory are no longer listed."""
-        self._adhoc.looked()
+        self.adhoc.looked()
 
     def removed(self, record: LibraryRecord) -> None:
         """Its files were deleted: it is asked for no more."""
-        self._adhoc.removed(record)
+        self.adhoc.removed(record)
 
 
 def _expect_no_order(entry: Entry, options: ModelOptions) -> None:

@@ -21,6 +21,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from greenroom.base.names import public_name
+
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "warn": WARNING, "error": ERROR}
 _NAMES = {DEBUG: "debug", INFO: "info", WARNING: "warning", ERROR: "error"}
@@ -172,7 +174,7 @@ def _json_value(value: Any) -> Any:
 def _said(value: Any) -> str:
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else public_name(str(value))
 
 
 def _cut(text: str) -> str:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from greenroom.base.names import public_name
 from greenroom.telemetry import table
 from greenroom.telemetry.history import ModelCounts, Totals
 from greenroom.telemetry.table import Labels, MetricSpec
@@ -234,6 +235,7 @@ class Metrics:
     # --- caps on labels ---------------------------------------------------------------------------------------------
 
     def _model(self, model: str) -> str:
+        model = public_name(model)
         if model in self._models:
             return model
         is_real = self._is_known is None or self._is_known(model)

@@ -316,8 +316,8 @@ async def test_options_make_no_other_model_for_the_rules(guarded: App) -> None:
     body = {"modelId": "secret-a.gguf", "device": "cpu"}
     both = signed_token("alice", "bob", body=body, modelId="secret-a.gguf", issuedAt=now())
     assert (await ask(guarded, "POST", "/v1/models/load", body, both)).status == 202
-    name = next(entry.id for entry in guarded.catalog if entry.is_adhoc)
-    assert name == "secret-a.gguf+cpu"
+    name = next(entry.public_id for entry in guarded.catalog if entry.is_adhoc)
+    assert name == "secret-a.gguf"
     token = signed_token("alice", body={"modelId": name}, operation="model-unload", modelId=name, issuedAt=now())
     answer = await ask(guarded, "POST", "/v1/models/unload", {"modelId": name}, token)
     assert answer.error["code"] == "token_too_few_signers"

@@ -338,3 +338,17 @@ async def test_an_update_that_names_no_model_is_judged_by_the_one_that_is_meant(
                 assert needs_two(answer) == is_guarded, (guarded, path, answer.body)
                 if not is_guarded:
                     await app.updates.ended(answer.json()["taskId"])
+
+
+async def test_a_name_is_judged_by_the_file_that_an_order_has_chosen_for_it(hub: StandinHub, tmp_path: Path) -> None:
+    paths = cached(tmp_path, **{"one-Q4_K_M": "alpha", "two-Q8_0": "beta"})
+    async with guarding(tmp_path, f"{SECRET}:Q8_0", operations=("model-unload",)) as app:
+        order = {"modelId": SECRET, "quantization": "Q8_0", "maxContextLength": 256}
+        await ended(app, await signed(app, "model-load", SECRET, "/v1/models/load", order))
+        for name in (SECRET, str(paths["one-Q4_K_M"])):
+            unload = await signed(app, "model-unload", name, "/v1/models/unload", {"modelId": name})
+            assert needs_two(unload), name
+        both = ("alice", "bob")
+        unload = {"modelId": SECRET}
+        answer = await signed(app, "model-unload", SECRET, "/v1/models/unload", unload, signers=both)
+        assert answer.status == 200

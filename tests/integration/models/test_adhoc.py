@@ -75,7 +75,7 @@ def text(answer: Answer) -> str:
 
 
 def adhoc(app: App) -> list[str]:
-    return [entry.id for entry in app.catalog if entry.is_adhoc]
+    return [entry.public_id for entry in app.catalog if entry.is_adhoc]
 
 
 async def test_a_path_an_id_and_a_hub_id_name_models_and_the_answer_repeats_the_name(app: App, shelf: Path) -> None:
@@ -95,7 +95,7 @@ async def test_a_path_an_id_and_a_hub_id_name_models_and_the_answer_repeats_the_
         assert f"{who} says" in (answer.choices[0].message.content or "")
         assert answer.model == (name if name != "usual" else "configured")
     await client.close()
-    known = [id for id in adhoc(app) if id.startswith(("alpha", "beta", "org/gamma")) and "+" not in id]
+    known = [id for id in adhoc(app) if id.startswith(("alpha", "beta", "org/gamma"))]
     assert sorted(known) == ["alpha.gguf", "beta/beta-Q8_0.gguf", "org/gamma"], "each once, whatever it was called"
 
 
@@ -178,16 +178,17 @@ async def test_a_backend_that_cannot_be_told_is_asked_for(app: App) -> None:
     assert answer.status == 400 and answer.error["message"].startswith("Field 'backend' is required")
 
 
-async def test_options_make_another_model_and_only_one_of_a_path_is_in_memory(app: App) -> None:
+async def test_options_make_another_configuration_and_only_one_of_a_path_is_in_memory(app: App) -> None:
     assert "alpha says" in text(await say(app, "alpha.gguf"))
     assert "alpha says" in text(await say(app, "alpha.gguf", device="cpu", ttl=0))
     # Said again in other words: the backend that is inferred anyway, a number of seconds.
     assert "alpha says" in text(await say(app, "alpha.gguf", device="cpu", backend="llamacpp", ttl=60))
-    assert {"alpha.gguf", "alpha.gguf+cpu"} <= set(adhoc(app))
-    ready = {slot.model for slot in app.loop.scheduler.view.slots.values() if slot.is_serving}
-    assert "alpha.gguf+cpu" in ready and "alpha.gguf" not in ready
-    entry = app.catalog.find("alpha.gguf+cpu")
-    assert entry is not None and entry.spec.ttl_s == 60, "the last that was said counts, and the process stayed"
+    assert adhoc(app).count("alpha.gguf") == 2
+    entry = app.catalog.find("alpha.gguf")
+    assert entry is not None and entry.config.device == "cpu", "its name means what was asked for last"
+    assert entry.spec.ttl_s == 60, "the last that was said counts, and the process stayed"
+    serving = [slot for slot in app.loop.scheduler.view.slots.values() if slot.is_serving]
+    assert [slot.model for slot in serving if slot.spec.exclusive == entry.real_path] == [entry.id]
 
 
 @pytest.mark.slow
@@ -197,9 +198,7 @@ async def test_a_hundred_mixed_requests_never_have_both_in_memory(app: App) -> N
     async def watch() -> None:
         while True:
             slots = app.loop.scheduler.view.slots.values()
-            seen.append(
-                sum(slot.model in ("alpha.gguf", "alpha.gguf+cpu") for slot in slots if slot.tier.value != "cold")
-            )
+            seen.append(sum(slot.model.startswith("alpha.gguf") for slot in slots if slot.tier.value != "cold"))
             await asyncio.sleep(0.002)
 
     watching = asyncio.create_task(watch())
@@ -214,7 +213,7 @@ async def test_a_hundred_mixed_requests_never_have_both_in_memory(app: App) -> N
 async def test_the_one_not_used_for_longest_makes_room(app: App) -> None:
     for layers in range(7):
         assert "beta says" in text(await say(app, "beta", device="cpu", n_gpu_layers=layers))
-    assert len(adhoc(app)) == 5 and adhoc(app)[-1] == "beta/beta-Q8_0.gguf+cpu,layers=6"
+    assert len(adhoc(app)) == 5 and [*app.catalog][-1].config.n_gpu_layers == 6
     assert "alpha says" in text(await say(app, "alpha.gguf")), "one that left comes back"
 
 
@@ -252,7 +251,8 @@ async def test_operators_order_them_about_by_any_name(app: App) -> None:
     assert answer.status == 200
     answer = await post(app, "/api/v1/models/beta/beta-Q8_0.gguf/unload", {})
     assert answer.status == 200
-    await until(lambda: not app.loop.scheduler.view.slots_of(answer.json()["model"]))
+    entry = app.catalog.find(answer.json()["model"])
+    assert entry is not None and not app.loop.scheduler.view.slots_of(entry.id)
     assert (await post(app, "/api/v1/models/nothing/load", {})).status == 404
 
 

@@ -80,7 +80,7 @@ async def test_nothing_is_kept_of_models_that_are_forgotten(app: App) -> None:
 
 async def test_an_id_has_no_control_characters_whatever_the_file_is_called(app: App) -> None:
     assert "delta says" in (await say(app, "new\nline.gguf", backend="llamacpp")).body.decode()
-    assert all(entry.id.isprintable() for entry in app.catalog)
+    assert all(entry.public_id.isprintable() for entry in app.catalog)
 
 
 async def test_a_file_that_is_gone_is_not_found_and_one_that_came_in_its_place_is_served(app: App, shelf: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_model_that_is_configured_during_a_look_keeps_its_name(
     found = await asked
     configured = app.catalog.find("mine.gguf")
     assert configured is not None and not configured.is_adhoc
-    assert found.is_adhoc and found.id != "mine.gguf"
+    assert found.is_adhoc and found.public_id != "mine.gguf"
 
 
 async def test_a_root_that_is_removed_during_a_look_serves_nothing_more(

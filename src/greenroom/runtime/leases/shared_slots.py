@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from greenroom.base.names import public_name
 from greenroom.core.model import Claim, Move, MoveKind, SlotId, larger
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import LeaseDenied, StoreDown
@@ -243,9 +244,8 @@ class SharedSlots:
     def _ask(self, slot: SlotId, model: str, claim: dict[str, int]) -> SlotAsk:
         there = self._state.slots.get(slot)
         priority = 1 if there is None else there.last_priority
-        return SlotAsk(
-            f"{self._gateway}/{slot}", model, claim, priority=priority, ttl_s=self._ttl_s, holder=self._holder
-        )
+        id, name = f"{self._gateway}/{slot}", public_name(model)
+        return SlotAsk(id, name, claim, priority=priority, ttl_s=self._ttl_s, holder=self._holder)
 
     async def _hold(self, entered: Entered, ask: SlotAsk | None = None) -> None:
         async with entered.asking:

@@ -99,7 +99,7 @@ class ProcessMoves:
     async def _load_once(self, move: Move, entry: Entry, engine: ProcessEngine, attempt: int) -> Claim | None:
         place = self._place(move, entry, engine)
         try:
-            launch = engine.launch(entry.public_id, entry.config, place)
+            launch = engine.launch(entry.engine_name, entry.config, place)
             child, seen = await self._ready_child(move, entry, launch, place, attempt)
         except BaseException:
             self._give_back(move.slot, place.socket)

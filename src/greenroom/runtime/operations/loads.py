@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from greenroom.base.names import public_name
 from greenroom.core.model import ModelId, MoveKind, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import (
@@ -30,7 +31,7 @@ from greenroom.errors import (
     Unloaded,
 )
 from greenroom.library.orders import DownloadOrder, read_order
-from greenroom.runtime.adhoc_model import ModelOptions
+from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.operations.downloads import Downloads
@@ -51,7 +52,6 @@ PROGRESS_MAX: Final = 0.99
 class LoadFacts(msgspec.Struct, frozen=True):
     """What is known of a load or unload beside its row; kept when it has ended."""
 
-    model: str
     # What it holds of GPUs, or what came free of them.
     gpu_mib: int | None = None
     took_s: float | None = None
@@ -105,7 +105,8 @@ class Loads:
     def __init__(self, table: OperationTable, services: LoadServices) -> None:
         self._table = table
         self._services = services
-        self._models: dict[str, str] = {}
+        # What those load that have not ended; their rows have the names that were asked for.
+        self._models: dict[str, ModelId] = {}
         self._fetches: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[LoadFacts | GreenroomError]] = {}
 
@@ -129,55 +130,80 @@ class Loads:
 
         `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
         """
-        leaving = tuple([(await self._services.resolver.named(one, asker=asker)).id for one in evict])
+        resolver = self._services.resolver
+        leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)
         if not force:
             self._services.moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
-        model = name if entry is None else entry.id
-        row = await self._row(OperationKind.LOAD, model, tenant, key)
+        row = await self._row(OperationKind.LOAD, name, tenant, key)
+        before = None
+        if entry is not None:
+            self._models[row.id] = entry.id
+            before = resolver.adhoc.stands(name, options)
 
         async def steps() -> LoadFacts:
+            found, replaced = entry, before
             if order is not None:
                 await self._fetched(row, order)
-            found = await self._services.resolver.named(name, options, asker)
-            self._models[row.id] = found.id
+            if found is None:
+                found = await resolver.named(name, options, asker)
+                replaced = resolver.adhoc.stands(name, options)
+                self._models[row.id] = found.id
+            if replaced is not None:
+                await self._replaced(replaced, found, force)
             return await self._loaded(found.id, leaving, force)
 
         self._begin(row, steps)
         return row
 
+    async def _replaced(self, order: Order, by: Entry, force: bool) -> None:
+        """What was ordered before leaves. Raises Unloaded if the new order does not stand any more either."""
+        if order.model != by.id and self._services.view().slots_of(order.model):
+            await self._services.moves.move(MoveKind.UNLOAD, order.model, force=force)
+        if not self._services.resolver.adhoc.orders_of([by.id]):
+            raise Unloaded(f"{order.name} was unloaded or ordered otherwise meanwhile.")
+
     async def load(
-        self, model: ModelId, evict: tuple[ModelId, ...], *, force: bool, tenant: str, key: str
+        self, model: ModelId, evict: tuple[ModelId, ...], *, name: str, force: bool, tenant: str, key: str
     ) -> LoadFacts:
         """Load a model that is known, and wait until it is ready. Raises why it is not."""
-        return await self._ordered(OperationKind.LOAD, model, lambda: self._loaded(model, evict, force), tenant, key)
+        steps = partial(self._loaded, model, evict, force)
+        return await self._ordered(OperationKind.LOAD, name, model, steps, tenant, key)
 
-    async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> LoadFacts:
-        """Unload a model, and wait until it is gone. Raises why it is not."""
+    async def unload(
+        self, model: ModelId, grace_s: float | None, *, name: str | None = None, force: bool, tenant: str, key: str
+    ) -> LoadFacts:
+        """Unload all that the name of this model means, and wait until it is gone. Raises why it is not."""
         steps = partial(self._unloaded, model, grace_s, force)
-        return await self._ordered(OperationKind.UNLOAD, model, steps, tenant, key)
+        return await self._ordered(OperationKind.UNLOAD, name or public_name(model), model, steps, tenant, key)
 
-    async def _ordered(self, kind: OperationKind, model: ModelId, steps: Steps, tenant: str, key: str) -> LoadFacts:
+    def here(self, model: ModelId) -> list[ModelId]:
+        """This model, and other configurations of its name that are in memory or on their way."""
+        view, known = self._services.view(), self._services.resolver.catalog.configurations(model)
+        return [model, *(one for one in known if one != model and view.slots_of(one))]
+
+    async def _ordered(
+        self, kind: OperationKind, name: str, model: ModelId, steps: Steps, tenant: str, key: str
+    ) -> LoadFacts:
         """Take these steps as an operation and wait for its end. They go on if the caller leaves."""
         try:
-            row = await self._row(kind, model, tenant, key)
+            row = await self._row(kind, name, tenant, key)
         except (OperationsFull, OperationStoreFull):
             return await steps()
+        self._models[row.id] = model
         task = self._begin(row, steps)
         await asyncio.wait((task,))
         if task.cancelled():
-            raise Unloaded(f"The {kind.value} of {model} was overtaken by a shutdown.")
+            raise Unloaded(f"The {kind.value} of {name} was overtaken by a shutdown.")
         if isinstance(outcome := task.result(), GreenroomError):
             raise outcome
         return outcome
 
-    async def _row(self, kind: OperationKind, model: str, tenant: str, key: str) -> Operation:
+    async def _row(self, kind: OperationKind, name: str, tenant: str, key: str) -> Operation:
         route = ROUTE if kind is OperationKind.LOAD else UNLOAD_ROUTE
-        row = await self._table.add(
-            kind, b"", (), 0, tenant=tenant, key=key, model=model, route=route, priority=0, retry=False
+        return await self._table.add(
+            kind, b"", (), 0, tenant=tenant, key=key, model=name, route=route, priority=0, retry=False
         )
-        self._models[row.id] = model
-        return row
 
     async def _found(
         self, name: str, options: ModelOptions, asker: Asker, fetch: Callable[[], DownloadOrder]
@@ -229,14 +255,18 @@ class Loads:
         # It never leaves for itself.
         leaving = tuple(one for one in evict if one != model)
         await services.moves.move(MoveKind.LOAD, model, evict=leaving, force=force)
-        return LoadFacts(model, services.gpu_mib(model), services.clock() - began)
+        return LoadFacts(services.gpu_mib(model), services.clock() - began)
 
     async def _unloaded(self, model: ModelId, grace_s: float | None, force: bool) -> LoadFacts:
         services, began = self._services, self._services.clock()
-        held_mib = services.gpu_mib(model)
-        await services.moves.move(MoveKind.UNLOAD, model, grace_s=grace_s, force=force)
-        freed_mib = max(0, held_mib - services.gpu_mib(model))
-        return LoadFacts(model, freed_mib, services.clock() - began)
+        models = self.here(model)
+        orders = services.resolver.adhoc.orders_of(models)
+        held_mib = sum(map(services.gpu_mib, models))
+        for one in models:
+            await services.moves.move(MoveKind.UNLOAD, one, grace_s=grace_s, force=force)
+        services.resolver.adhoc.end(orders)
+        freed_mib = max(0, held_mib - sum(map(services.gpu_mib, models)))
+        return LoadFacts(freed_mib, services.clock() - began)
 
     async def _fetched(self, row: Operation, order: DownloadOrder) -> None:
         """Wait until the model is on disk. Raises LoadFailed."""
@@ -249,7 +279,7 @@ class Loads:
             raise LoadFailed(f"{order.name} could not be fetched: {why}")
 
     async def _fail(self, id: str, error: OperationError) -> None:
-        await self._end(id, OperationStatus.FAILED, error, LoadFacts(self._models[id]))
+        await self._end(id, OperationStatus.FAILED, error, LoadFacts())
 
     async def _end(self, id: str, status: OperationStatus, error: OperationError | None, facts: LoadFacts) -> None:
         await end_with(self._table, id, status, error, facts)
@@ -270,7 +300,7 @@ class Loads:
 
     async def facts(self, row: Operation) -> LoadFacts:
         kept = await facts_of(self._table, [row.id] if row.status.is_over else [], LoadFacts)
-        return kept.get(row.id) or LoadFacts(self._models.get(row.id, row.model))
+        return kept.get(row.id) or LoadFacts()
 
     async def progress(self, row: Operation) -> LoadProgress:
         """How far it is. Where it is fetched first, that is the first half."""
@@ -278,11 +308,11 @@ class Loads:
             return LoadProgress(1.0 if row.status is OperationStatus.DONE else 0.0, None, False)
         fetch = self._services.downloads.get(self._fetches.get(row.id, ""))
         if fetch is None:
-            return self.progress_of(ModelId(self._models.get(row.id, row.model)))
+            return self.progress_of(self._models.get(row.id, ModelId(row.model)))
         if not fetch.status.is_over:
             (facts,) = await self._services.downloads.facts([fetch])
             return LoadProgress((facts.progress or 0.0) / 2, facts.eta_s, False)
-        loading = self.progress_of(ModelId(self._models.get(row.id, row.model)))
+        loading = self.progress_of(self._models.get(row.id, ModelId(row.model)))
         return LoadProgress(0.5 + loading.share / 2, loading.eta_s, loading.is_estimated)
 
     def progress_of(self, model: ModelId) -> LoadProgress:

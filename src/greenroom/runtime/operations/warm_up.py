@@ -65,7 +65,7 @@ class WarmUp:
 def _request(entry: Entry, asked: ModelVersions) -> tuple[str, dict[str, Any]] | None:
     """Path and body; None for models that no text can be asked: that they are loaded is their proof."""
     abilities = entry.facts.abilities
-    body: dict[str, Any] = {"model": entry.config.use_model_name or entry.public_id}
+    body: dict[str, Any] = {"model": entry.config.use_model_name or entry.engine_name}
     text = {"max_tokens": asked.warm_up_tokens, "temperature": 0.0}
     if abilities is None or Ability.CHAT in abilities:
         return "/v1/chat/completions", body | text | {"messages": [{"role": "user", "content": asked.warm_up}]}

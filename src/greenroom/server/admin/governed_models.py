@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from greenroom.base.names import public_name
 from greenroom.config.sections.governance import Operation
 from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
@@ -158,10 +159,14 @@ class GovernedModels:
             # It may have come since the last look.
             await self._refreshed(name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
+        # The order that stands for a name may have chosen another file.
+        if ordered := [one for record in on_disk if (one := gateway.resolver.ordered(record)) is not record]:
+            on_disk += ordered
+            places += await self._looked(lambda: _on_disk([one.path for one in ordered], None, library.roots), name)
         if quantization is not None and (chosen := _chosen(on_disk, quantization, library.records)):
             on_disk = chosen
             places = await self._looked(lambda: _on_disk([one.path for one in chosen], None, library.roots), name)
-        bases = () if entry is None else (entry.id, entry.base_id)
+        bases = () if entry is None else (public_name(entry.id), entry.base_id)
         return frozenset({name, *bases, *await self._named_by(places, on_disk, name, bases)})
 
     async def _names_at(self, fetch: DownloadOrder) -> frozenset[str]:
@@ -188,7 +193,7 @@ class GovernedModels:
                 *places,
                 *_relative(places, library.real_roots()),
                 *library.names_of(records),
-                *(one for entry in known for one in (entry.id, *entry.config.aliases)),
+                *(one for entry in known for one in (public_name(entry.id), *entry.config.aliases)),
             }
         )
 

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
+from greenroom.base.names import public_name
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label
 from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, TooManyOfKey
@@ -294,7 +295,7 @@ def _slot_shown(slot: SlotFacts) -> LeaseView:
     claim = {str(device): mib for device, mib in slot.claim.items()}
     held = Lease(
         slot.id,
-        slot.model,
+        public_name(slot.model),
         0,
         claim,
         slot.spec.priority,

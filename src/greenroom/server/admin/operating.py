@@ -17,6 +17,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.names import public_name
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
@@ -133,20 +134,25 @@ class Operating:
         With `wait=false` it is answered at once, with 202: `GET /v1/models/load/{taskId}` tells how far it is.
         """
         entry = await self._movable(request, model_id, "/load")
+        name = entry.shown_id(to_operator=True)
+        if entry.id != name:
+            # What the name means, not what was asked for last with options.
+            entry = await self._gateway.resolver.named(name, asker=caller_of(request))
         if not wait:
             self._refuse_while_draining()
             response.status_code = 202
             evicted = () if order is None else order.evict
-            return await begin(self._gateway, request, entry.id, NO_OPTIONS, evicted, force=is_forced(order))
-        evict, owner = self._named(order, caller_of(request)), owner_of(request)
-        loads = self._gateway.loads
-        return await self._moved(entry, lambda: loads.load(entry.id, evict, force=is_forced(order), **owner))
+            return await begin(self._gateway, request, name, NO_OPTIONS, evicted, force=is_forced(order))
+        evict, force = self._named(order, caller_of(request)), is_forced(order)
+        loads, owner = self._gateway.loads, owner_of(request)
+        return await self._moved(entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id, "/unload")
         grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
-        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, force=is_forced(order), **owner))
+        name, force = entry.shown_id(to_operator=True), is_forced(order)
+        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner))
 
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
@@ -217,7 +223,7 @@ class Operating:
         began = self._gateway.clock()
         await move()
         return Moved(
-            model=entry.id,
+            model=entry.shown_id(to_operator=True),
             tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._gateway.clock() - began, 3),
             memory=self._look().memory(entry.id),
@@ -310,7 +316,7 @@ class Caches:
         can = {live.id: _can_flush(live.entry, tenant) for live in ready}
         removed = await asyncio.gather(*(self._flush(live, tenant, tag) for live in ready if can[live.id]))
         entries, size_bytes = (_sum(counts) for counts in zip((0, 0), *removed, strict=True))
-        left = {live.entry.id: caller.sees(live.entry.base_id) for live in ready if not can[live.id]}
+        left = {public_name(live.entry.id): caller.sees(live.entry.base_id) for live in ready if not can[live.id]}
         _log.info("cache flushed", scope=order.scope, model=model, tenant=tenant, entries=entries, bytes=size_bytes)
         freed_mib = None if size_bytes is None else round(size_bytes / MIB, 3)
         if not left:
@@ -327,7 +333,7 @@ class Caches:
         entry = self._gateway.catalog.find(order.modelId)
         if entry is None or not caller.sees(entry.base_id):
             raise ModelNotFound.named(order.modelId, "modelId")
-        return entry.id
+        return ModelId(public_name(entry.id))
 
     def _ready(self, model: ModelId | None, tenant: str | None) -> Sequence[LiveSlot]:
         """Slots that may have a cache now. A slot that is asleep or about to be has none."""

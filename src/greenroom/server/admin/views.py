@@ -8,8 +8,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.tenancy.keys import parse_priority
 
@@ -24,6 +25,8 @@ def _read_priority(said: object) -> int:
 
 
 Priority = Annotated[str | int, BeforeValidator(_read_priority)]
+# A model as callers know it.
+ModelName = Annotated[str, AfterValidator(public_name)]
 
 
 # The five words that clients of llama.cpp know. Everywhere else a model's place is its tier.
@@ -132,7 +135,7 @@ class MovingView(View):
 
 class SlotView(View):
     id: str
-    model: str
+    model: ModelName
     revision: int
     tier: Tier
     moving: MovingView | None
@@ -234,7 +237,7 @@ class ModelStatusList(View):
 class WaitingView(View):
     id: str
     position: int
-    model: str
+    model: ModelName
     tenant: str
     waited_s: float
 
@@ -302,7 +305,7 @@ class GreenRoomView(View):
     """Held by models that are asleep, falling asleep or waking."""
     free_mib: int | None
     """What is left of its size, as far as the host has it."""
-    models: list[str]
+    models: list[ModelName]
     """Models that are asleep."""
 
 
@@ -393,7 +396,7 @@ class DecisionList(View):
 
 
 class LogLines(View):
-    model: str
+    model: ModelName
     lines: list[str]
     """Oldest first."""
 

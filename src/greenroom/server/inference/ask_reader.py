@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from greenroom.base.names import public_name
 from greenroom.config.schema import Ability
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
@@ -398,7 +399,7 @@ class AskReader:
         head = exchange.head
         profile = self._profile_of(head, caller)
         entry = self._resolver.find(name, options, caller if profile is None else profile.narrowed(caller))
-        head.asked = entry.id
+        head.asked = public_name(entry.id)
         if route.ability is not None:
             _check_ability(entry, route.ability)
         said = said_in(head)
@@ -478,7 +479,7 @@ class AskReader:
 
 def _name_in_engine(entry: Entry) -> str | None:
     """The model's name in requests to its engine; None: as the caller says it."""
-    return entry.config.use_model_name or (entry.public_id if entry.engine.checks_model_name else None)
+    return entry.config.use_model_name or (entry.engine_name if entry.engine.checks_model_name else None)
 
 
 def _stripped(entry: Entry) -> frozenset[str]:

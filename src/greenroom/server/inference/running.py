@@ -418,8 +418,9 @@ class Running(Served):
         options, started = self._relay_options(), exchange.started
         if ask.translation is not None:
             return Translated(exchange, ask.translation, options, committed=started, on_done=on_done)
-        if ask.entry.is_adhoc and ask.asked_as != ask.entry.id:
-            return Renamed(exchange, ask.entry.id, ask.asked_as, options, committed=started, on_done=on_done)
+        told, name = ask.entry.engine_name, ask.asked_as if ask.entry.is_adhoc else self._name
+        if told != name:
+            return Renamed(exchange, told, name, options, committed=started, on_done=on_done)
         return Relay(exchange, options, committed=started, on_done=on_done)
 
     def _relay_options(self) -> RelayOptions:

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.names import public_name
 from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of, removed_paths
@@ -203,9 +204,10 @@ class LibraryRoutes:
         for model, counts in counted.items():
             if sees(model):
                 total.add(counts)
-        seen = [entry for entry in self._gateway.catalog if sees(entry.base_id)]
+        seen = [entry for entry in self._gateway.catalog.shown if sees(entry.base_id)]
         listed = [entry for entry in seen if is_admin or not entry.config.unlisted]
-        models = [ModelStats(id=one.id, **_stats(counted.get(one.id, ModelCounts()))) for one in listed]
+        names = [public_name(one.id) for one in listed]
+        models = [ModelStats(id=name, **_stats(counted.get(name, ModelCounts()))) for name in names]
         return StatsView(models=models, **_stats(total))
 
     # --- deleting ---------------------------------------------------------------------------------------------------
@@ -231,8 +233,8 @@ class LibraryRoutes:
         for model in unloaded:
             await gateway.loads.unload(model, None, force=force, **owner_of(request))
         freed = await gateway.library.remove(record, lambda: self._deleting(record, force=force))
-        _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=unloaded)
-        return Removed(id=record.id, bytes_freed=freed, unloaded=list(unloaded))
+        _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=len(unloaded))
+        return Removed(id=record.id, bytes_freed=freed, unloaded=[public_name(model) for model in unloaded])
 
     @contextlib.contextmanager
     def _deleting(self, record: LibraryRecord, *, force: bool) -> Iterator[None]:
@@ -315,7 +317,7 @@ def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Se
 
 def _in_use(record: LibraryRecord, users: Sequence[Entry], loaded: Sequence[Entry]) -> ModelInUse:
     why = "loaded or asleep" if loaded else "configured"
-    names = ", ".join(entry.id for entry in users[:8])
+    names = ", ".join(public_name(entry.id) for entry in users[:8])
     return ModelInUse(
         f"{record.id} is {why} (as {names}). Ask with force=true to delete it all the same; it is unloaded first.",
         param="model",

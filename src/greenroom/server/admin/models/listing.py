@@ -54,7 +54,7 @@ class Listing:
 
     async def list_models_of(self, request: Request) -> ModelList:
         look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
-        listed = (entry for entry in self._catalog if not entry.config.unlisted and sees(entry.base_id))
+        listed = (entry for entry in self._catalog.shown if not entry.config.unlisted and sees(entry.base_id))
         cards = [look.card(entry, to_operator=is_admin) for entry in listed]
         tasks = [task for task in self._tasks.seen_by(sees) if not task.section.unlisted]
         cards += [self._task_card(look, task, sees, to_operator=is_admin) for task in tasks]

@@ -117,7 +117,7 @@ class LlamaSwapRoutes:
     @property
     def _entries(self) -> list[Entry]:
         """Every model that callers know, without processes for single tenants and versions that do not serve yet."""
-        return [one for one in self._gateway.catalog if one.instance_of is None and one.spec.version_of is None]
+        return [one for one in self._gateway.catalog.shown if one.instance_of is None and one.spec.version_of is None]
 
     def _there(self, request: Request) -> list[Entry]:
         """Models of the caller that are here, processes for single tenants included."""
@@ -144,13 +144,13 @@ class LlamaSwapRoutes:
             raise left
 
     def _rings(self) -> list[tuple[str, LogRing]]:
-        return [(entry.id, self._gateway.slots.log(entry.id)) for entry in self._entries]
+        return [(entry.public_id, self._gateway.slots.log(entry.id)) for entry in self._entries]
 
     def _states(self) -> list[dict[str, Any]]:
         look = self._look()
         return [
             {
-                "id": entry.id,
+                "id": entry.public_id,
                 "name": entry.config.name or "",
                 "description": entry.config.description or "",
                 "state": _state(look, entry),
@@ -166,7 +166,7 @@ def _card(entry: Entry, state: str, to_operator: bool) -> dict[str, Any]:
     config = entry.config
     cmd = config.cmd or () if to_operator else ()
     return {
-        "model": entry.id,
+        "model": entry.public_id,
         "state": state,
         "cmd": cmd if isinstance(cmd, str) else shlex.join(cmd),
         # Engines are asked through the gateway alone.

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
@@ -85,7 +86,7 @@ class LoadAsked(_Named):
             quantization=self.quantization,
             ctx_size=self.maxContextLength,
             budget_mib=self.gpuMemoryBudgetMB,
-        )
+        ).as_order
 
 
 class LoadTaken(BaseModel):
@@ -195,7 +196,7 @@ class LoadRoutes:
         return LoadView(
             taskId=row.id,
             status=_STATUS[row.status],
-            modelId=facts.model,
+            modelId=row.model,
             progress=round(progress.share, 3),
             estimated=progress.is_estimated,
             eta=None if progress.eta_s is None else round(progress.eta_s, 1),
@@ -211,8 +212,9 @@ class LoadRoutes:
         gateway = self._gateway
         refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
         entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
-        facts = await gateway.loads.unload(entry.id, asked.grace_s, force=asked.force, **owner_of(request))
-        return UnloadView(modelId=entry.id, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
+        owner, force = owner_of(request), asked.force
+        facts = await gateway.loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
+        return UnloadView(modelId=asked.name, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
 
     async def list_operations(
         self, kind: OperationKind | None = None, limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100
@@ -261,7 +263,7 @@ def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
         id=row.id,
         kind=row.kind,
         status=row.status,
-        model=row.model if facts is None else facts.model,
+        model=row.model,
         key=row.key,
         tenant=row.tenant,
         created=round(row.created, 3),
@@ -314,4 +316,4 @@ class PinRoutes:
         if entry.spec.is_remote:
             raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
         await self._gateway.pin(entry.id, pinned)
-        return Pinned(model=entry.id, pinned=pinned)
+        return Pinned(model=public_name(entry.id), pinned=pinned)

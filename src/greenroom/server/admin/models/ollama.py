@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from greenroom.base.names import public_name
 from greenroom.config.schema import Ability
 from greenroom.core.model import Tier
 from greenroom.dialects.ollama_answer import LINES
@@ -82,8 +83,8 @@ class OllamaRoutes:
     async def tags(self, request: Request) -> Response:
         """Every model and task that is listed, then those on disk that can be asked for as well."""
         sees = caller_of(request).sees
-        listed = [entry for entry in self._gateway.catalog if not entry.config.unlisted and sees(entry.base_id)]
-        models = [self._card(entry.id, entry.config.path, entry.engine.name) for entry in listed]
+        listed = [entry for entry in self._gateway.catalog.shown if not entry.config.unlisted and sees(entry.base_id)]
+        models = [self._card(public_name(entry.id), entry.config.path, entry.engine.name) for entry in listed]
         tasks = [task for task in self._gateway.tasks.seen_by(sees) if not task.section.unlisted]
         models += [self._card(task.name, None, "task") for task in tasks]
         others = [one for one in self._gateway.resolver.unasked if sees(one.id)]

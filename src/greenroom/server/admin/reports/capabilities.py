@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from fastapi import FastAPI
@@ -146,7 +146,8 @@ class CapabilityRoutes:
     def _made(self, caller: Caller) -> Capabilities:
         gateway, look = self._gateway, self._look()
         runner = gateway.config.runner
-        listed = [entry for entry in gateway.catalog if not entry.config.unlisted and caller.sees(entry.base_id)]
+        listed = [entry for entry in gateway.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
+        names = {entry.id: entry.shown_id(to_operator=caller.admin) for entry in listed}
         words = {entry.id: look.word(entry) for entry in listed}
         loaded = [entry for entry in listed if words[entry.id] is StatusWord.LOADED]
         unasked = [record for record in gateway.resolver.unasked if caller.sees(record.id)]
@@ -154,25 +155,27 @@ class CapabilityRoutes:
             runnerType=runner.type or f"greenroom-{greenroom.__version__}",
             runnerId=runner.id or socket.gethostname(),
             models=Models(
-                loaded=[self._loaded(entry) for entry in loaded],
-                loading=[self._loading(entry) for entry in listed if words[entry.id] is StatusWord.LOADING],
+                loaded=[self._loaded(entry, names[entry.id]) for entry in loaded],
+                loading=[
+                    self._loading(entry, names[entry.id]) for entry in listed if words[entry.id] is StatusWord.LOADING
+                ],
                 available=[
-                    *(one.id for one in listed if words[one.id] not in (StatusWord.LOADED, StatusWord.LOADING)),
+                    *(names[one] for one, word in words.items() if word not in (StatusWord.LOADED, StatusWord.LOADING)),
                     *(record.id for record in unasked),
                 ],
             ),
             resources=self._resources(loaded),
             queue=self._queue(),
-            capabilities=self._abilities(listed, unasked),
+            capabilities=self._abilities(listed, names, unasked),
             health=look.health().status,
         )
 
     # --- models -------------------------------------------------------------------------------------------------------
 
-    def _loaded(self, entry: Entry) -> LoadedCapability:
+    def _loaded(self, entry: Entry, name: str) -> LoadedCapability:
         reads = "ctx_size" in KEYS_OF_ENGINES.get(entry.engine.name, ())
         return LoadedCapability(
-            id=entry.id,
+            id=name,
             quantization=entry.facts.quantization,
             contextLength=(entry.config.ctx_size or None) if reads else None,
             loadedAt=self._loaded_at(entry.id),
@@ -184,10 +187,10 @@ class CapabilityRoutes:
         since = min((live[slot.id].ready_since for slot in slots if slot.id in live), default=None)
         return None if since is None else int(time.time() - (self._gateway.clock() - since))
 
-    def _loading(self, entry: Entry) -> LoadingModel:
+    def _loading(self, entry: Entry, name: str) -> LoadingModel:
         progress = self._gateway.loads.progress_of(entry.id)
         eta = None if progress.eta_s is None else math.ceil(progress.eta_s)
-        return LoadingModel(id=entry.id, progress=round(progress.share, 3), eta=eta)
+        return LoadingModel(id=name, progress=round(progress.share, 3), eta=eta)
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
@@ -229,8 +232,8 @@ class CapabilityRoutes:
             depth=state.waitlist.depth, maxDepth=state.limits.queue_depth_max, avgWaitMs=mean, p95WaitMs=p95
         )
 
-    def _abilities(self, listed: list[Entry], unasked: list[LibraryRecord]) -> Abilities:
-        known: dict[str, Collection[str] | None] = {entry.id: entry.facts.abilities for entry in listed}
+    def _abilities(self, listed: list[Entry], names: Mapping[ModelId, str], unasked: list[LibraryRecord]) -> Abilities:
+        known: dict[str, Collection[str] | None] = {names[entry.id]: entry.facts.abilities for entry in listed}
         known |= {record.id: record.abilities or None for record in unasked}
         union: frozenset[str] = frozenset().union(*(one for one in known.values() if one is not None))
         return Abilities(

@@ -27,7 +27,7 @@ from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.leases import own_prefix
-from greenroom.server.admin.views import Order, Priority, Tier, View
+from greenroom.server.admin.views import ModelName, Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import parse_priority
@@ -54,7 +54,7 @@ class ExplainAsk(Order):
 
 
 class Evicted(View):
-    model: str
+    model: ModelName
     """Its id; the name of a lease that would be recalled, `a lease` if this key may not see it."""
     is_lease: bool = False
     slot: str
@@ -78,7 +78,7 @@ Verdict = Literal["chosen", "refused", "left_out", "last_resort", "late", "not_s
 class CandidateView(View):
     """One model of a task."""
 
-    model: str
+    model: ModelName
     verdict: Verdict
     """refused: it cannot serve now. left_out: it cannot serve such a request. last_resort: it is remote, and used only
     if no other can serve in time. late: not within the budget. not_sooner: it comes later in the list and does not
@@ -96,7 +96,7 @@ class Explained(View):
     action: Action
     """serve: at once. join: its model is being loaded already. swap: its model would be loaded now. wait: nothing can
     be done now. refuse: it would be answered with an error."""
-    model: str
+    model: ModelName
     task: str | None = None
     """The task that was asked for, if it was one."""
     candidates: list[CandidateView] = []
@@ -114,13 +114,13 @@ class Explained(View):
     """More about `why` in words, where there is more to say: of `too_large`, that none of its `devices` is there."""
     leases: list[str] = []
     """Names of the leases whose end would make room for it, as far as this key may see them."""
-    behind: list[str] = []
+    behind: list[ModelName] = []
     """Models whose requests go first."""
-    beside: list[str] = []
+    beside: list[ModelName] = []
     """Models beside which `scheduler.company` does not let it be ready."""
     evict: list[Evicted] = []
     """Models that would leave for it."""
-    calls_off: list[str] = []
+    calls_off: list[ModelName] = []
     """Less urgent models that are about to load and would have to wait again."""
     too_late: bool = False
     """Its model would be loaded, but not within the caller's time: the request would be refused."""

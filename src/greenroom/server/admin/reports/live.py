@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import msgspec
 
-from greenroom.core.model import ModelId
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import DROPPED, Event, Hub
 from greenroom.server.admin.gateway import Gateway
@@ -45,16 +44,16 @@ class LiveState:
         self._viewers: set[StateFeed] = set()
         self._timer: asyncio.TimerHandle | None = None
         # What each model looked like; and its JSON where a viewer was told it since, with the time that it is of.
-        self._facts: dict[ModelId, object] = {}
-        self._rendered: dict[ModelId, tuple[float, msgspec.Raw]] = {}
-        self._waiting: Counter[ModelId] = Counter()
+        self._facts: dict[str, object] = {}
+        self._rendered: dict[str, tuple[float, msgspec.Raw]] = {}
+        self._waiting: Counter[str] = Counter()
         self._rest = b""
 
     @property
     def is_looking(self) -> bool:
         return self._timer is not None
 
-    def join(self, viewer: StateFeed) -> Iterator[ModelId]:
+    def join(self, viewer: StateFeed) -> Iterator[str]:
         """Tell this viewer about changes until it leaves. Returns the models there are."""
         self._viewers.add(viewer)
         if self._timer is None:
@@ -75,16 +74,16 @@ class LiveState:
         """Everything but the models."""
         return msgspec.Raw(self._rest)
 
-    def rendered(self, model: ModelId) -> msgspec.Raw | None:
+    def rendered(self, model: str) -> msgspec.Raw | None:
         """This model as it is now; None if there is no such model any more."""
         now = self._gateway.clock()
         at, found = self._rendered.get(model, (now, None))
         # Older ones have changed in nothing but the times that pass by themselves, which are of the event all the same.
         if found is None or now - at > self._period_s:
             entry = self._gateway.catalog.find(model)
-            if entry is None or entry.id != model:
+            if entry is None or entry.shown_id(to_operator=True) != model:
                 return None
-            view = self._look().model(entry, to_operator=True, waiting=self._waiting[model])
+            view = self._look().model(entry, to_operator=True, waiting=self._waiting[entry.id])
             found = msgspec.Raw(view.model_dump_json().encode())
             self._rendered[model] = now, found
         return found
@@ -108,11 +107,12 @@ class LiveState:
             for viewer in self._viewers:
                 viewer.tell(changed)
 
-    def _facts_now(self) -> dict[ModelId, object]:
+    def _facts_now(self) -> dict[str, object]:
         """What viewers are told about each model, without times that pass by themselves."""
         state, now = self._gateway.loop.scheduler.view, self._gateway.clock()
-        self._waiting = waiting = Counter(caller.model for caller in state.callers())
-        return {entry.id: self._facts_of(entry, waiting[entry.id], now) for entry in self._gateway.catalog}
+        self._waiting = waiting = Counter(str(caller.model) for caller in state.callers())
+        shown = {entry.shown_id(to_operator=True): entry for entry in self._gateway.catalog.shown}
+        return {name: self._facts_of(entry, waiting[entry.id], now) for name, entry in shown.items()}
 
     def _facts_of(self, entry: Entry, waiting: int, now: float) -> object:
         gateway = self._gateway
@@ -152,12 +152,12 @@ class StateFeed:
         self._hub = hub
         self._live = live
         self._wall = wall
-        self._unsaid: dict[ModelId, None] = dict.fromkeys(live.join(self))
+        self._unsaid: dict[str, None] = dict.fromkeys(live.join(self))
         self._is_first = True
         self._is_marked = False
         self._mark()
 
-    def tell(self, models: list[ModelId]) -> None:
+    def tell(self, models: list[str]) -> None:
         """These have changed, or are gone."""
         self._unsaid.update(dict.fromkeys(models))
         self._mark()

@@ -20,7 +20,7 @@ from greenroom.runtime.memory.readings import SIMULATED, GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
 from greenroom.server.admin.gateway import Gateway, WatchedMemory
-from greenroom.server.admin.views import CacheView, GpuView, GreenRoomView, ProbeView, View
+from greenroom.server.admin.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
 
 PATH = "/api/v1/gpus"
 # A look this recent is shown again.
@@ -33,7 +33,7 @@ class GpuHolderView(View):
     """A model or a lease that holds memory of this GPU."""
 
     slot: str
-    model: str | None
+    model: ModelName | None
     lease: str | None
     claim_mib: int
     seen_mib: int | None

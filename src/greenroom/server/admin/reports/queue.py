@@ -17,7 +17,7 @@ from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.explaining import action_of, naming_policy, why_waits
-from greenroom.server.admin.views import View
+from greenroom.server.admin.views import ModelName, View
 from greenroom.server.asgi import caller_of
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.telemetry.logs import get_logger
@@ -35,7 +35,7 @@ class QueuedRequest(View):
     id: str
     position: int
     """1 is the next; requests of models that are there may overtake."""
-    model: str
+    model: ModelName
     asked_as: str
     """The id, alias or task that its caller sent."""
     tenant: str
@@ -51,7 +51,7 @@ class QueuedRequest(View):
     is there, and this request is next. Null for models beyond the first 20 of a page."""
     why: str | None
     """What it waits for, if `plan` is wait."""
-    behind: list[str]
+    behind: list[ModelName]
     """Models whose requests go first."""
 
 

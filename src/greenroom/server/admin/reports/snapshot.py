@@ -49,7 +49,7 @@ class Snapshot:
         need = record.need if record is not None else entry.spec.need
         tier, told = tier_of(self._state.slots_of(entry.id)).value, entry.facts.quantization
         return views.ModelCard(
-            id=entry.id,
+            id=entry.shown_id(to_operator=to_operator),
             created=int(self._gateway.started_at),
             name=config.name,
             description=config.description,
@@ -140,7 +140,7 @@ class Snapshot:
         gateway, state = self._gateway, self._state
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
-        known = {entry.id for entry in gateway.catalog}
+        known = {entry.id for entry in gateway.catalog.shown}
         picture = GpuPicture(gateway, self._now)
         return views.StatusView(
             version=greenroom.__version__,
@@ -168,7 +168,7 @@ class Snapshot:
     def models(self, *, to_operator: bool, sees: Callable[[str], bool] = lambda _: True) -> list[views.ModelView]:
         """All models for operators; for others those that they may see, without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        seen = (entry for entry in self._gateway.catalog if sees(entry.base_id))
+        seen = (entry for entry in self._gateway.catalog.shown if sees(entry.base_id))
         shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
@@ -216,7 +216,7 @@ class Snapshot:
         slot_views = [self._slot(slot, to_operator=to_operator) for slot in slots]
         used = [view.last_used_s_ago for view in slot_views if view.last_used_s_ago is not None]
         return views.ModelView(
-            id=entry.id,
+            id=entry.shown_id(to_operator=to_operator),
             tier=tier_of(slots).value,
             status=self.word(entry),
             engine=entry.engine.name,

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import NotFound
@@ -100,7 +101,7 @@ class Watching:
         if not gateway.config.server.metrics:
             raise NotFound("Metrics are off (server.metrics).")
         sees = caller_of(request).sees
-        seen = {entry.id for entry in gateway.catalog if not entry.config.unlisted and sees(entry.base_id)}
+        seen = {public_name(entry.id) for entry in gateway.catalog if not entry.config.unlisted and sees(entry.base_id)}
         listed = None if asked_by_admin(request) else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
@@ -130,7 +131,7 @@ class Watching:
     ) -> views.RequestList:
         """Requests that run or ended lately, without `details`."""
         entry = self._gateway.catalog.find(model) if model is not None else None
-        records = self._gateway.activity.recent(limit, model if entry is None else entry.id)
+        records = self._gateway.activity.recent(limit, model if entry is None else entry.public_id)
         return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
 
     async def show_request(self, request: Request, request_id: str) -> views.RequestView:
@@ -158,7 +159,7 @@ class Watching:
     ) -> views.DecisionList:
         """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
         entry = self._gateway.catalog.find(model) if model is not None else None
-        wanted = model if entry is None else entry.id
+        wanted = model if entry is None else public_name(entry.id)
         newest_first = (
             decision
             for decision in reversed(self._gateway.observer.decisions)
@@ -172,16 +173,16 @@ class Watching:
 def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
     """Configured models always have values, zeros included; others only while they hold something."""
     state = gateway.loop.scheduler.view
-    waiting: Counter[str] = Counter({entry.id: 0 for entry in gateway.catalog})
+    waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.catalog})
     in_flight = waiting.copy()
-    waiting.update(caller.model for caller in state.callers())
+    waiting.update(public_name(caller.model) for caller in state.callers())
     # A lease has a slot too. Callers choose its id, which must not become a model's label.
     models = [slot for slot in state.slots.values() if slot.lease is None]
-    in_flight.update(slot.model for slot in models for _ in slot.in_flight)
+    in_flight.update(public_name(slot.model) for slot in models for _ in slot.in_flight)
     return Gauges(
         queue_depth=waiting,
         in_flight=in_flight,
-        slots=Counter((str(slot.model), slot.tier.value) for slot in models),
+        slots=Counter((public_name(slot.model), slot.tier.value) for slot in models),
         memory_mib=_memory_mib(state, models),
         caches=_caches(gateway),
         devices=_devices(state),
@@ -199,10 +200,10 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
 
 def _caches(gateway: Gateway) -> dict[str, CacheCounts]:
     state = gateway.loop.scheduler.view
-    shown = {entry.id: cache_view(gateway.slots, state.slots_of(entry.id)) for entry in gateway.catalog}
+    shown = [(entry, cache_view(gateway.slots, state.slots_of(entry.id))) for entry in gateway.catalog.shown]
     return {
-        str(model): (view.kv_used, view.prefix_queries, view.prefix_hits)
-        for model, view in shown.items()
+        public_name(entry.id): (view.kv_used, view.prefix_queries, view.prefix_hits)
+        for entry, view in shown
         if view is not None
     }
 
@@ -228,7 +229,8 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
     total: dict[tuple[str, str], float] = {}
     for slot in models:
         for device, mib in state.ledger.held_by(slot.id).items():
-            total[slot.model, device] = total.get((slot.model, device), 0) + mib
+            key = public_name(slot.model), device
+            total[key] = total.get(key, 0) + mib
     return total
 
 
