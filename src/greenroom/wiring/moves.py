@@ -263,13 +263,15 @@ def _largest_part(entry: Entry) -> str:
 def _why_whole(common: CommonParts, model: ModelId) -> str:
     """What to say where there are several GPUs and this model, or a part of it, can use only one; empty otherwise."""
     state, entry = common.state, common.catalog.find(model)
-    gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
-    if gpus < 2 or entry is None:
+    gpus = [device.capacity_mib for device in state.ledger.devices.values() if device.kind is DeviceKind.GPU]
+    if len(gpus) < 2 or entry is None:
         return ""
     if entry.spec.can_split:
         return _largest_part(entry)
     if entry.config.device_map == "one" and entry.config.engine == "diffusers":
         return " With device_map: balanced its components may be spread over several GPUs."
     other = spread_by(entry.config)
-    can = "" if other is None else f"; {other} can: `greenroom engines` says how to install it"
-    return f" Its engine cannot be spread over several GPUs{can}."
+    can = "" if other is None else f"; {other} can, and is taken where `greenroom engines` finds it"
+    return (
+        f" Its engine cannot be spread over several GPUs, which have {', '.join(f'{mib:,}' for mib in gpus)} MiB{can}."
+    )

@@ -24,6 +24,7 @@ from tests.integration.jobs.test_jobs import ended, job, submit
 from tests.integration.raw import Answer, Raw, asking, http, request_bytes
 from tests.standins.comfyui_installation import INPUTS, STAND_IN, WORKFLOW, Installation
 from tests.standins.fake_comfyui import PNG
+from tests.standins.standin_hub import standin_hub
 from tests.waiting import PATIENCE_S, until
 
 GENERATIONS = "/v1/images/generations"
@@ -389,3 +390,35 @@ async def test_comfyui_that_cannot_start_is_told(tmp_path: Path) -> None:
         answer = await studio.ask()
         assert (answer.status, answer.error["code"]) == (503, "model_load_failed")
         assert "no-such-switch" in answer.error["details"]
+
+
+async def test_a_checkpoint_that_is_missing_can_be_fetched_to_where_the_workflow_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    studio = Studio(tmp_path / "comfy")
+    (studio.checkpoints / "tiny.safetensors").unlink()
+    with standin_hub() as hub:
+        hub.repos["org/pictures"] = {"tiny.safetensors": bytes(2_048), "other.safetensors": bytes(10)}
+        for name in [name for name in os.environ if name.startswith("HF_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        roots = [str(tmp_path / "models"), str(studio.checkpoints)]
+        async with gateway(tmp_path, {"m": studio.model()}, library={"roots": roots}) as studio.app:
+            refused = await studio.ask()
+            assert (refused.status, refused.error["code"]) == (503, "bad_model")
+            assert "there is no checkpoint tiny.safetensors" in refused.error["message"]
+            asked = {"model": "org/pictures", "include": ["tiny.safetensors"], "destination": str(studio.checkpoints)}
+            job = (await http(studio.app, "POST", "/v1/models/download", asked)).json()
+
+            async def is_there() -> bool:
+                told = (await http(studio.app, "GET", f"/v1/models/download/{job['job_id']}")).json()
+                assert told["status"] not in ("failed", "cancelled"), told
+                return bool(told["status"] == "completed")
+
+            await until(is_there)
+            assert sorted(os.listdir(studio.checkpoints)) == ["tiny.safetensors"]
+            # An order to load it does not wait until failed loads are tried again.
+            assert (await orders.order(studio.app, "load", "m")).status == 200
+            assert (await studio.ask()).status == 200

@@ -389,7 +389,7 @@ async def test_model_that_fits_no_gpu_is_split_if_its_engine_asks_for_its_gpus(t
         refused = await chat(app, "whole")
         assert (refused.status, refused.error["code"]) == (503, "model_too_large")
         assert "14,000" in refused.error["message"] and "10,000" in refused.error["message"]
-        assert "cannot be spread over several GPUs" in refused.error["message"]
+        assert "cannot be spread over several GPUs, which have 10,000, 10,000 MiB." in refused.error["message"]
 
         await served(app, "split")
         seen = environ(pids(app, "split")[0])

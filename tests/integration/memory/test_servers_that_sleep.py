@@ -152,7 +152,8 @@ async def test_transformers_model_that_no_gpu_holds_goes_to_vllm_where_it_is_ins
     async with gateway(tmp_path, models, gpus=gpus) as app:
         refused = await chat(app, "alpha")
         assert (refused.status, refused.error["code"]) == (503, "model_too_large")
-        assert "cannot be spread over several GPUs; vllm can: `greenroom engines`" in refused.error["message"]
+        said = "cannot be spread over several GPUs, which have 6,000, 6,000 MiB; vllm can, and is taken where"
+        assert "alpha needs 9,000 MiB" in refused.error["message"] and said in refused.error["message"]
         assert (await view(app, "alpha"))["engine"] == "transformers"
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     async with gateway(tmp_path, models, gpus=gpus) as app:

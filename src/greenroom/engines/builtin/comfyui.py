@@ -144,7 +144,9 @@ class ComfyUiEngine(ProcessEngine):
         folder = _checkpoints_folder(model)
         for name in checkpoint_names(workflow) if folder is not None else ():
             if not _is_file_in(folder, name):
-                raise ValueError(f"there is no checkpoint {name} in {folder}, which its workflow loads")
+                raise ValueError(
+                    f"there is no checkpoint {name} in {folder}, which its workflow loads; put or fetch it there"
+                )
 
 
 def _command(model: Model) -> list[str]:
