@@ -12,6 +12,8 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
+from greenroom.runtime.operations.updates import UpdateOrder
+from greenroom.runtime.operations.weights import WeightsOrder
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file
@@ -168,6 +170,18 @@ async def test_one_update_at_a_time(tmp_path: Path) -> None:
         assert (done["status"], done["model_version"]) == ("completed", 2)
         listed = (await http(app, "GET", "/api/v1/operations?kind=update")).json()["data"]
         assert [(row["id"], row["status"]) for row in listed] == [(task, "done")]
+
+
+async def test_an_update_tells_what_it_wants_before_its_row_is_on_disk(tmp_path: Path) -> None:
+    async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
+        order = UpdateOrder(WeightsOrder(weights(tmp_path, "bravo")))
+        beginning = asyncio.create_task(app.updates.submit("m", order, tenant="t", key="k"))
+        await asyncio.sleep(0)
+        assert not beginning.done() and app.updates.running("m") is not None
+        desired = app.updates.desired("m")
+        assert desired is not None and desired.repo_id == order.weights.repo_id
+        await app.updates.ended((await beginning).id)
+        assert app.updates.desired("m") is None
 
 
 async def test_rolled_back_under_a_new_number_and_kept_over_a_restart(tmp_path: Path) -> None:

@@ -167,7 +167,11 @@ class Updates:
         return self._services.weights.deleting(path, force=force)
 
     def desired(self, model: str) -> UpdateFacts | None:
-        """The target of the last update that was asked for; None if that serves already."""
+        """What the running or the last, failed update wants; None if that serves already."""
+        running = self._running.get(model)
+        if running is not None and not running.row and running.facts.repo_id:
+            # Its row is not on disk yet. A trainer orders again what no update seems to bring.
+            return running.facts
         return self._desired.get(model)
 
     def error(self, model: str) -> OperationError | None:
