@@ -21,6 +21,7 @@ from tests.waiting import until
 
 JOBS = "/v1/jobs"
 OVER = ("done", "failed", "cancelled")
+COUNTED = {"metrics_aliases": "runner-api"}
 KEYS = [
     {"name": "ann", "key": "ann-key"},
     {"name": "bob", "key": "bob-key"},
@@ -41,6 +42,13 @@ async def post(app: App, path: str, body: Any, headers: Mapping[str, str] | None
     async with await Raw.open(app) as raw:
         raw.send(request_bytes("POST", path, raw_body, headers))
         return await raw.answer()
+
+
+async def refusals(app: App) -> int:
+    """How many requests to models were counted as errors."""
+    metrics = (await http(app, "GET", "/metrics")).body.decode().splitlines()
+    counted = [line for line in metrics if line.startswith("vllm_requests_total{") and 'status="error"' in line]
+    return round(sum(float(line.rpartition(" ")[2]) for line in counted))
 
 
 async def submit(app: App, body: Any, route: str = CHAT, *, by: Mapping[str, str] | None = None, **more: Any) -> str:
@@ -294,21 +302,23 @@ async def test_events_tell_each_status(tmp_path: Path) -> None:
     ],
 )
 async def test_bad_jobs_are_refused_before_anything_is_kept(tmp_path: Path, body: Any, status: int, code: str) -> None:
-    async with gateway(tmp_path, {"m": fake("m", abilities=["chat"])}) as app:
+    async with gateway(tmp_path, {"m": fake("m", abilities=["chat"])}, server=COUNTED) as app:
         answer = await post(app, JOBS, body)
         assert (answer.status, answer.error["code"]) == (status, code), answer.body
+        assert await refusals(app) == 1
         assert (await http(app, "GET", JOBS)).json()["data"] == []
         assert not list((tmp_path / "state" / "jobs").iterdir())
         assert not is_ready(app, "m")
 
 
 async def test_prefer_with_bad_input_is_refused_like_the_request(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
+    async with gateway(tmp_path, {"m": fake("m")}, server=COUNTED) as app:
         later = {"Prefer": "respond-async"}
         assert (await post(app, CHAT, b"{", later)).status == 400
         assert (await post(app, CHAT, chat("none"), later)).error["code"] == "model_not_found"
         assert (await post(app, CHAT, chat(), {**later, "X-Job-Retry": "maybe"})).error["param"] == "X-Job-Retry"
         assert (await http(app, "GET", CHAT, headers=later)).status == 405
+        assert await refusals(app) == 4
         assert app.edge.bodies.memory_bytes == 0
 
 
@@ -414,15 +424,15 @@ async def test_a_disk_that_fills_while_a_job_runs_fails_it(tmp_path: Path) -> No
 
 
 async def test_too_many_jobs_are_refused_and_ended_ones_make_room(tmp_path: Path) -> None:
-    async with gateway(
-        tmp_path, {"m": fake("m", concurrency=1)}, jobs={"count_max": 2, "unfinished_per_key_max": 2}
-    ) as app:
+    jobs = {"count_max": 2, "unfinished_per_key_max": 2}
+    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, jobs=jobs, server=COUNTED) as app:
         first = await submit(app, chat())
         await ended(app, first)
         slow = [await submit(app, chat(tokens=1000, token_s=0.1)) for _ in range(2)]
         assert (await http(app, "GET", f"{JOBS}/{first}")).status == 404
         full = await post(app, JOBS, {"route": CHAT, "body": chat()})
         assert (full.status, full.error["code"]) == (503, "jobs_full")
+        assert await refusals(app) == 1
         for id in slow:
             await http(app, "DELETE", f"{JOBS}/{id}")
 
@@ -448,9 +458,16 @@ async def test_one_key_leaves_room_for_the_jobs_of_others(tmp_path: Path) -> Non
 
 async def test_jobs_wait_where_the_queue_is_full(tmp_path: Path) -> None:
     models = {"m": fake("m", concurrency=1)}
-    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}) as app:
-        ids = [await submit(app, chat(tokens=2, token_s=0.05)) for _ in range(5)]
+    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}, server=COUNTED) as app:
+        async with await Raw.open(app) as running, await Raw.open(app) as waiting:
+            running.ask(chat(tokens=20, token_s=0.05, stream=True))
+            assert (await running.head())[0] == 200
+            waiting.ask(chat(tokens=1))
+            await until(lambda: app.loop.scheduler.state.waitlist.depth == 1, "the queue is full")
+            ids = [await submit(app, chat(tokens=2, token_s=0.05)) for _ in range(5)]
+            assert (await waiting.answer()).status == 200
         assert [(await ended(app, id))["status"] for id in ids] == ["done"] * 5
+        assert await refusals(app) == 0, "one that waits is not refused"
 
 
 async def test_jobs_leave_half_of_the_queue_to_callers_that_wait(tmp_path: Path) -> None:

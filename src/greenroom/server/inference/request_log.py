@@ -135,11 +135,13 @@ class RequestLog:
         self._activity.end(record)
         if self._write_down is not None:
             self._write_down(record)
-        if not (relay is None and ask.job is not None and ask.job.is_put_back(error)):
-            key, model = _key_of(ask.caller), ask.entry.base_id
-            self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
-            if self._usage is not None:
-                self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
+        if relay is None and ask.job is not None and ask.job.is_put_back(error):
+            # It goes on to wait.
+            return
+        key, model = _key_of(ask.caller), ask.entry.base_id
+        self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
+        if self._usage is not None:
+            self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
         self._metrics.request_done(
             model=ask.entry.public_id,
             tenant=ask.tenant,

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId
 from greenroom.errors import (
+    BadRequest,
     BodiesFull,
     EngineLost,
     GatewayBug,
@@ -63,6 +64,7 @@ TIDY_EVERY_S: Final = 60.0
 LOOKED_AT_MAX: Final = 16
 # After so many pieces of a body other requests get their turn.
 _PIECES_A_TURN: Final = 16
+_RETRY: Final = {b"true": True, b"false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,40 +166,47 @@ class Jobs:
 
     # --- asked for by callers -----------------------------------------------------------------------------------------
 
-    async def submit(self, head: Head, route: Route, body: Body, caller: Caller, *, retry: bool) -> Operation:
-        """Keep this request; it is run when its turn comes. Raises what the request itself would be refused with.
+    async def submit(
+        self, head: Head, route: Route, body: Body, caller: Caller, *, retry: bool | None = None
+    ) -> Operation:
+        """Keep this request; it is run when its turn comes. `retry` None: as X-Job-Retry says.
 
-        Also raises ShuttingDown, OperationsFull and OperationStoreFull.
+        Raises what the request itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull.
         """
-        if self._services.is_draining():
-            raise ShuttingDown("The gateway is shutting down and takes no more jobs.")
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
         reading = Exchange(unwritten(), self._services.edge, kept.head, body)
         ask: Ask | None = None
         try:
+            if self._services.is_draining():
+                raise ShuttingDown("The gateway is shutting down and takes no more jobs.")
+            retry = _retry(head) if retry is None else retry
             ask = await self._inference.read_job(reading, route, caller)
             if ask.charge is not None:
                 ask.charge.admit_to_model()
+            row = await self._table.add(
+                OperationKind.JOB,
+                kept,
+                body.chunks(),
+                len(body),
+                tenant=ask.tenant,
+                key=caller.name,
+                model=ask.entry.public_id,
+                route=head.path.decode("ascii", "replace"),
+                priority=ask.priority,
+                retry=retry,
+            )
         except GreenroomError as error:
             if isinstance(error, RateLimited):
                 # It tells the numbers of the limit that it exceeds.
                 head.answer_lines = None
             self._inference.count_refused(error, kept.head, caller, ask)
             raise
-        row = await self._table.add(
-            OperationKind.JOB,
-            kept,
-            body.chunks(),
-            len(body),
-            tenant=ask.tenant,
-            key=caller.name,
-            model=ask.entry.public_id,
-            route=head.path.decode("ascii", "replace"),
-            priority=ask.priority,
-            retry=retry,
-        )
         self.pump()
         return row
+
+    def count_refused(self, error: GreenroomError, head: Head, caller: Caller) -> None:
+        """Count an order that could not be read as a refused request."""
+        self._inference.count_refused(error, head, caller)
 
     def long_body(self, body: Body) -> LongBody:
         """For an order above SHORT_BYTES."""
@@ -426,6 +435,15 @@ class Jobs:
     async def _tidy(self) -> None:
         self._later(self._tidy_every_s, self._tidy)
         await self._table.tidy()
+
+
+def _retry(head: Head) -> bool:
+    said = head.get(b"x-job-retry")
+    if said is None:
+        return False
+    if said.lower() not in _RETRY:
+        raise BadRequest("X-Job-Retry is true or false.", param="X-Job-Retry")
+    return _RETRY[said.lower()]
 
 
 def _outcome(

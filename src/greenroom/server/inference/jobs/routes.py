@@ -52,7 +52,6 @@ LISTED_MAX: Final = 1_000
 # How soon a caller should ask again for a result that is not there.
 POLL_S: Final = 1.0
 _TARGET: Final = re.compile(r"/[!-~]*")
-_RETRY: Final = {b"true": True, b"false": False}
 
 
 class JobError(BaseModel):
@@ -148,8 +147,7 @@ class AsyncRequests:
         # The body is kept until the job is on disk, even if the client leaves meanwhile.
         body, exchange.body = exchange.body, Body(self._bodies)
         try:
-            retry = _retry(exchange.head)
-            row = await self._jobs.submit(exchange.head, route, body, caller, retry=retry)
+            row = await self._jobs.submit(exchange.head, route, body, caller)
             shown_job = view(*self._jobs.facts([row])[0], to_operator=caller.admin)
             headers: Headers = [
                 (b"content-type", b"application/json"),
@@ -168,15 +166,6 @@ class AsyncRequests:
             body.close()
         if not exchange.gone:
             exchange.respond(status, headers, content)
-
-
-def _retry(head: Head) -> bool:
-    said = head.get(b"x-job-retry")
-    if said is None:
-        return False
-    if said.lower() not in _RETRY:
-        raise BadRequest("X-Job-Retry is true or false.", param="X-Job-Retry")
-    return _RETRY[said.lower()]
 
 
 # --- /v1/jobs -------------------------------------------------------------------------------------------------------
@@ -216,18 +205,9 @@ class JobRoutes:
 
     async def submit_job(self, request: Request, response: Response) -> JobView:
         """Run a request to a model and keep its answer. Returns at once."""
-        asked, content = await self._read(body_of(request))
-        route = route_of(asked.route.partition("?")[0].encode("latin-1"))
-        if route.form:
-            raise BadRequest(
-                f"{asked.route} takes a form: send that to the route itself, with the header Prefer: respond-async.",
-                param="route",
-            )
         body = Body(self._bodies())
         try:
-            for piece in (content,) if isinstance(content, bytes) else content.chunks():
-                body.append(piece)
-                await asyncio.sleep(0)
+            asked, route = await self._order(request, body)
             row = await self._jobs().submit(
                 _head(request, asked.route), route, body, _caller(request), retry=asked.retry
             )
@@ -235,6 +215,24 @@ class JobRoutes:
             body.close()
         response.headers["location"] = f"{JOBS}/{row.id}"
         return self._view(request, row)
+
+    async def _order(self, request: Request, body: Body) -> tuple[_JobBody, Route]:
+        """The order and its route. The body of its request is put into `body`."""
+        try:
+            asked, content = await self._read(body_of(request))
+            route = route_of(asked.route.partition("?")[0].encode("latin-1"))
+            if route.form:
+                raise BadRequest(
+                    f"{asked.route} takes a form: send it to the route itself, with the header Prefer: respond-async.",
+                    param="route",
+                )
+            for piece in (content,) if isinstance(content, bytes) else content.chunks():
+                body.append(piece)
+                await asyncio.sleep(0)
+        except GreenroomError as error:
+            self._jobs().count_refused(error, _head(request, JOBS), _caller(request))
+            raise
+        return asked, route
 
     async def _read(self, body: Body) -> tuple[_JobBody, bytes | Spliced]:
         """The order, and the body of its request."""
