@@ -21,6 +21,7 @@ PACKAGE = Path("src", "greenroom")
 
 # What every request runs through, and what is called from there. The rest waits for people, disks and engines.
 HOT = (
+    "base/names.py",
     "errors.py",
     "core/**/*.py",
     "engines/usage.py",
