@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from greenroom.core import events as ev
+from greenroom.core.contract import Scheduler
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, Move, MoveKind, Need, OtherLease, lease_name
 from greenroom.core.view import LEASE_MARK, Forecasts, HoldingFacts, Shares, SlotFacts, Tables
@@ -26,6 +27,14 @@ def told(world: World, mib: int, is_down: bool | None = None) -> None:
     """Another gateway holds so much."""
     leases = (OtherLease(LeaseId("l"), "train", {GPU0: mib}),)
     world.scheduler.handle(ev.MemoryChanged(world.now, {}, leases=leases, store_is_down=is_down))
+
+
+def test_the_view_is_the_same_object_throughout() -> None:
+    world = World([model("a", 4_000)])
+    scheduler: Scheduler = world.scheduler
+    view = scheduler.view
+    ready(world, "a")
+    assert scheduler.view is view and [slot.model for slot in view.slots_of(A)] == [A]
 
 
 def test_facts_are_those_of_the_scheduler() -> None:

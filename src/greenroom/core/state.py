@@ -282,10 +282,6 @@ class State:
                 return False
         return True
 
-    def is_coming(self, model: ModelId) -> bool:
-        """True if it will be ready without a further decision."""
-        return any(slot.is_arriving for slot in self.slots_of(model))
-
     def price_queue(self, model: ModelId) -> None:
         """Update the costs in this model's queue."""
         if model in self.waitlist.queues and model in self.claimants:
