@@ -20,7 +20,8 @@ case " $*" in
       # It is small enough for the CPU, and replicas that share GPUs would need a lease store.
       export MODEL_REPO_ID=tiny-1.gguf CUDA_VISIBLE_DEVICES=-1
       cat <<END
-Both begin with models/tiny-1.gguf, which says its name; MODEL_REPO_ID=org/name names another model. In a second terminal:
+Both serve models/tiny-1.gguf, which says its name, or what they were updated to; MODEL_REPO_ID=org/name names another model.
+In a second terminal:
 
 for port in $first $((first + 1)); do curl http://127.0.0.1:\$port/status; done
 for port in $first $((first + 1)); do curl http://127.0.0.1:\$port/generate -H 'Content-Type: application/json' \\

@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ import pytest
 
 from greenroom import __version__
 from greenroom.engines.estimates.gguf_header import read_header
+from tests.models import tiny
 from tests.ports import free_port
+from tests.standins.standin_hub import standin_hub
 from tests.waiting import PATIENCE_S, until_now
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +34,9 @@ SCRIPTS = ROOT / "scripts"
 # Two gateways start at once, perhaps beside other tests.
 START_S = 150.0
 JSON = {"Content-Type": "application/json"}
+# What run_local.sh leaves where nothing was named.
+WRITTEN = [".greenroom", ".greenroom/replica-1", ".greenroom/replica-2", "models"]
+WRITTEN += [f"models/tiny-{number}.gguf" for number in (1, 2)]
 
 
 @pytest.fixture
@@ -135,8 +142,10 @@ def printed(folder: Path, *words: str, **environ: str) -> str:
 
 def bare(folder: Path) -> dict[str, str]:
     """The environment of somebody who has set nothing, with an empty home, and greenroom on the path."""
-    (folder / "home").mkdir(exist_ok=True)
-    return {"HOME": str(folder / "home"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for name in ("home", "tmp"):
+        (folder / name).mkdir(exist_ok=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "PATH": path}
 
 
 def answers(port: int) -> bool:
@@ -148,15 +157,19 @@ def answers(port: int) -> bool:
     return False
 
 
+def until_up(script: subprocess.Popen[bytes], log: Path, *are_up: Callable[[], bool]) -> None:
+    for is_up in are_up:
+        until_now(lambda is_up=is_up: is_up() or script.poll() is not None, log.read_text, START_S)
+    assert script.poll() is None, log.read_text()
+
+
 @contextlib.contextmanager
-def local_replicas(folder: Path, first: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def local_replicas(folder: Path, *inside: str, **environ: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """run_local.sh in this folder, and its log. Ended by SIGTERM: after SIGKILL its replicas would go on."""
-    log, env = folder / "log", {**bare(folder), "FIRST_PORT": str(first)}
+    log, command, env = folder / "log", [*inside, SCRIPTS / "run_local.sh"], {**bare(folder), **environ}
     with log.open("wb") as out:
         # A group of its own, as a shell gives to what it runs: Ctrl-C reaches all of it.
-        script = subprocess.Popen(
-            [SCRIPTS / "run_local.sh"], cwd=folder, env=env, stdout=out, stderr=out, process_group=0
-        )
+        script = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, process_group=0)
     try:
         yield script, log
     finally:
@@ -171,19 +184,34 @@ def generated(port: int) -> tuple[int, str]:
         return int(answer.headers["X-Model-Version"]), json.load(answer)["choices"][0]["text"]
 
 
-def typed(command: str) -> list[dict[str, Any]]:
+def typed(command: str, *inside: str) -> list[dict[str, Any]]:
     """The JSON answers to a command of what the script prints."""
-    said = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True, timeout=START_S).stdout
+    words = [*inside, "bash", "-c", command]
+    said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=START_S).stdout
     return [json.loads(one) for one in re.split(r"(?<=})(?={)", said)]
 
 
+def commands_in(text: str) -> list[str]:
+    """What the script prints to be typed: status, generate, update."""
+    return re.findall(r"^(for port .*?done)$", text, re.MULTILINE | re.DOTALL)
+
+
 def processes_of(folder: Path) -> list[str]:
-    """The command lines that name this folder: of replicas, and of engines below them."""
+    """The command lines of processes that name this folder, or whose environment does: replicas, and all below them."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [one for one in found if str(folder) in one]
+            known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            found += [str(known)] if os.fsencode(folder) in known else []
+    return found
+
+
+def written(folder: Path) -> list[str]:
+    """What is in the folder, beside the test's own: all of models, and the roots of the rest."""
+    assert not any((folder / "home").iterdir()) and not any((folder / "tmp").iterdir())
+    below = [path for path in (folder / "models").rglob("*") if not path.is_dir()]
+    found = {*folder.iterdir(), *(folder / ".greenroom").iterdir(), *below} - {folder / "log"}
+    return sorted(str(path.relative_to(folder)) for path in found if path.name not in ("home", "tmp"))
 
 
 @pytest.mark.slow
@@ -191,11 +219,9 @@ def processes_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize("ended_by", ["ctrl-c", "sigterm"])
 def test_run_local_does_as_it_prints_and_updates_both_without_a_failed_answer(tmp_path: Path, ended_by: str) -> None:
     ports = [first := free_port(2), first + 1]
-    with local_replicas(tmp_path, first) as (script, log), ThreadPoolExecutor(2) as threads:
-        for port in ports:
-            until_now(lambda port=port: answers(port) or script.poll() is not None, log.read_text, START_S)
-        assert script.poll() is None, log.read_text()
-        status, generate, update = re.findall(r"^(for port .*?done)$", log.read_text(), re.MULTILINE | re.DOTALL)
+    with local_replicas(tmp_path, FIRST_PORT=str(first)) as (script, log), ThreadPoolExecutor(2) as threads:
+        until_up(script, log, *(partial(answers, port) for port in ports))
+        status, generate, update = commands_in(log.read_text())
         assert [(one["model_version"], one["model_repo_id"]) for one in typed(status)] == 2 * [(1, "tiny-1.gguf")]
         assert [one["choices"][0]["text"] for one in typed(generate)] == 2 * [" tiny-1 says hello"]
 
@@ -217,9 +243,10 @@ def test_run_local_does_as_it_prints_and_updates_both_without_a_failed_answer(tm
         else:
             script.terminate()
         assert script.wait(START_S) == 0, log.read_text()
-        assert not any(map(answers, ports)) and not processes_of(tmp_path)
+        assert not processes_of(tmp_path)
         # One signal each: a second one would have cut answers off.
         assert log.read_text().count("shutting down") == 2
+        assert written(tmp_path) == WRITTEN
 
 
 @pytest.mark.slow
@@ -229,6 +256,58 @@ def test_run_local_ends_both_where_one_cannot_start(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 1))
         taken.listen()
-        with local_replicas(tmp_path, first) as (script, log):
+        with local_replicas(tmp_path, FIRST_PORT=str(first)) as (script, log):
             assert script.wait(START_S) == 1 and "is taken" in log.read_text()
-            assert not answers(first)
+            assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))),
+    reason="a network of its own needs root, unshare, nsenter and ip",
+)
+def test_on_its_own_ports_the_commands_of_the_guide_work_and_a_second_run_goes_on_with_the_update(
+    tmp_path: Path,
+) -> None:
+    """Ports 8001 and 8002 are everybody's: the replicas have a network of their own."""
+    guide = (ROOT / "docs" / "deploying.md").read_text()
+    status, generate, _ = commands_in(guide)
+    (update,) = re.findall(r"`(greenroom trainer update [^`]*)`", guide)
+    alone = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    for number, serves in ((1, (1, "tiny-1.gguf")), (2, (2, "tiny-2.gguf"))):
+        with local_replicas(tmp_path, *alone) as (script, log):
+            beside = ("nsenter", "--net", "--target", str(script.pid), "env", *map("=".join, bare(tmp_path).items()))
+            ready = ["curl", "--fail", "--fail-early", *(f"127.0.0.1:{port}/readyz" for port in (8001, 8002))]
+            until_up(
+                script, log, lambda words=(*beside, *ready): not subprocess.run(words, capture_output=True).returncode
+            )
+            assert [(one["model_version"], one["model_repo_id"]) for one in typed(status, *beside)] == 2 * [serves]
+            if number == 1:
+                told = subprocess.run([*beside, *update.split()], capture_output=True, text=True, timeout=START_S)
+                assert told.stdout.startswith("All replicas serve tiny-2.gguf as version 2."), told.stderr
+            assert [one["choices"][0]["text"] for one in typed(generate, *beside)] == 2 * [" tiny-2 says hello"]
+            os.killpg(script.pid, signal.SIGINT)
+            assert script.wait(START_S) == 0, log.read_text()
+    assert not processes_of(tmp_path) and written(tmp_path) == WRITTEN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_both_fetch_the_repository_that_is_named_and_are_updated_to_another(tmp_path: Path) -> None:
+    ports = [first := free_port(2), first + 1]
+    with standin_hub() as hub:
+        hub.repos = {f"org/{name}-GGUF": {"model.gguf": tiny(name).read_bytes()} for name in ("alpha", "bravo")}
+        named = {"HF_ENDPOINT": hub.url, "MODEL_REPO_ID": "org/alpha-GGUF", "CUDA_VISIBLE_DEVICES": "-1"}
+        with local_replicas(tmp_path, FIRST_PORT=str(first), **named) as (script, log):
+            until_up(script, log, *(partial(answers, port) for port in ports))
+            assert [(number, text.split()[0]) for number, text in map(generated, ports)] == 2 * [(1, "alpha")]
+            replicas = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+            update = ["greenroom", "trainer", "update", "org/bravo-GGUF", *replicas]
+            told = subprocess.run(update, env=bare(tmp_path), capture_output=True, text=True, timeout=START_S)
+            assert told.stdout.startswith("All replicas serve org/bravo-GGUF as version 2."), told.stderr
+            assert [(number, text.split()[0]) for number, text in map(generated, ports)] == 2 * [(2, "bravo")]
+            os.killpg(script.pid, signal.SIGINT)
+            assert script.wait(START_S) == 0, log.read_text()
+    assert not processes_of(tmp_path)
+    assert {path.partition("/")[0] for path in written(tmp_path)} == {".greenroom", "models"}
