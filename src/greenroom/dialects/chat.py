@@ -31,8 +31,9 @@ from greenroom.dialects.neutral import (
 from greenroom.errors import EngineFault
 
 CHAT_PATH: Final = b"/v1/chat/completions"
-# One event of an engine. Longer ones are no text.
-LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+# A whole answer, or one event of it. Longer ones are no text, and to decode and encode them holds up all callers.
+TEXT_BYTES_MAX: Final = 8 * 1024 * 1024
+_ERROR_BYTES_MAX: Final = 64 * 1024
 _DONE: Final = b"[DONE]"
 _PICTURE: Final = b'"type":"image_url"'
 
@@ -213,9 +214,9 @@ def read_answer(body: bytes) -> Piece:
 
 
 def error_message(body: bytes) -> str:
-    """The text of an engine's error, in any of the shapes that they send."""
+    """The text of an engine's error, in any of the shapes that they send; of a long one the beginning."""
     try:
-        fields = _wrapped.decode(body)
+        fields = _wrapped.decode(body[:_ERROR_BYTES_MAX])
         raw = next(fields[name] for name in ("error", "message", "detail") if name in fields)
         said = _error.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, StopIteration):
@@ -240,7 +241,7 @@ class ChatEvents:
         lines = (self._held + data).split(b"\n")
         self._held = lines.pop()
         pieces = self._pieces(lines)
-        if len(self._held) > LINE_BYTES_MAX:
+        if len(self._held) > TEXT_BYTES_MAX:
             self._held = b""
             pieces.append(Piece(error="The engine sent an event that is too long."))
         return pieces

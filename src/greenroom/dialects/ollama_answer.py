@@ -21,7 +21,7 @@ from greenroom.dialects.ollama_request import (
     read_generate,
 )
 from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.translation import ANSWER_BYTES_MAX, ChatTranslation
 from greenroom.errors import EngineFault
 
 LINES: Final = b"application/x-ndjson"
@@ -200,6 +200,7 @@ class EmbeddingTranslation:
     dialect: Dialect = Dialect.OLLAMA
     stream_type: bytes = LINES
     path: bytes = EMBEDDINGS_PATH
+    bytes_max: int = ANSWER_BYTES_MAX
 
     def stream(self) -> None:
         return None

@@ -15,6 +15,7 @@ from msgspec import Raw
 from greenroom.dialects.chat import error_message
 from greenroom.dialects.neutral import Fields, read, refuse_fields
 from greenroom.dialects.shapes import Dialect, engine_error
+from greenroom.dialects.translation import ANSWER_BYTES_MAX
 from greenroom.errors import BadRequest, EngineFault
 
 TOKENIZE_PATH: Final = b"/tokenize"
@@ -62,6 +63,7 @@ class TokenizeTranslation:
     write: Callable[[list[int]], dict[str, Any]]
     stream_type: bytes = b"application/json"
     path: bytes = TOKENIZE_PATH
+    bytes_max: int = ANSWER_BYTES_MAX
 
     def stream(self) -> None:
         return None

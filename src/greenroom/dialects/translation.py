@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from greenroom.dialects.chat import CHAT_PATH, ChatEvents, chat_fields, error_message, read_answer
+from greenroom.dialects.chat import CHAT_PATH, TEXT_BYTES_MAX, ChatEvents, chat_fields, error_message, read_answer
 from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece
 from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
+# Of answers that are no text: vectors, tokens, and what an engine says in the dialect itself.
+ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 EVENTS: Final = b"text/event-stream; charset=utf-8"
 # Of an event. Inside a string its quotes would be escaped.
 _NUMBER: Final = re.compile(rb'"sequence_number" ?: ?(\d{1,15})[,} \r\n]')
@@ -98,6 +100,7 @@ class ChatTranslation:
     writer: StreamWriter | None
     stream_type: bytes = EVENTS
     path: bytes = CHAT_PATH
+    bytes_max: int = TEXT_BYTES_MAX
     if_cold: Callable[[], bytes | None] = _nothing
 
     def request(self, fields: Fields) -> Fields:
@@ -123,6 +126,7 @@ class PassedOn:
     dialect: Dialect
     path: bytes
     stream_type: bytes = EVENTS
+    bytes_max: int = ANSWER_BYTES_MAX
 
     def request(self, fields: Fields) -> Fields:
         return fields
@@ -145,6 +149,8 @@ class Translation(Protocol):
     def path(self) -> bytes: ...
     @property
     def stream_type(self) -> bytes: ...
+    @property
+    def bytes_max(self) -> int: ...
 
     def request(self, fields: Fields) -> Fields:
         """The fields for the engine. Raises BadRequest."""

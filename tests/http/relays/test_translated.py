@@ -15,6 +15,8 @@ from greenroom.http.relays.relay import RelayOptions, RelayOutcome
 from greenroom.http.relays.translated import Translated
 from greenroom.http.request import Head
 
+PIECE_BYTES = 256 * 1024
+
 
 class SeenWire:
     """The connection of a client that sees what it is sent."""
@@ -31,13 +33,18 @@ class SeenWire:
         raise AssertionError(receiver)
 
 
-def answered(body: bytes) -> tuple[Translated, bytes]:
+def answered(body: bytes, status: int = 200) -> tuple[Translated, bytes]:
     wire = SeenWire()
     head = Head(b"POST", b"/v1/messages", [], "1.1", "", keep_alive=True)
     exchange = Exchange(wire, EdgeState(EdgeLimits()), head, Body(BodyBudget(EdgeLimits())))
     translation = messages_translation(Frame("m", "1", 0.0), False)
     relay = Translated(exchange, translation, RelayOptions([]))
-    relay.answer(200, [(b"content-type", b"application/json")], body)
+    relay.head(status, [(b"content-type", b"application/json")])
+    for at in range(0, len(body), PIECE_BYTES):
+        if relay.wanted:
+            relay.body(body[at : at + PIECE_BYTES])
+    if relay.wanted:
+        relay.complete()
     return relay, wire.seen
 
 
@@ -52,3 +59,16 @@ def test_a_long_text_with_brackets_is_passed_on() -> None:
     text = b"{[ some code" * 40_000
     relay, seen = answered(b'{"choices":[{"message":{"content":"%b"},"finish_reason":"stop"}]}' % text)
     assert relay.outcome is RelayOutcome.COMPLETE and text in seen
+
+
+@pytest.mark.parametrize(("mib", "outcome"), [(7, RelayOutcome.COMPLETE), (9, RelayOutcome.ENGINE_LOST)])
+def test_a_text_that_takes_long_to_decode_is_not_read(mib: int, outcome: RelayOutcome) -> None:
+    text = b"\\n" * (mib * 1024 * 1024 // 2)
+    relay, seen = answered(b'{"choices":[{"message":{"content":"%b"},"finish_reason":"stop"}]}' % text)
+    assert relay.outcome is outcome
+    assert (text in seen) == (relay.error is None) == (mib < 8)
+
+
+def test_of_a_long_error_the_beginning_is_told() -> None:
+    relay, seen = answered(b'{"error":{"message":"%b"}}' % (b"no room " * 128 * 1024), status=500)
+    assert relay.outcome is RelayOutcome.COMPLETE and b"no room no room" in seen and len(seen) < 8_000

@@ -16,11 +16,9 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOptions, RelayOutcome
 
-# A longer answer of an engine is refused: it is held in memory.
-ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
-# It has one for each choice, call and vector, and each takes time of all callers; those that a text has hardly count.
+# An answer has one for each choice, call and vector, and each takes time of all callers; those of a text hardly count.
 ANSWER_OBJECTS_MAX: Final = 100_000
-# Shorter ones cannot hurt.
+# Shorter answers cannot hurt.
 COUNTED_BYTES: Final = 256 * 1024
 _JSON: Final = b"application/json"
 
@@ -48,6 +46,11 @@ class AnswerTranslation(Protocol):
         """The media type of the client's stream."""
         ...
 
+    @property
+    def bytes_max(self) -> int:
+        """A longer answer is refused: it is held in memory, and what is read of it takes time of all callers."""
+        ...
+
     def stream(self) -> EventTranslator | None:
         """For a stream; None: it passes as it is."""
         ...
@@ -60,7 +63,7 @@ class AnswerTranslation(Protocol):
 class Translated(Relay):
     """Use in place of a Relay. An answer that cannot be translated ends as a lost engine does, with its own error."""
 
-    __slots__ = ("_events", "_translation")
+    __slots__ = ("_events", "_objects", "_translation")
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class Translated(Relay):
         self._translation = translation
         # Set once the engine streams.
         self._events: EventTranslator | None = None
+        # Of an answer that is held, as far as it has come.
+        self._objects = 0
         super().__init__(exchange, options, committed=committed, on_done=on_done)
 
     def head(self, status: int, headers: Headers) -> None:
@@ -127,14 +132,20 @@ class Translated(Relay):
         self._held.append(data)
         self._unread.append(data)
         self._unread_bytes += len(data)
-        if self.total_bytes > ANSWER_BYTES_MAX:
-            self._drop_upstream()
-            self._fail(EngineFault(f"The answer has more than {ANSWER_BYTES_MAX:,} bytes."))
+        if self._unread_bytes > UNREAD_BYTES_MAX:
+            self._read()
+        self._objects += data.count(b"{") + data.count(b"[")
+        bytes_max, length = self._translation.bytes_max, self.total_bytes
+        if length > bytes_max:
+            self._refuse(f"{bytes_max:,} bytes")
+        elif self._objects > ANSWER_OBJECTS_MAX and length > COUNTED_BYTES:
+            self._refuse(f"{ANSWER_OBJECTS_MAX:,} JSON objects")
+
+    def _refuse(self, most: str) -> None:
+        self._drop_upstream()
+        self._fail(EngineFault(f"The answer has more than {most}."))
 
     def _respond(self, body: bytes) -> None:
-        if len(body) > COUNTED_BYTES and body.count(b"{") + body.count(b"[") > ANSWER_OBJECTS_MAX:
-            self._fail(EngineFault(f"The answer has more than {ANSWER_OBJECTS_MAX:,} JSON objects."))
-            return
         try:
             translated = self._translation.whole(self.status, body)
         except EngineFault as error:
