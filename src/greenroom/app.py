@@ -90,7 +90,7 @@ class App:
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
         common = self._common = wire_common(
-            config.server,
+            config,
             self.state_dir,
             self.clock,
             self._is_named,

@@ -18,8 +18,8 @@ from .conftest import Loads
 
 # What the core has under one name and the configuration under several.
 DEADLINES = {"deadline_high_s", "deadline_normal_s", "deadline_low_s"}
-# What the catalog does with the models' needs before the core hears of them.
-NOT_THE_CORES = {"fit_memory", "keep_alive_max_s"}
+# What is done before the core hears of it: which scheduler that is, and what the catalog does with the models' needs.
+NOT_THE_CORES = {"implementation", "fit_memory", "keep_alive_max_s"}
 
 # What no policy asks for, so that the page about the default one does not explain it.
 NOT_THE_POLICYS = {"policy", "swapper", "company", "backoff_s", "backoff_max_s"}

@@ -1,4 +1,4 @@
-"""Policies and swappers of other packages are found by name, and what is wrong with them is said."""
+"""Schedulers, policies and swappers of other packages are found by name, and what is wrong with them is said."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from greenroom.config import limits
 from greenroom.config.limits import Named
 from greenroom.core.events import ConfigChanged, Limits
+from greenroom.core.plain import PlainScheduler
 from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.default import BoundedFirstCome
@@ -126,3 +127,34 @@ def test_a_configuration_needs_both_its_policy_and_its_swapper() -> None:
         limits.require(Limits(policy="lifo"))
     with pytest.raises(ConfigError, match="there is no swapper 'coin'"):
         limits.require(Limits(swapper="coin"))
+
+
+SCHEDULERS = """
+from greenroom.core.plain import PlainScheduler
+
+def mine(effects):
+    return PlainScheduler(effects)
+
+def broken(effects):
+    raise RuntimeError("out of paint")
+"""
+
+
+def test_an_installed_scheduler_replaces_the_whole_one(site: Path) -> None:
+    entries = "[greenroom.schedulers]\nmine = acme_schedulers:mine\nbroken = acme_schedulers:broken\n"
+    install(site, entries, acme_schedulers=SCHEDULERS)
+    assert list(limits.SCHEDULERS) == ["broken", "default", "mine", "plain"]
+    assert isinstance(limits.make_scheduler("mine", Recorder()), PlainScheduler)
+    with pytest.raises(ConfigError, match=r"^scheduler\.implementation: 'broken' cannot be made: .*out of paint$"):
+        limits.make_scheduler("broken", Recorder())
+
+
+def test_the_scheduler_is_found_by_its_name_and_uses_policies_by_theirs(site: Path) -> None:
+    install(site, "[greenroom.policies]\nmine = acme_ours:Mine\n", acme_ours=GOOD)
+    default = limits.make_scheduler("default", Recorder())
+    assert isinstance(default, DefaultScheduler)
+    default.handle(ConfigChanged(0.0, devices=(), limits=Limits(policy="mine")))
+    assert type(default.state.policy).__name__ == "Mine"
+    there_are = r"^scheduler\.implementation: there is no implementation 'coin'; there are default, plain$"
+    with pytest.raises(ConfigError, match=there_are):
+        limits.make_scheduler("coin", Recorder())

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 from greenroom.core import events as ev
-from greenroom.core.effects import OpOutcome, Reason, RejectCode, Rejection
+from greenroom.core.effects import Effects, OpOutcome, Reason, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer
 from greenroom.core.invariants import check
 from greenroom.core.model import (
@@ -168,7 +169,9 @@ class World(Recorder):
         policies: Policies = BUILT_IN,
         swappers: Swappers = SWAPPERS,
         plays: bool = True,
+        scheduler: Callable[[Effects], Any] | None = None,
     ) -> None:
+        """Without another `scheduler` it is the default one, with these policies and swappers."""
         super().__init__()
         self.now = 0.0
         self.plays = plays
@@ -193,7 +196,7 @@ class World(Recorder):
         self.told_to_leave: set[ModelId] = set()
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count(1)
-        self.scheduler = DefaultScheduler(self, policies, swappers)
+        self.scheduler = DefaultScheduler(self, policies, swappers) if scheduler is None else scheduler(self)
         self.config(*models, devices=tuple(devices), limits=limits)
 
     # --- what happens -------------------------------------------------------------------------------------------------

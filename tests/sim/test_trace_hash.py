@@ -12,7 +12,6 @@ from typing import get_args
 from greenroom.core import events as ev
 from greenroom.core.events import Event
 from greenroom.sim.cases import simulate
-from greenroom.sim.config import scheduler_for
 from greenroom.sim.hooks import TraceHash, Transcript
 from greenroom.sim.workloads import Bursty, Mix, zipf
 from tests.sim.settings import gpu, host, names, setting, sleeper
@@ -69,7 +68,7 @@ def test_a_transcript_replays_to_the_same_effects() -> None:
     transcript = Transcript()
     simulate(config, Bursty(Mix(zipf(names(4))), 1.0, 200.0, 5), 5, [transcript])
     again = Replayed()
-    scheduler = scheduler_for(again)  # type: ignore[arg-type]
+    scheduler = config.scheduler_for(again)  # type: ignore[arg-type]
     for number, event in enumerate(transcript.events, start=1):
         again.number = number
         scheduler.handle(event)

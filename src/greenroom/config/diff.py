@@ -240,7 +240,7 @@ AT_ONCE_KEYS = frozenset(
     }
 )
 
-# Fixed when the server starts: its socket and what guards it, the devices, the ports, the lock.
+# Fixed when the server starts: its socket and what guards it, the scheduler, the devices, the ports, the lock.
 RESTART_KEYS = frozenset(
     {
         "server.host",
@@ -265,6 +265,7 @@ RESTART_KEYS = frozenset(
         "server.docs",
         "server.record_activity",
         "server.record_events",
+        "scheduler.implementation",
         "gpus",
         "memory.probe",
         "memory.file",

@@ -1,21 +1,25 @@
-"""The scheduler's numbers, rules, policy and swapper, as the core takes them, from the configuration.
+"""The scheduler, and its numbers, rules, policy and swapper, as the core takes them, from the configuration.
 
-Policies and swappers of other packages are found by entry point when the configuration names them (`plugins.py`).
+Those of other packages are found by entry point when the configuration names them (`plugins.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from greenroom.config.plugins import POLICY_GROUP, SWAPPER_GROUP, Named
+from greenroom.config.plugins import POLICY_GROUP, SCHEDULER_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, StayWarm, TenantLimits
 from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.tenants import DEFAULT_TENANT
+from greenroom.core.contract import Scheduler, SchedulerFactory
+from greenroom.core.effects import Effects
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
+from greenroom.core.plain import PlainScheduler
 from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
 from greenroom.core.policy.base import PolicyFactory
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ConfigError
 
 
@@ -80,6 +84,34 @@ def is_named(config: Config, tenant: str) -> bool:
 
 POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, POLICY_GROUP)
 SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, SWAPPER_GROUP)
+
+
+def _default(effects: Effects) -> Scheduler:
+    return DefaultScheduler(effects, POLICIES, SWAPPERS_BY_NAME)
+
+
+SCHEDULERS: Named[SchedulerFactory] = Named(
+    "implementation", {"default": _default, "plain": PlainScheduler}, SCHEDULER_GROUP
+)
+
+
+def make_scheduler(name: str, effects: Effects) -> Scheduler:
+    """Raises ConfigError if there is none of this name, or if it cannot be made."""
+    for problem in scheduler_problems(name):
+        raise ConfigError(f"{dotted(problem.where)}: {problem.message}")
+    try:
+        return SCHEDULERS[name](effects)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"scheduler.implementation: {name!r} cannot be made: {why}") from error
+
+
+def scheduler_problems(name: str) -> Iterator[Problem]:
+    """What is wrong with the name of a scheduler, if anything is."""
+    try:
+        SCHEDULERS[name]
+    except ConfigError as error:
+        yield Problem(("scheduler", SCHEDULERS.word), error.message)
 
 
 def require(limits: Limits) -> None:

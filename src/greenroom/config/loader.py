@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from greenroom.config import environment, kinds, macros
 from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
-from greenroom.config.limits import limits_of, plugin_problems
+from greenroom.config.limits import limits_of, plugin_problems, scheduler_problems
 from greenroom.config.mistakes import problems_of
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
@@ -63,10 +63,14 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, *, to
     if wrong:
         raise refused(wrong, source.lines, said.named)
     config = environment.with_folders(resolved(_with_defaults(checked), absolute.parent), environ)
-    plugins = plugin_problems(limits_of(config)) if to_serve else ()
+    plugins = _plugin_problems(config) if to_serve else ()
     if wrong := [*clashing_recordings(config.server, absolute), *roots_that_are_files(config), *plugins]:
         raise refused(wrong, source.lines)
     return LoadedConfig(config, absolute, tuple(problems_of_config(config)), frozenset(source.lines))
+
+
+def _plugin_problems(config: Config) -> list[Problem]:
+    return [*scheduler_problems(config.scheduler.implementation), *plugin_problems(limits_of(config))]
 
 
 _Refusal = Callable[..., ConfigError]

@@ -1,4 +1,4 @@
-"""Parts that other packages bring: policies, swappers and engines, found by entry point.
+"""Parts that other packages bring: schedulers, policies, swappers and engines, found by entry point.
 
 Imports nothing that is not named: a package that is merely installed costs nothing and cannot fail.
 """
@@ -11,6 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from greenroom.errors import ConfigError
 
+SCHEDULER_GROUP: Final = "greenroom.schedulers"
 POLICY_GROUP: Final = "greenroom.policies"
 SWAPPER_GROUP: Final = "greenroom.swappers"
 ENGINE_GROUP: Final = "greenroom.engines"

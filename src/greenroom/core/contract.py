@@ -1,12 +1,15 @@
 """The contract of a scheduler: events in, effects out, and a view that answers questions.
 
-`scheduler.py` is the one that Greenroom comes with.
+Greenroom comes with two: `scheduler.py` and, small and easy to foresee, `plain.py`. An entry point in the group
+`greenroom.schedulers` names another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from greenroom.core.effects import Effects
 from greenroom.core.events import Event
 from greenroom.core.view import SchedulerView
 
@@ -28,3 +31,6 @@ class Scheduler(Protocol):
     def handle(self, event: Event) -> None:
         """Decide, and call effects, before it returns. The first event is a `ConfigChanged` with everything."""
         ...
+
+
+SchedulerFactory = Callable[[Effects], Scheduler]

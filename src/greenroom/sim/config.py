@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from greenroom.core.contract import Scheduler, SchedulerFactory
 from greenroom.core.effects import Effects
 from greenroom.core.events import Learned, Limits
 from greenroom.core.model import Device, DeviceId, ModelId, ModelSpec, MoveKind
@@ -115,6 +116,13 @@ class SimConfig:
     # Policies and swappers by name, those of other packages included.
     policies: Policies = field(default_factory=lambda: BUILT_IN)
     swappers: Swappers = field(default_factory=lambda: SWAPPERS)
+    # Another scheduler; None: the default one, with these policies and swappers.
+    scheduler: SchedulerFactory | None = None
+
+    def scheduler_for(self, effects: Effects) -> Scheduler:
+        if self.scheduler is not None:
+            return self.scheduler(effects)
+        return DefaultScheduler(effects, self.policies, self.swappers)
 
     def learned(self) -> dict[ModelId, Learned] | None:
         return {model.spec.id: model.timings.learned() for model in self.models} if self.knows_times else None
@@ -124,11 +132,6 @@ def absent_gpus(spec: ModelSpec, devices: Iterable[Device]) -> tuple[DeviceId, .
     """The GPUs that `devices` of this model names, if nothing that it names is there; else none."""
     there = {device.id for device in devices}
     return () if there.intersection(spec.devices) else spec.devices
-
-
-def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> DefaultScheduler:
-    """The gateway's own scheduler. Its limits name the policy (`limits_for`)."""
-    return DefaultScheduler(effects, policies, swappers)
 
 
 def limits_for(limits: Limits, policy: str, policies: Policies = BUILT_IN) -> Limits:

@@ -31,7 +31,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.sim.compute import Compute
-from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, absent_gpus, scheduler_for
+from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, absent_gpus
 from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import Delays, GroundTruth
@@ -68,7 +68,7 @@ class Player:
         is_constant = all(model.timings.speed is None for model in config.models)
         self._compute = None if is_constant else Compute(self.clock, self._answered)
         self._disk_free_at = [0.0] * (config.loads_at_once or 0)
-        self.scheduler = scheduler_for(self, config.policies, config.swappers)
+        self.scheduler = config.scheduler_for(self)
 
     def post(self, event: ev.Event) -> None:
         """Post an event to the scheduler. The truth must be changed before."""

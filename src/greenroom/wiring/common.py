@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.config import limits
-from greenroom.config.schema import Config, Server
+from greenroom.config.schema import Config
 from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
-from greenroom.core.scheduler import DefaultScheduler
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
@@ -59,20 +58,20 @@ class CommonParts:
 
 
 def wire_common(
-    server: Server,
+    config: Config,
     state_dir: StateDir,
     clock: Callable[[], float],
     is_named_tenant: Callable[[str], bool],
     timeouts: Timeouts,
 ) -> CommonParts:
-    catalog, slots, hub = Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
+    server, catalog, slots, hub = config.server, Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
     with_aliases = server.metrics_aliases is not None
     metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, with_aliases=with_aliases)
     observer = Observer(hub, metrics)
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
-    loop = SchedulerLoop(DefaultScheduler(seen_effects, limits.POLICIES, limits.SWAPPERS_BY_NAME))
+    loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects))
     return CommonParts(
         catalog=catalog,
         slots=slots,

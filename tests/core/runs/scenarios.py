@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from greenroom.core.effects import Effects
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, MoveKind, Need
 from tests.core.world import HOST, Engine, World, gpu, host, model
@@ -20,9 +22,11 @@ MODELS = (
 )
 
 
-def mixed_scenario(prepare: Callable[[World], None] = lambda world: None) -> World:
+def mixed_scenario(
+    prepare: Callable[[World], None] = lambda world: None, scheduler: Callable[[Effects], Any] | None = None
+) -> World:
     """Requests of all kinds, operators, leases, strangers and a new revision, over two GPUs that hold a third of it."""
-    world = World(plays=True, limits=Limits(queue_depth_max=60), devices=DEVICES)
+    world = World(plays=True, limits=Limits(queue_depth_max=60), devices=DEVICES, scheduler=scheduler)
     prepare(world)
     world.config(*MODELS)
     world.engines["vision"] = Engine(load_s=8.0, seen={DeviceId("gpu0"): 4_400})

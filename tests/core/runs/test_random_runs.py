@@ -31,6 +31,7 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
+from greenroom.core.plain import PlainScheduler
 from greenroom.core.policy.coresidency import Group, Rules
 from greenroom.core.policy.matrix import Matrix
 from greenroom.core.queue.waitlist import WaiterKind
@@ -92,6 +93,8 @@ def version(name: ModelId) -> ModelId:
 
 
 class AnythingMayHappen(RuleBasedStateMachine):
+    scheduler: type[PlainScheduler] | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
@@ -102,7 +105,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def begin(self, ends_abruptly: bool, policy: str, company: Rules | None, green_room_mib: int | None) -> None:
         self.ends_abruptly = ends_abruptly
         limits = replace(LIMITS, policy=policy, company=company, green_room_mib=green_room_mib)
-        self.world = World(MODELS, DEVICES, limits, plays=False)
+        self.world = World(MODELS, DEVICES, limits, plays=False, scheduler=self.scheduler)
 
     def _next(self, letter: str) -> str:
         self.number += 1
@@ -408,6 +411,16 @@ settings.register_profile(
 AnythingMayHappen.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # A loaded machine may take long over it; it takes seconds on an idle one.
 TestAnythingMayHappen = pytest.mark.untraced(pytest.mark.timeout(3_600)(AnythingMayHappen.TestCase))
+
+
+class AnythingMayHappenPlainly(AnythingMayHappen):
+    """The same to the plain scheduler."""
+
+    scheduler = PlainScheduler
+
+
+AnythingMayHappenPlainly.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+TestAnythingMayHappenPlainly = pytest.mark.untraced(pytest.mark.timeout(3_600)(AnythingMayHappenPlainly.TestCase))
 
 
 class AnythingMayHappenForLong(AnythingMayHappen):

@@ -71,6 +71,8 @@ class Company(Section):
 class SchedulerSection(Section):
     """The order of requests, and how many may wait."""
 
+    implementation: str = "default"
+    """The scheduler: default, plain (in the order of arrival alone), or one that an installed package registers."""
     policy: str = DEFAULTS.policy
     """Orders requests and decides when models swap: default, fifo, or one that an installed package registers."""
     swapper: str = DEFAULTS.swapper

@@ -192,8 +192,11 @@ def test_json_of_a_wrong_file_lists_its_problems(good: Path, capsys: pytest.Capt
     assert result["ok"] is False and len(result["problems"]) == 2
 
 
-@pytest.mark.parametrize(("key", "known"), [("policy", "default, fifo"), ("swapper", "coordinator, memory")])
-def test_a_policy_or_swapper_that_is_not_there_is_told(
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [("implementation", "default, plain"), ("policy", "default, fifo"), ("swapper", "coordinator, memory")],
+)
+def test_a_scheduler_policy_or_swapper_that_is_not_there_is_told(
     good: Path, key: str, known: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good.write_text(f"{GOOD}\nscheduler: {{{key}: coin}}\n")
