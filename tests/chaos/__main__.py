@@ -21,17 +21,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="beginning with this one")
     parser.add_argument("--jobs", type=int, default=None, metavar="N", help="on so many cores (default: all)")
     parser.add_argument("--versions", action="store_true", help="with updates of models among the faults")
+    parser.add_argument("--plain", action="store_true", help="with the plain scheduler")
     said = parser.parse_args(arguments)
     # Plain when piped: lines are not folded, so that they can be searched.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if said.seed is not None:
-        return _replay(said.seed, said.versions, console)
-    return _play(range(said.first, said.first + said.seeds), said.jobs, said.versions, console)
+        return _replay(said.seed, said.versions, said.plain, console)
+    return _play(range(said.first, said.first + said.seeds), said.jobs, said.versions, said.plain, console)
 
 
-def _replay(seed: int, versions: bool, console: Console) -> int:
+def _replay(seed: int, versions: bool, plain: bool, console: Console) -> int:
     try:
-        played = play(seed, hashed=True, versions=versions)
+        played = play(seed, hashed=True, versions=versions, plain=plain)
     except Failure as failure:
         console.print(str(failure))
         return 1
@@ -42,7 +43,7 @@ def _replay(seed: int, versions: bool, console: Console) -> int:
     return 0
 
 
-def _play(seeds: range, jobs: int | None, versions: bool, console: Console) -> int:
+def _play(seeds: range, jobs: int | None, versions: bool, plain: bool, console: Console) -> int:
     figures = Figures()
     columns = (
         TextColumn("playing"),
@@ -53,12 +54,12 @@ def _play(seeds: range, jobs: int | None, versions: bool, console: Console) -> i
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(seeds), events=0)
-        for played in play_many(seeds, jobs, versions):
+        for played in play_many(seeds, jobs, versions, plain=plain):
             figures.take(played)
             progress.update(task, advance=1, events=figures.events)
     console.print("\n".join(figures.lines()))
     for failure in sorted(figures.failures, key=lambda one: one.seed)[:SHOWN_MAX]:
-        again = f"python -m tests.chaos {failure.seed}{' --versions' if versions else ''}"
+        again = f"python -m tests.chaos {failure.seed}{' --versions' if versions else ''}{' --plain' if plain else ''}"
         console.print(f"\n{failure}\nreplay it: {again}")
     if figures.failures:
         console.print(

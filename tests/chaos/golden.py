@@ -26,6 +26,7 @@ from unittest import mock
 
 from benchmarks.scheduling.grid.workloads import GENERATED, generated
 from greenroom.core import events as ev
+from greenroom.core.contract import Scheduler
 from greenroom.core.effects import Reason
 from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
@@ -106,7 +107,7 @@ class Golden:
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
         self._events = 0
-        self.scheduler: DefaultScheduler | None = None
+        self.scheduler: Scheduler | None = None
 
     def told(self, event: ev.Event) -> None:
         self._hash.update(said(event).encode())
@@ -123,7 +124,7 @@ class Golden:
     def hex(self) -> str:
         return self._hash.hexdigest()
 
-    def _ask(self, scheduler: DefaultScheduler, now: float) -> None:
+    def _ask(self, scheduler: Scheduler, now: float) -> None:
         models = sorted(model for model in scheduler.view.learned() if not model.startswith(" "))
         if models:
             model = models[self._events // ASKED_EVERY % len(models)]

@@ -55,10 +55,10 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.most_common() if count)
 
 
-def outcome(seed: int, versions: bool = False) -> Played | Failure:
+def outcome(seed: int, versions: bool = False, plain: bool = False) -> Played | Failure:
     """What comes of one seed, good or bad; with `versions`, models are updated meanwhile."""
     try:
-        return play(seed, versions=versions)
+        return play(seed, versions=versions, plain=plain)
     except Failure as failure:
         return failure
 
@@ -72,10 +72,14 @@ def task_storm_outcome(seed: int) -> Played | Failure:
 
 
 def play_many(
-    seeds: Iterable[int], jobs: int | None = None, versions: bool = False, task_storms: bool = False
+    seeds: Iterable[int],
+    jobs: int | None = None,
+    versions: bool = False,
+    task_storms: bool = False,
+    plain: bool = False,
 ) -> Iterator[Played | Failure]:
     """Play these seeds on so many processes, all cores by default, each outcome as soon as it is there."""
-    one = task_storm_outcome if task_storms else partial(outcome, versions=versions)
+    one = task_storm_outcome if task_storms else partial(outcome, versions=versions, plain=plain)
     # Started afresh, so that nothing of this process, threads and test doubles included, is inherited.
     with get_context("spawn").Pool(jobs or os.cpu_count() or 1) as pool:
         yield from pool.imap_unordered(one, seeds, CHUNK)

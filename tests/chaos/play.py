@@ -19,7 +19,7 @@ from tests.chaos.checks import checks_for, checks_with_versions
 from tests.chaos.checks.base import Checkers
 from tests.chaos.disturbances import Disturbances
 from tests.chaos.fault_plan import HANG_MAX_S, FaultCounts, FaultPlan
-from tests.chaos.scenario import STAY_MAX_S, Scenario, draw_scenario, draws_stay
+from tests.chaos.scenario import STAY_MAX_S, Scenario, draw_scenario, draws_stay, under_plain
 from tests.chaos.version_changes import VersionChanges
 
 RECENT_MAX = 30
@@ -90,9 +90,14 @@ def play(
     exclusives: bool = True,
     tasks: bool = True,
     versions: bool = False,
+    plain: bool = False,
 ) -> Played:
-    """Play this seed to its end; with `versions`, models are updated meanwhile. Raises Failure."""
-    return Play(draw_scenario(seed, folding, exclusives, tasks and not versions), hashed, versions).to_the_end()
+    """Play this seed to its end; with `versions`, models are updated meanwhile. Raises Failure.
+
+    With `plain`, the plain scheduler plays it.
+    """
+    scenario = draw_scenario(seed, folding, exclusives, tasks and not versions)
+    return Play(under_plain(scenario) if plain else scenario, hashed, versions).to_the_end()
 
 
 class Play:

@@ -12,6 +12,7 @@ from random import Random
 
 from greenroom.core.events import Choice, Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, TenantId
+from greenroom.core.plain import PlainScheduler
 from greenroom.core.policy.coresidency import Group, Rules
 from greenroom.core.policy.matrix import Matrix
 from greenroom.sim.config import SimConfig, SimModel, Timings
@@ -102,6 +103,13 @@ def draw_scenario(seed: int, folding: bool = True, exclusives: bool = True, task
         random = Random(f"{seed}:tasks")
         return _with_tasks(storm, random) if tasks and random.random() <= 1 / 3 else storm
     return _calm(seed, random) if kind is Kind.CALM else _duel(seed, random)
+
+
+def under_plain(scenario: Scenario) -> Scenario:
+    """The same for the plain scheduler, which has no swappers to choose from."""
+    config = scenario.config
+    limits = replace(config.limits, swapper="memory")
+    return replace(scenario, config=replace(config, limits=limits, scheduler=PlainScheduler))
 
 
 def draw_task_storm(seed: int) -> Scenario:

@@ -39,13 +39,17 @@ def checks_with_versions() -> list[Check]:
     ]
 
 
+def _is_plain(scenario: Scenario) -> bool:
+    return scenario.config.scheduler is not None
+
+
 def _everywhere(scenario: Scenario) -> list[Check]:
     return [
         InFlight(),
         BusyStay(),
         Ends(),
         Operators(),
-        Order(),
+        Order(by_arrival=_is_plain(scenario)),
         OneMove(),
         Apart(),
         Memory(),
@@ -67,7 +71,9 @@ def _everywhere(scenario: Scenario) -> list[Check]:
 
 
 def _of_this_kind(scenario: Scenario) -> list[Check]:
-    """Promises that are judged where nothing goes wrong."""
+    """Promises of the default scheduler that are judged where nothing goes wrong."""
+    if _is_plain(scenario):
+        return []
     concurrency = scenario.config.models[0].timings.concurrency
     if scenario.kind is Kind.DUEL:
         return [FairShares(tuple(scenario.traffic.tenants), concurrency)]

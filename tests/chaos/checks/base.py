@@ -8,9 +8,11 @@ after it, `at_rest` when everything should have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from greenroom.core import events as ev
+from greenroom.core.invariants import Tabled
+from greenroom.core.state import State
 from greenroom.sim.world import World
 
 EVENTS: dict[type[Any], str] = {
@@ -29,6 +31,15 @@ EVENTS: dict[type[Any], str] = {
     ev.ShutdownAsked: "shutdown_asked",
 }
 EFFECTS = ("grant", "reject", "cut", "move", "abort", "answer", "recall", "set_timer")
+
+
+def tabled(world: World) -> Tabled:
+    """Its scheduler as one whose tables can be looked into, as those that Greenroom comes with can."""
+    return cast(Tabled, world.scheduler)
+
+
+def state_of(world: World) -> State:
+    return tabled(world).state
 
 
 class Check:

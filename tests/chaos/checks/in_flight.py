@@ -6,7 +6,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.model import LeaseId, Move, MoveKind, RequestId, SlotId
 from greenroom.sim.records import Violation
-from tests.chaos.checks.base import Check
+from tests.chaos.checks.base import Check, state_of
 
 
 class InFlight(Check):
@@ -45,7 +45,7 @@ class InFlight(Check):
     def settled(self, event: ev.Event) -> None:
         if self.world is None:
             return
-        state = self.world.scheduler.state
+        state = state_of(self.world)
         if len(state.grants) != len(self._slot_of):
             raise Violation(f"{len(self._slot_of)} are in flight, but {len(state.grants)} are granted")
         slot = self._spoken_of

@@ -9,7 +9,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.model import DeviceKind, LeaseId, ModelId, Move, MoveKind, Need, OpId, RequestId, SlotId, Tier
 from greenroom.sim.records import SimPlace, Violation
-from tests.chaos.checks.base import Check
+from tests.chaos.checks.base import Check, state_of
 
 _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
@@ -45,7 +45,7 @@ class GreenRoom(Check):
 
     def _is_to_wake(self, place: SimPlace) -> bool:
         # As soon as its memory is free. It is looked up, because nothing that was said tells it.
-        slot = None if self.world is None else self.world.scheduler.state.slots.get(place.id)
+        slot = None if self.world is None else state_of(self.world).slots.get(place.id)
         return slot is not None and (slot.planned is not None or slot.is_going)
 
     def _could_leave(self, place: SimPlace) -> bool:
@@ -84,7 +84,7 @@ class LeasesWhole(Check):
             return
         self.judged += 1
         devices = self.world.truth.devices
-        claim = self.world.scheduler.state.slots[slot].claim
+        claim = state_of(self.world).slots[slot].claim
         gpus = [mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.GPU]
         if not any(device.kind is DeviceKind.GPU for device in devices.values()):
             # A machine without GPUs plans with its host's memory.
@@ -114,7 +114,7 @@ class Needs(Check):
         for model, need in (event.needs or {}).items():
             if self.world is not None and model in self._revisions:
                 # Slots are numbered as they are planned: those with a higher number come after this was told.
-                self._told[model] = (self.world.scheduler.state._sequence, need)
+                self._told[model] = (state_of(self.world)._sequence, need)
 
     def move(self, move: Move, reason: Reason) -> None:
         if move.kind is not MoveKind.LOAD or move.model not in self._told:

@@ -41,8 +41,10 @@ Lanes = dict[tuple[TenantId, int], list[Caller]]
 class Order(Check):
     """Only requests for one model are in lanes here: the others may be served elsewhere at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_arrival: bool = False) -> None:
         self.judged = 0
+        # As the plain scheduler has it: nothing but the order of arrival counts.
+        self._by_arrival = by_arrival
         self._limits = ev.Limits()
         self._now = 0.0
         self._numbers = 0
@@ -124,6 +126,8 @@ class Order(Check):
                 raise Violation(f"{caller.request} is granted though {other.request} must go first")
 
     def _must_go_first(self, one: Caller, other: Caller) -> bool:
+        if self._by_arrival:
+            return one.number < other.number
         if self._limits.policy == "fifo":
             return (one.priority, one.number) < (other.priority, other.number)
         lift_s = self._limits.lift_s

@@ -6,7 +6,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.invariants import check
 from greenroom.sim.records import Violation
-from tests.chaos.checks.base import Check
+from tests.chaos.checks.base import Check, state_of, tabled
 
 # Looking at everything costs as much as some hundred events, so it is not done after each.
 EVERY = 101
@@ -23,11 +23,11 @@ class Invariants(Check):
         if not self._until_next and self.world is not None:
             self._until_next = self._every
             self.judged += 1
-            check(self.world.scheduler, event.now)
+            check(tabled(self.world), event.now)
 
     def at_rest(self) -> None:
         if self.world is not None:
-            check(self.world.scheduler, self.world.clock.told)
+            check(tabled(self.world), self.world.clock.told)
 
 
 class Timers(Check):
@@ -46,7 +46,7 @@ class Timers(Check):
         self._set.pop(event.timer, None)
 
     def settled(self, event: ev.Event) -> None:
-        if self.world is not None and len(self._set) != len(self.world.scheduler.state.timers):
+        if self.world is not None and len(self._set) != len(state_of(self.world).timers):
             raise Violation(f"timers set {sorted(map(str, self._set))}, others are known")
 
     def at_rest(self) -> None:
@@ -60,7 +60,7 @@ class AtRest(Check):
     def at_rest(self) -> None:
         if self.world is None:
             return
-        state, truth = self.world.scheduler.state, self.world.truth
+        state, truth = state_of(self.world), self.world.truth
         tables: dict[str, object] = {
             "slots": state.slots,
             "slots by model": state.slots_by_model,

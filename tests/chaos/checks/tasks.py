@@ -15,7 +15,7 @@ from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, Outcome, RequestId, SlotId
 from greenroom.sim.records import Violation
-from tests.chaos.checks.base import Check
+from tests.chaos.checks.base import Check, state_of
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class LastResort(Check):
             del self._open[event.request]
         elif asked.at is not None:
             assert self.world is not None
-            known = self.world.scheduler.state.models
+            known = state_of(self.world).models
             asked.was_alone = not any(name in known and name != asked.at for name in asked.event.candidates)
             asked.lost_at.add(asked.at)
             asked.was_busy = asked.was_busy or event.was_busy
@@ -86,7 +86,7 @@ class LastResort(Check):
 
     def slots_lost(self, event: ev.SlotsLost) -> None:
         assert self.world is not None
-        slots = self.world.scheduler.state.slots
+        slots = state_of(self.world).slots
         self._fallen.update(event.slots)
         for slot in event.slots:
             if slot in slots:
@@ -101,7 +101,7 @@ class LastResort(Check):
         if asked is None:
             return
         assert self.world is not None
-        model = self.world.scheduler.state.slots[slot].model
+        model = state_of(self.world).slots[slot].model
         if model in asked.lost_at and not asked.was_alone:
             raise Violation(f"{request} is sent to {model} again, which has failed it")
         asked.at = model
@@ -113,20 +113,20 @@ class LastResort(Check):
         self.judged += 1
         if asked.was_busy:
             raise Violation(f"{request} falls to {model} because a local model was busy")
-        scheduler, failed = self.world.scheduler, asked.lost_at | asked.not_loaded | {*asked.choice.last_resort}
+        state, failed = state_of(self.world), asked.lost_at | asked.not_loaded | {*asked.choice.last_resort}
         for name in asked.event.candidates:
-            if name in failed or name not in scheduler.state.models:
+            if name in failed or name not in state.models:
                 continue
             alone = waiter_for(replace(asked.event, now=self._now, candidates=(name,)), 2**62)
             # What decisions go by: callers are told a later time where memory has to come free first.
-            (option,) = weigh(scheduler.state, alone, self._now, Places())
+            (option,) = weigh(state, alone, self._now, Places())
             if not isinstance(option.plan, Refuse) and (asked.choice.pin_primary or self._is_in_time(option, asked)):
                 raise Violation(f"{request} falls to {model} though {name} could serve it: {option.plan}")
 
     def _is_in_time(self, option: Option, asked: Asked) -> bool:
         """By a swap at least: the request has left its queue by now, which makes estimates of others shorter."""
         assert self.world is not None
-        answer_by, state = asked.event.answer_by, self.world.scheduler.state
+        answer_by, state = asked.event.answer_by, state_of(self.world)
         if answer_by is None:
             return True
         if option.is_late or option.begins_s == inf:

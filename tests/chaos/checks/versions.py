@@ -5,7 +5,7 @@ from __future__ import annotations
 from greenroom.core import events as ev
 from greenroom.core.model import ModelId
 from greenroom.sim.records import Violation
-from tests.chaos.checks.base import Check
+from tests.chaos.checks.base import Check, state_of
 
 
 class Servable(Check):
@@ -21,14 +21,14 @@ class Servable(Check):
 
     def version_promoted(self, event: ev.VersionPromoted) -> None:
         self._names.add(event.spec.id)
-        if self.world is not None and event.coming in self.world.scheduler.state.models:
-            serving = self.world.scheduler.state.serving(event.coming)
+        if self.world is not None and event.coming in state_of(self.world).models:
+            serving = state_of(self.world).serving(event.coming)
             self._flips = (event.spec.id, frozenset(slot.id for slot in serving))
 
     def settled(self, event: ev.Event) -> None:
         if self.world is None:
             return
-        state = self.world.scheduler.state
+        state = state_of(self.world)
         if gone := self._names - state.models.keys():
             raise Violation(f"{sorted(gone)} cannot be asked for any more")
         if isinstance(event, ev.VersionPromoted) and self._flips is not None:
