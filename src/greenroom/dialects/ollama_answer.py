@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from greenroom.dialects.chat import error_message
+from greenroom.dialects.chat import TEXT_BYTES_MAX, error_message
 from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, ToolPiece
 from greenroom.dialects.ollama_request import (
     embed_fields,
@@ -21,7 +22,7 @@ from greenroom.dialects.ollama_request import (
     read_generate,
 )
 from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import ANSWER_BYTES_MAX, ChatTranslation
+from greenroom.dialects.translation import ANSWER_BYTES_MAX, ChatTranslation, nothing
 from greenroom.errors import EngineFault
 
 LINES: Final = b"application/x-ndjson"
@@ -171,10 +172,15 @@ class _Embeddings(msgspec.Struct):
 
 
 _vectors: Final = msgspec.json.Decoder(_Embeddings)
+_VECTOR: Final = re.compile(rb'"embedding"\s*:\s*\[')
+_PLACE: Final = Raw(b"[0]")
 
 
 def embed_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
-    return EmbeddingTranslation(embed_fields, lambda vectors, tokens: _embed(frame, vectors, tokens))
+    def write(vectors: list[Raw], tokens: int) -> dict[str, Any]:
+        return _embed(frame, vectors, tokens)
+
+    return EmbeddingTranslation(embed_fields, write, lambda: LongVectors(write))
 
 
 def embeddings_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
@@ -191,12 +197,71 @@ def _embed(frame: Frame, vectors: list[Raw], tokens: int) -> dict[str, Any]:
     }
 
 
+def _read_vectors(body: bytes) -> _Embeddings:
+    try:
+        return _vectors.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineFault("The engine answered something else than embeddings.", details=str(error)) from None
+
+
+class LongVectors:
+    """Writes vectors in the order in which they come, without decoding them. What is around them is read at the end."""
+
+    def __init__(self, write: Callable[[list[Raw], int], dict[str, Any]]) -> None:
+        self._write = write
+        self._held = b""
+        self._is_inside = False
+        # What is around the vectors, which are empty there.
+        self._around = bytearray()
+        self._next = self._ends(0)[0]
+        self.failure: str | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        data, at, written = self._held + data, 0, []
+        while self.failure is None:
+            if self._is_inside:
+                end = data.find(b"]", at) + 1
+                written.append(data[at : end or len(data)])
+                at, self._is_inside = end or len(data), not end
+                if not end:
+                    break
+            elif (found := _VECTOR.search(data, at)) is not None:
+                self._around += data[at : found.end()] + b"]"
+                written += (self._next, b"[")
+                at, self._next, self._is_inside = found.end(), b",", True
+            else:
+                break
+            if len(self._around) > TEXT_BYTES_MAX:
+                self.failure = "There is too much beside the vectors."
+        self._held = data[at:]
+        if len(self._held) > TEXT_BYTES_MAX:
+            self.failure = "There is no vector."
+        return b"".join(written)
+
+    def flush(self) -> bytes:
+        try:
+            answer = _read_vectors(bytes(self._around) + self._held)
+        except EngineFault as error:
+            self.failure = self.failure or error.public
+            return b""
+        places = [one.index for one in answer.data]
+        if not places or places != sorted(places):
+            self.failure = "Its vectors are missing, or not in their order."
+        return self._ends((answer.usage or _EmbeddingUsage()).prompt_tokens)[1]
+
+    def _ends(self, tokens: int) -> tuple[bytes, bytes]:
+        """What is before the first vector, and behind the last one."""
+        before, _, behind = _encode(self._write([_PLACE], tokens)).rpartition(bytes(_PLACE))
+        return before, behind
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingTranslation:
     """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
 
     request: Callable[[Fields], Fields]
     write: Callable[[list[Raw], int], dict[str, Any]]
+    long: Callable[[], LongVectors | None] = nothing
     dialect: Dialect = Dialect.OLLAMA
     stream_type: bytes = LINES
     path: bytes = EMBEDDINGS_PATH
@@ -212,10 +277,7 @@ class EmbeddingTranslation:
         """Raises EngineFault if a good answer cannot be read."""
         if status != 200:
             return engine_error(self.dialect, status, error_message(body))
-        try:
-            answer = _vectors.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineFault("The engine answered something else than embeddings.", details=str(error)) from None
+        answer = _read_vectors(body)
         vectors = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
         if not vectors:
             raise EngineFault("The engine answered no embedding.")

@@ -15,7 +15,7 @@ from msgspec import Raw
 from greenroom.dialects.chat import error_message
 from greenroom.dialects.neutral import Fields, read, refuse_fields
 from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import ANSWER_BYTES_MAX
+from greenroom.dialects.translation import ANSWER_BYTES_MAX, nothing
 from greenroom.errors import BadRequest, EngineFault
 
 TOKENIZE_PATH: Final = b"/tokenize"
@@ -64,6 +64,7 @@ class TokenizeTranslation:
     stream_type: bytes = b"application/json"
     path: bytes = TOKENIZE_PATH
     bytes_max: int = ANSWER_BYTES_MAX
+    long: Callable[[], None] = nothing
 
     def stream(self) -> None:
         return None

@@ -15,7 +15,7 @@ from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece
 from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
-# Of answers that are no text: vectors, tokens, and what an engine says in the dialect itself.
+# Of answers that are no text: tokens, and what an engine says in the dialect itself.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 EVENTS: Final = b"text/event-stream; charset=utf-8"
 # Of an event. Inside a string its quotes would be escaped.
@@ -23,7 +23,7 @@ _NUMBER: Final = re.compile(rb'"sequence_number" ?: ?(\d{1,15})[,} \r\n]')
 _CUT_OFF: Final = "The engine ended its stream before its answer was whole."
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -40,6 +40,15 @@ class StreamWriter(Protocol):
     def end(self) -> bytes:
         """The events after the last piece."""
         ...
+
+
+class LongAnswer(Protocol):
+    """Writes an answer as it comes. `failure`: why it cannot be read."""
+
+    failure: str | None
+
+    def feed(self, data: bytes) -> bytes: ...
+    def flush(self) -> bytes: ...
 
 
 class StreamTranslator:
@@ -101,7 +110,8 @@ class ChatTranslation:
     stream_type: bytes = EVENTS
     path: bytes = CHAT_PATH
     bytes_max: int = TEXT_BYTES_MAX
-    if_cold: Callable[[], bytes | None] = _nothing
+    long: Callable[[], None] = nothing
+    if_cold: Callable[[], bytes | None] = nothing
 
     def request(self, fields: Fields) -> Fields:
         return chat_fields(self.read(fields), model=fields["model"], stream=self.writer is not None)
@@ -127,6 +137,7 @@ class PassedOn:
     path: bytes
     stream_type: bytes = EVENTS
     bytes_max: int = ANSWER_BYTES_MAX
+    long: Callable[[], None] = nothing
 
     def request(self, fields: Fields) -> Fields:
         return fields
@@ -163,6 +174,7 @@ class Translation(Protocol):
         ...
 
     def whole(self, status: int, body: bytes) -> bytes: ...
+    def long(self) -> LongAnswer | None: ...
 
 
 # Makes the translation of one request, which is a stream or not, for an engine that does not have the dialect.

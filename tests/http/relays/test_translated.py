@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.neutral import Frame
+from greenroom.dialects.ollama_answer import embed_translation
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import Translated
+from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, Translated
 from greenroom.http.request import Head
 
 PIECE_BYTES = 256 * 1024
@@ -23,29 +26,38 @@ class SeenWire:
 
     def __init__(self) -> None:
         self.seen = b""
+        self.is_cut = False
 
     def write(self, data: bytes) -> None:
         self.seen += data
 
     def exchange_over(self, keep_alive: bool) -> None: ...
-    def cut(self, *, hard: bool) -> None: ...
+    def cut(self, *, hard: bool) -> None:
+        self.is_cut = True
+
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
         raise AssertionError(receiver)
 
 
 def answered(body: bytes, status: int = 200) -> tuple[Translated, bytes]:
+    relay, wire = relayed(body, messages_translation(Frame("m", "1", 0.0), False), status)
+    return relay, wire.seen
+
+
+def relayed(
+    body: bytes, translation: AnswerTranslation, status: int = 200, piece_bytes: int = PIECE_BYTES
+) -> tuple[Translated, SeenWire]:
     wire = SeenWire()
     head = Head(b"POST", b"/v1/messages", [], "1.1", "", keep_alive=True)
     exchange = Exchange(wire, EdgeState(EdgeLimits()), head, Body(BodyBudget(EdgeLimits())))
-    translation = messages_translation(Frame("m", "1", 0.0), False)
     relay = Translated(exchange, translation, RelayOptions([]))
     relay.head(status, [(b"content-type", b"application/json")])
-    for at in range(0, len(body), PIECE_BYTES):
+    for at in range(0, len(body), piece_bytes):
         if relay.wanted:
-            relay.body(body[at : at + PIECE_BYTES])
+            relay.body(body[at : at + piece_bytes])
     if relay.wanted:
         relay.complete()
-    return relay, wire.seen
+    return relay, wire
 
 
 @pytest.mark.parametrize("unit", [b"{},", b'{"message":{"tool_calls":[]}},'])
@@ -72,3 +84,58 @@ def test_a_text_that_takes_long_to_decode_is_not_read(mib: int, outcome: RelayOu
 def test_of_a_long_error_the_beginning_is_told() -> None:
     relay, seen = answered(b'{"error":{"message":"%b"}}' % (b"no room " * 128 * 1024), status=500)
     assert relay.outcome is RelayOutcome.COMPLETE and b"no room no room" in seen and len(seen) < 8_000
+
+
+EMBED = embed_translation(Frame("m [0]", "1", 0.0), False)
+
+
+def embeddings(places: list[int], *, spaced: bool = False) -> tuple[dict[str, Any], bytes]:
+    """So many bytes of vectors that they are translated as they come."""
+    numbers = LONG_BYTES // len(places) // 8
+    data = [{"object": "embedding", "index": at, "embedding": [at + 0.25] * numbers * 2} for at in places]
+    answer = {"object": "list", "data": data, "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    return answer, json.dumps(answer, separators=None if spaced else (",", ":")).encode()
+
+
+def unchunked(seen: bytes) -> bytes:
+    head, _, rest = seen.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head and b"content-type: application/json" in head
+    pieces = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        pieces.append(rest[:length])
+        rest = rest[length + 2 :]
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("piece_bytes", [997, PIECE_BYTES, 4 * LONG_BYTES])
+def test_long_vectors_are_passed_on_as_they_come(spaced: bool, piece_bytes: int) -> None:
+    answer, body = embeddings(list(range(30)), spaced=spaced)
+    relay, wire = relayed(body, EMBED, piece_bytes=piece_bytes)
+    assert relay.outcome is RelayOutcome.COMPLETE and not wire.is_cut
+    told = json.loads(unchunked(wire.seen))
+    assert told["embeddings"] == [one["embedding"] for one in answer["data"]]
+    assert (told["model"], told["prompt_eval_count"]) == ("m [0]", 7)
+    assert told == json.loads(EMBED.whole(200, body))
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        embeddings([1, 0])[1],
+        embeddings([0, 1])[1][:-1],
+        embeddings([0, 1])[1][: LONG_BYTES + 100_000],
+        b'{"data":[],"more":"%b"}' % (b"x" * 2 * LONG_BYTES),
+        b'{"data":"%b"}' % (b"x" * 9 * LONG_BYTES),
+        b'{"data":[%b]}' % b",".join([b'{"embedding":[],"object":"%b"}' % (b"x" * LONG_BYTES)] * 9),
+    ],
+    ids=["order", "end", "half", "none", "no list", "too much"],
+)
+def test_long_vectors_that_cannot_be_read_are_cut(spoilt: bytes) -> None:
+    relay, wire = relayed(spoilt, EMBED)
+    assert relay.outcome is RelayOutcome.ENGINE_LOST and relay.error is not None and relay.error.details
+    assert not wire.seen.endswith(b"0\r\n\r\n")
+    relay.fail(b"data: an event\n\n")
+    assert wire.is_cut and b"an event" not in wire.seen

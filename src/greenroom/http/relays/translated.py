@@ -1,7 +1,7 @@
 """Relays that change an answer: into another dialect than the engine's, or only the name of its model.
 
 Owns the joint between the engine's bytes, which are counted and read as they are, and those that the client is sent. A
-stream is translated as it comes; any other answer is held until it is whole.
+stream is translated as it comes, and so is a long answer of vectors; any other answer is held until it is whole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOptions, R
 ANSWER_OBJECTS_MAX: Final = 100_000
 # Shorter answers cannot hurt.
 COUNTED_BYTES: Final = 256 * 1024
+# Longer ones are translated as they come, if they can be.
+LONG_BYTES: Final = 1024 * 1024
 _JSON: Final = b"application/json"
 
 
@@ -59,6 +61,10 @@ class AnswerTranslation(Protocol):
         """For any other answer. Raises EngineFault if it cannot be read."""
         ...
 
+    def long(self) -> EventTranslator | None:
+        """For a good one above LONG_BYTES; None: it is held like the others. What has failed is cut."""
+        ...
+
 
 class Translated(Relay):
     """Use in place of a Relay. An answer that cannot be translated ends as a lost engine does, with its own error."""
@@ -90,7 +96,7 @@ class Translated(Relay):
 
     @property
     def at_boundary(self) -> bool:
-        return self._events is not None or super().at_boundary
+        return (self._events is not None and self._is_streamed()) or super().at_boundary
 
     def complete(self) -> None:
         events = self._events
@@ -98,7 +104,8 @@ class Translated(Relay):
             self.exchange.write(events.flush())
             if events.failure is not None:
                 self.upstream = None
-                self.exchange.finish()
+                if self._is_streamed():
+                    self.exchange.finish()
                 self._fail(EngineFault("The engine ended its answer with an error.", details=events.failure))
                 return
         super().complete()
@@ -140,6 +147,10 @@ class Translated(Relay):
             self._refuse(f"{bytes_max:,} bytes")
         elif self._objects > ANSWER_OBJECTS_MAX and length > COUNTED_BYTES:
             self._refuse(f"{ANSWER_OBJECTS_MAX:,} JSON objects")
+        elif length > LONG_BYTES and self.status == 200 and (events := self._translation.long()) is not None:
+            held, self._held, self._events = b"".join(self._held), None, events
+            self._pass_head()
+            self.exchange.write(events.feed(held))
 
     def _refuse(self, most: str) -> None:
         self._drop_upstream()
