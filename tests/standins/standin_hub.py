@@ -80,6 +80,8 @@ class StandinHub:
     """What the API says of a file instead of the truth, by path."""
     plain: dict[str, bytes] = field(default_factory=dict)
     """Files at paths of their own."""
+    older: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """What repositories held before, by commit."""
     tags: set[str] = field(default_factory=set)
     """Names of the newest revision, besides main."""
     renamed: dict[str, str] = field(default_factory=dict)
@@ -97,15 +99,18 @@ class StandinHub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def commit(self, repo: str) -> str:
-        return hashlib.sha1(json.dumps(sorted(map(repr, self.repos[repo].items()))).encode()).hexdigest()
+    def files(self, repo: str, revision: str = "") -> dict[str, bytes]:
+        return self.older.get(revision) or self.repos.get(repo, {})
+
+    def commit(self, repo: str, revision: str = "") -> str:
+        return hashlib.sha1(json.dumps(sorted(map(repr, self.files(repo, revision).items()))).encode()).hexdigest()
 
     def asked_for(self, name: str) -> list[Seen]:
         return [one for one in self.seen if one.method == "GET" and one.path.endswith(name)]
 
-    def info(self, repo: str) -> dict[str, Any]:
-        siblings = [self._sibling(path, data) for path, data in self.repos[repo].items()]
-        return {"id": repo, "modelId": repo, "sha": self.commit(repo), "private": False, "siblings": siblings}
+    def info(self, repo: str, revision: str = "") -> dict[str, Any]:
+        siblings = [self._sibling(path, data) for path, data in self.files(repo, revision).items()]
+        return {"id": repo, "modelId": repo, "sha": self.commit(repo, revision), "private": False, "siblings": siblings}
 
     def _sibling(self, path: str, data: bytes) -> dict[str, Any]:
         about: dict[str, Any] = {"rfilename": path, "size": len(data), "blobId": git_sha1(data)}
@@ -157,11 +162,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(404 if hub.token is None else 401, {"X-Error-Code": "RepoNotFound"})
         if hub.faults.gated:
             return self._say(403, {"X-Error-Code": "GatedRepo"})
-        if revision not in ("", "main", hub.commit(repo), *hub.tags):
+        if revision not in ("", "main", hub.commit(repo), *hub.tags, *hub.older):
             return self._say(404, {"X-Error-Code": "RevisionNotFound"})
         if hub.faults.drips is not None:
             return self._drip(hub.faults.drips)
-        body = json.dumps(hub.info(repo)).encode() if hub.faults.api_body is None else hub.faults.api_body
+        body = json.dumps(hub.info(repo, revision)).encode() if hub.faults.api_body is None else hub.faults.api_body
         return self._say(200, {"Content-Type": "application/json", **hub.faults.api_headers}, body)
 
     def _drip(self, part: str) -> None:
@@ -176,10 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str) -> None:
         hub, faults = self.hub, self.hub.faults
         repo, _, rest = path.lstrip("/").partition("/resolve/")
-        name = rest.partition("/")[2]
+        revision, _, name = rest.partition("/")
         if repo in hub.renamed:
             return self._say(307, {"Location": f"/{hub.renamed[repo]}/resolve/{rest}"})
-        data = hub.plain.get(path) if path in hub.plain else hub.repos.get(repo, {}).get(name)
+        data = hub.plain.get(path) if path in hub.plain else hub.files(repo, revision).get(name)
         if data is None:
             return self._say(404, {})
         if faults.redirect is not None:
@@ -190,13 +195,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refused(faults.refuse_with)
         if faults.takes("html"):
             return self._say(200, {"Content-Type": "text/html; charset=utf-8"}, b"<h1>Please log in</h1>")
-        return self._bytes(data, {} if path in hub.plain else self._about(repo, name, data))
+        return self._bytes(data, {} if path in hub.plain else self._about(hub.commit(repo, revision), name, data))
 
-    def _about(self, repo: str, name: str, data: bytes) -> dict[str, str]:
+    def _about(self, commit: str, name: str, data: bytes) -> dict[str, str]:
         """What the hub's own client wants to know before it asks for bytes."""
         digest = git_sha1(data) if name in self.hub.small else hashlib.sha256(data).hexdigest()
         linked = {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(data))}
-        return {"X-Repo-Commit": self.hub.commit(repo), "ETag": f'"{digest}"', **linked}
+        return {"X-Repo-Commit": commit, "ETag": f'"{digest}"', **linked}
 
     def _refused(self, status: int) -> None:
         wait = self.hub.faults.retry_after
