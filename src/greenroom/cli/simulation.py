@@ -66,7 +66,7 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
     if not gpus and (args.gpus or (args.green_room_mib and not all(_is_without_gpu(model.spec) for model in models))):
         raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
-    requests = _requests(config, args)
+    requests, scheduler = _requests(config, args), args.scheduler or config.scheduler.implementation
     recorded = _recorded_speeds(config, args, models, requests.answers)
     base = SimConfig(
         tuple(_with_speed(model, recorded) for model in models),
@@ -77,12 +77,18 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         loads_at_once=args.loads_at_once,
         policies=limits.POLICIES,
         swappers=limits.SWAPPERS_BY_NAME,
+        scheduler=limits.SCHEDULERS[scheduler],
+        is_own_scheduler=scheduler == config.scheduler.implementation,
     )
-    assumed = (requests.source, *_assumed(base, recorded), *_patience(config, args))
+    assumed = (requests.source, *decides(scheduler), *_assumed(base, recorded), *_patience(config, args))
     if args.concurrency:
         assumed += ("A higher concurrency takes no more memory here; with most engines it does.",)
     wait_max_s = config.server.wait_max_s if args.patience_s is None else None
     return SimulationPlan(base, requests.workload, assumed, requests.doubt, wait_max_s)
+
+
+def decides(scheduler: str) -> list[str]:
+    return [] if scheduler == "default" else [f"The scheduler is {scheduler}; policies are the default one's."]
 
 
 def _check_asleep(asleep: Collection[str], config: Config) -> None:

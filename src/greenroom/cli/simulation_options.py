@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=_above_zero, help="requests a second (poisson, bursty)")
     parser.add_argument("--agents", type=_agents, help="number of loops that alternate models (agents)")
     parser.add_argument("--seconds", type=_above_zero, help="how long requests arrive")
+    parser.add_argument("--scheduler", metavar="NAME", help="default, plain or an installed one (default: the file's)")
     parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
     _add_case_options(parser)
     _add_timing_options(parser)

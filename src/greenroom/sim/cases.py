@@ -129,7 +129,8 @@ def is_as_configured(case: Case, base: SimConfig) -> bool:
     tried = config_for(case, base)
     sleeps = any(model.spec.need_asleep is not None for model in base.models)
     return (
-        case.policy == base.limits.policy
+        base.is_own_scheduler
+        and case.policy == base.limits.policy
         and [model.told for model in tried.models] == [model.told for model in base.models]
         and _gpu_sizes(tried) == _gpu_sizes(base)
         and not (sleeps and tried.limits.green_room_mib != base.limits.green_room_mib)

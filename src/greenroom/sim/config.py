@@ -118,6 +118,8 @@ class SimConfig:
     swappers: Swappers = field(default_factory=lambda: SWAPPERS)
     # Another scheduler; None: the default one, with these policies and swappers.
     scheduler: SchedulerFactory | None = None
+    # True if the configuration names this scheduler.
+    is_own_scheduler: bool = True
 
     def scheduler_for(self, effects: Effects) -> Scheduler:
         if self.scheduler is not None:

@@ -714,6 +714,27 @@ def test_a_swapper_that_is_not_there_is_named_by_its_key_after_policies_that_are
     assert told in capsys.readouterr().err
 
 
+def test_another_scheduler_is_played_by_its_name(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    busy = ("--config", config, "--seconds", "600", "--rate", "0.5")
+    (default,), (plain,) = figures(capsys, *busy), figures(capsys, *busy, "--scheduler", "plain")
+    assert plain["swaps"] > default["swaps"]  # type: ignore[operator]
+    assert main(["simulate", *busy, "--scheduler", "plain"]) == 0
+    said = capsys.readouterr()
+    assert "The scheduler is plain; policies are the default one's." in said.err and "As it is" not in said.out
+    Path(config).write_text(f"{CONFIG}\nscheduler: {{implementation: plain}}\n")
+    assert figures(capsys, *busy) == [plain]
+    assert main(["simulate", *busy]) == 0
+    assert "As it is" in capsys.readouterr().out
+
+
+def test_a_scheduler_that_is_not_there_is_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "-c", config, *SHORT, "--scheduler", "coin"]) == 2
+    assert "--scheduler: there is no implementation 'coin'; there are default, plain" in capsys.readouterr().err
+    Path(config).write_text(f"{CONFIG}\nscheduler: {{implementation: coin}}\n")
+    assert main(["simulate", "-c", config, *SHORT]) == 1
+    assert "scheduler.implementation: there is no implementation 'coin'" in capsys.readouterr().err
+
+
 def test_a_configuration_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text("models: {}")

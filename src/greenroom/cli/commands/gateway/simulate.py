@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.cli.simulation import prepare, sizeless, without_gpus
+    from greenroom.cli.simulation import decides, prepare, sizeless, without_gpus
     from greenroom.config import loader
     from greenroom.config.limits import limits_of
     from greenroom.sim.results.effect import counted
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = loader.find(args.config)
     config = loader.load(path).config
+    _require_scheduler(args.scheduler, config.scheduler.implementation)
     compared = _cases(args, limits_of(config))
     if args.out:
         _require_writable(args.out)
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(config, args)
     if args.trace:
         screen.note(f"trace: {prepared.assumed[0]}")
+    for sentence in decides(args.scheduler or config.scheduler.implementation):
+        screen.note(sentence)
     if prepared.doubt:
         screen.note(f"warning: {args.trace}: {prepared.doubt}")
     if none_known := without_gpus(prepared.base, args):
@@ -106,6 +109,15 @@ def _may_block(path: str) -> bool:
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.stat(os.path.realpath(path)).st_mode)
     return False
+
+
+def _require_scheduler(asked: str | None, configured: str) -> None:
+    from greenroom.config.limits import scheduler_problems
+
+    for problem in scheduler_problems(asked or configured):
+        if asked:
+            raise WrongUsage(f"--scheduler: {problem.message}")
+        raise CommandFailed(f"{'.'.join(map(str, problem.where))}: {problem.message}")
 
 
 def _cases(args: argparse.Namespace, limits: Limits) -> tuple[Case, ...]:
