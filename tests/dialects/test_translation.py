@@ -221,6 +221,21 @@ def test_the_fields_of_tokenize_are_told_apart() -> None:
             asked(False, **wrong)
 
 
+def test_tokens_are_counted_and_stay_as_they_were_sent() -> None:
+    asked = tokenize_translation({"prompt": msgspec.Raw(b'"x"')}, engine_is_vllm=False)
+    assert asked is not None and asked.whole(200, b'{"tokens": [ 5,6 , 7]}') == b'{"count":3,"tokens":[ 5,6 , 7]}'
+    assert asked.whole(200, b'{"tokens": [ ]}') == b'{"count":0,"tokens":[ ]}'
+    for wrong in (
+        b'{"tokens": [[5], [6]]}',
+        b'{"tokens": [{"id": 5, "piece": "a"}]}',
+        b'{"tokens": "5"}',
+        b"{}",
+        b"[]",
+    ):
+        with pytest.raises(EngineFault):
+            asked.whole(200, wrong)
+
+
 @pytest.mark.parametrize("translate", [messages_translation, response_translation, chat_translation])
 @pytest.mark.parametrize(
     "odd",

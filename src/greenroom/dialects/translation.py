@@ -15,7 +15,7 @@ from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece
 from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
-# Of answers that are no text: tokens, and what an engine says in the dialect itself.
+# Of answers that an engine writes in the dialect itself.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 EVENTS: Final = b"text/event-stream; charset=utf-8"
 # Of an event. Inside a string its quotes would be escaped.
