@@ -172,14 +172,19 @@ async def test_one_update_at_a_time(tmp_path: Path) -> None:
         assert [(row["id"], row["status"]) for row in listed] == [(task, "done")]
 
 
-async def test_an_update_tells_what_it_wants_before_its_row_is_on_disk(tmp_path: Path) -> None:
+async def test_an_update_tells_what_it_wants_before_its_row_is_on_disk_and_nothing_of_the_last_one(
+    tmp_path: Path,
+) -> None:
     async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
+        await update(app, "./nothing", status=404)
+        assert app.updates.error("m") is not None
         order = UpdateOrder(WeightsOrder(weights(tmp_path, "bravo")))
         beginning = asyncio.create_task(app.updates.submit("m", order, tenant="t", key="k"))
         await asyncio.sleep(0)
         assert not beginning.done() and app.updates.running("m") is not None
         desired = app.updates.desired("m")
         assert desired is not None and desired.repo_id == order.weights.repo_id
+        assert app.updates.error("m") is None
         await app.updates.ended((await beginning).id)
         assert app.updates.desired("m") is None
 

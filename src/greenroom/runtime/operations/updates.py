@@ -175,10 +175,10 @@ class Updates:
         return self._desired.get(model)
 
     def error(self, model: str) -> OperationError | None:
-        """Why the last update failed; None if it did not."""
-        if model in self._errors or model in self._running:
-            return self._errors.get(model)
-        return None if self.of(model).prepared is None else INTERRUPTED
+        """Why the last update failed; None if it did not, and while another one runs."""
+        if model in self._running:
+            return None
+        return self._errors.get(model) or (None if self.of(model).prepared is None else INTERRUPTED)
 
     def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
         """The answer to orders for a version of this model that is on its way: only its update moves it."""

@@ -106,7 +106,7 @@ class ServedVersion(Described):
     desired: Desired | None = None
     """What the running or the last, failed update wants; null if that is what serves."""
     error: UpdateFault | None = None
-    """Why the last update failed."""
+    """Why the last update failed; null while another one runs."""
 
 
 class VersionView(BaseModel):
