@@ -20,6 +20,10 @@ RUN GREENROOM_COMPILE=${COMPILE} python -m pip --python /opt/greenroom/bin/pytho
 
 # --- runs: no compiler, no headers, no sources ----------------------------------------------------------------------
 FROM python:${PYTHON}-slim-${DEBIAN}
+# OpenMP, which llama.cpp computes with.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends libgomp1 \
+ && rm -rf /var/lib/apt/lists/*
 # Number of the user, so that Kubernetes can see that it is not root, and that volumes can be given to it.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /var/lib/greenroom --shell /usr/sbin/nologin greenroom \
  && install --directory --owner=greenroom --group=greenroom --mode=0750 /var/lib/greenroom /models

@@ -64,7 +64,7 @@ NOT_UNITS := tests/test_layers.py $(PROGRAM_TESTS) $(GATEWAY_TESTS) $(UI_TESTS)
 NO_TORCH := $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 
 .PHONY: constraints setup system torch serve ui ui-check test test-slow test-ui test-vllm check format compiled \
-  test-compiled wheel bench soak sim sim-shared clean
+  test-compiled wheel image bench soak sim sim-shared clean
 
 setup: $(STAMP) system
 
@@ -75,14 +75,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # Tests run a real Redis and set its clock, speak with a real espeak-ng, and look at the dashboard with a real Chromium.
-# All come from the system; where we cannot install them, say what to type.
-SYSTEM := redis-server libfaketime espeak-ng chromium
+# The image is built by mmdebstrap. All come from the system; where we cannot install them, say what to type.
+SYSTEM := redis-server libfaketime espeak-ng chromium mmdebstrap
 # The dashboard is built by Node, which only its developers need: what it builds is in the repository.
 UI_ASSETS := src/greenroom/server/ui/assets
 UI_STAMP := ui/node_modules/.ready-$(shell cat ui/package.json ui/package-lock.json | cksum | cut -d' ' -f1)
 system:
 	@if { command -v redis-server || command -v valkey-server; } >/dev/null && command -v espeak-ng >/dev/null && \
-	  command -v chromium >/dev/null && find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
+	  command -v chromium >/dev/null && command -v mmdebstrap >/dev/null && \
+	  find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
 	if test $$(id -u) = 0; then as=; elif sudo -n true 2>/dev/null; then as='sudo -n'; else as=no; fi; \
 	if test "$$as" = no || ! command -v apt-get >/dev/null; then \
 	  echo "tests of leases, of speech and of the dashboard will fail; as root: apt-get install $(SYSTEM)"; exit; fi; \
@@ -205,6 +206,12 @@ wheel: setup            ## dist/: the sdist and a compiled wheel for this Python
 	@PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@GREENROOM_WHEEL="$$(ls -t dist/*.whl | head -1)" $(BIN)/python -m pytest tests/deploy/test_wheel.py
 	@ls dist
+
+image:                  ## dist/: the image as an archive, of Debian's packages; compiles unless COMPILE=0
+	@command -v mmdebstrap >/dev/null || { test $$(id -u) = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends mmdebstrap >/dev/null; } || \
+	  { echo "the image is built by mmdebstrap; as root: apt-get install mmdebstrap"; exit 1; }
+	@python3 scripts/make_image.py
 
 # A wheel that is installed elsewhere is measured instead of compiling: make bench INSTALLED=/opt/greenroom/bin/python
 INSTALLED ?=
