@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,35 +13,18 @@ from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.swapper import Resident, Swapper, Target
 from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
-from tests.cli.test_guides import ROOT, blocks
+from tests.cli.test_guides import ROOT
+from tests.pages import commands, defined_in, package_of, run
 from tests.sim.settings import setting, sim_model
 
 pytestmark = pytest.mark.slow
 
 PAGE = "docs/design/writing-a-policy.md"
 GPU = DeviceId("gpu0")
-# Generous: the machine may be busy.
-PATIENCE_S = 120
-
-
-def module_blocks() -> dict[str, str]:
-    """Python on the page by the file name in its first line."""
-    found = {}
-    for block in blocks(PAGE, "python"):
-        name = re.match(r"# (\w+\.py)\n", block)
-        assert name is not None, "every block says in its first line which file it is"
-        found[name[1]] = block
-    return found
-
-
-def defined_in(name: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile(module_blocks()[name], name, "exec"), names)  # noqa: S102
-    return names
 
 
 def in_turns() -> SimConfig:
-    turns: PolicyFactory = defined_in("turns.py")["Turns"]
+    turns: PolicyFactory = defined_in(PAGE, "turns.py")["Turns"]
     models = [sim_model("busy", concurrency=1), sim_model("other", concurrency=1)]
     return setting(*models, policy="turns", policies={**BUILT_IN, "turns": turns})
 
@@ -99,7 +77,7 @@ def resident(name: str, mib: int, *, loss: float, is_fixed: bool = False) -> Res
 
 
 def leaves_for(mib: int, *residents: Resident) -> list[str] | None:
-    swapper: Swapper = defined_in("largest.py")["LargestFirst"](None)
+    swapper: Swapper = defined_in(PAGE, "largest.py")["LargestFirst"](None)
     found = swapper.eviction_for(Target(ModelId("new"), ({GPU: mib},), 1), residents, {GPU: 0})
     return None if found is None else [victim.model for victim in found.victims]
 
@@ -121,39 +99,7 @@ def test_a_fixed_resident_stays_and_no_model_is_evicted_in_vain() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The page's files as pip would leave them, and its configuration in a folder beside them."""
-    site = tmp_path / "site"
-    site.mkdir()
-    for name, code in module_blocks().items():
-        (site / name).write_text(code, encoding="utf-8")
-    (toml,) = blocks(PAGE, "toml")
-    project = tomllib.loads(toml)["project"]
-    folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        line
-        for group, entries in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
-    ]
-    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    (yaml,) = blocks(PAGE, "yaml")
-    (tmp_path / "greenroom.yaml").write_text(yaml, encoding="utf-8")
-    return site
-
-
-def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, so that what is found there is found nowhere else."""
-    environ = {**os.environ, "PYTHONPATH": str(package)}
-    environ.pop("GREENROOM_CONFIG", None)
-    return subprocess.run(
-        [sys.executable, *words], cwd=package.parent, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-
-
-def commands() -> list[str]:
-    (bash,) = blocks(PAGE, "bash")
-    return bash.splitlines()
+    return package_of(PAGE, tmp_path)
 
 
 def test_the_example_tries_the_policy_in_the_simulator(package: Path) -> None:
@@ -165,14 +111,14 @@ def test_the_example_tries_the_policy_in_the_simulator(package: Path) -> None:
 
 
 def test_an_installed_policy_and_swapper_may_be_named_in_a_configuration(package: Path) -> None:
-    check = commands()[0].split()
+    check = commands(PAGE)[0].split()
     done = run(package, "-m", *check)
     assert done.returncode == 0, done.stderr
     assert "is right" in done.stdout
 
 
 def test_an_installed_policy_can_be_simulated_by_name(package: Path) -> None:
-    simulate = commands()[1].split()
+    simulate = commands(PAGE)[1].split()
     done = run(package, "-m", *simulate)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[0] for line in done.stdout.splitlines()[1:3]]
@@ -182,10 +128,10 @@ def test_an_installed_policy_can_be_simulated_by_name(package: Path) -> None:
 def test_without_the_package_its_names_are_refused(package: Path) -> None:
     for folder in package.glob("*.dist-info"):
         (folder / "entry_points.txt").unlink()
-    done = run(package, "-m", *commands()[0].split())
+    done = run(package, "-m", *commands(PAGE)[0].split())
     assert done.returncode == 1
     assert "there is no policy 'turns'; there are default, fifo" in done.stderr
-    done = run(package, "-m", *commands()[1].split())
+    done = run(package, "-m", *commands(PAGE)[1].split())
     assert done.returncode != 0
     assert "there is no policy 'turns'" in done.stderr
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
+from greenroom.core.contract import SchedulerFactory
 from greenroom.core.events import Choice, Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, TenantId
 from greenroom.core.plain import PlainScheduler
@@ -105,11 +106,11 @@ def draw_scenario(seed: int, folding: bool = True, exclusives: bool = True, task
     return _calm(seed, random) if kind is Kind.CALM else _duel(seed, random)
 
 
-def under_plain(scenario: Scenario) -> Scenario:
-    """The same for the plain scheduler, which has no swappers to choose from."""
+def under_plain(scenario: Scenario, scheduler: SchedulerFactory = PlainScheduler) -> Scenario:
+    """The same for the plain scheduler, or another without swappers to choose from."""
     config = scenario.config
     limits = replace(config.limits, swapper="memory")
-    return replace(scenario, config=replace(config, limits=limits, scheduler=PlainScheduler))
+    return replace(scenario, config=replace(config, limits=limits, scheduler=scheduler))
 
 
 def draw_task_storm(seed: int) -> Scenario:

@@ -1,4 +1,4 @@
-"""What every scheduler promises (`contract.py`), asked of each that comes with Greenroom.
+"""What every scheduler promises (`contract.py`), asked of those that come with Greenroom and of one from the docs.
 
 Nothing here says who goes first: that is what they differ in. The world judges every effect while it plays, and the
 invariants are checked after every event.
@@ -32,10 +32,16 @@ from greenroom.core.policy.coresidency import Group
 from greenroom.core.scheduler import DefaultScheduler
 from tests.core.runs.scenarios import finish, mixed_scenario
 from tests.core.world import Fate, Recorder, World, gpu, host, model, picture
+from tests.pages import defined_in
 
 GPU0 = DeviceId("gpu0")
 ENDED = {Fate.SERVED, Fate.REJECTED, Fate.GONE}
-SCHEDULERS: dict[str, Callable[[Effects], Any]] = {"default": DefaultScheduler, "plain": PlainScheduler}
+SCHEDULERS: dict[str, Callable[[Effects], Any]] = {
+    "default": DefaultScheduler,
+    "plain": PlainScheduler,
+    # The one that docs/design/writing-a-scheduler.md builds.
+    "longest": defined_in("docs/design/writing-a-scheduler.md", "longest.py")["LongestWait"],
+}
 
 
 @pytest.fixture(params=SCHEDULERS)

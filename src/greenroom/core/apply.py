@@ -49,9 +49,11 @@ class Actions:
         self._slots = slots
         self._places = places
 
-    def settle(self, waiter: Waiter, now: float) -> None:
-        """Decide on this waiter now and carry out the plan."""
-        self.carry_out(waiter, decide(self._state, waiter, now, self._places), now)
+    def settle(self, waiter: Waiter, now: float) -> Plan:
+        """Decide on this waiter now, and carry out the plan."""
+        plan = decide(self._state, waiter, now, self._places)
+        self.carry_out(waiter, plan, now)
+        return plan
 
     def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> None:
         """Carry out the plan for this waiter, queued or not."""

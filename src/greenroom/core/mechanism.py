@@ -23,10 +23,12 @@ from greenroom.core.decide.plan import Plan, Refuse, Swap
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, learn, lease_name
 from greenroom.core.moves import Moves
-from greenroom.core.queue.waitlist import Waiter, WaiterKind
+from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State
 from greenroom.core.state_view import StateView
+
+_AGAIN = ev.Timer(ev.TimerKind.SWITCH, "")
 
 
 class Dirty(Enum):
@@ -80,6 +82,23 @@ class Mechanism:
         self.act.start_planned(now)
         self.fill(now)
         self._choose(now)
+
+    def ask_for(self, queue: Queue, now: float) -> list[tuple[Waiter, Plan]]:
+        """Decide on its first waiter, on the next if that one has left, and on operators that want its model asleep."""
+        asked, first = [], self.act.first_of(queue, now)
+        while first is not None:
+            asked.append((first, self.act.settle(first, now)))
+            stays = first.id in self.state.waitlist and first.model == queue.model
+            first = None if stays else self.act.first_of(queue, now)
+        asked += [(waiter, self.act.settle(waiter, now)) for waiter in list(queue.preparing.values())]
+        return asked
+
+    def look_again_at(self, at: float) -> None:
+        """Have an event come at this time, though nothing else happens; infinity: not any more."""
+        if at == inf:
+            self.slots.forget_timer(_AGAIN)
+        elif at != self.state.timers.get(_AGAIN):
+            self.slots.set_timer(_AGAIN, at, because("switch"))
 
     # --- requests -------------------------------------------------------------------------------------------------
 

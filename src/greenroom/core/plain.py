@@ -14,9 +14,9 @@ from dataclasses import replace
 from math import inf
 
 from greenroom.core import events as ev
-from greenroom.core.decide.arrival import Option, decide
+from greenroom.core.decide.arrival import Option
 from greenroom.core.decide.plan import Wait
-from greenroom.core.effects import Effects, because
+from greenroom.core.effects import Effects
 from greenroom.core.explain import Explanation
 from greenroom.core.mechanism import Mechanism
 from greenroom.core.policy.base import Turn
@@ -27,7 +27,6 @@ from greenroom.core.state_view import StateView
 
 # The priority of every request.
 EQUAL = 1
-_AGAIN = ev.Timer(ev.TimerKind.SWITCH, "")
 
 
 class InOrder:
@@ -72,58 +71,26 @@ class PlainScheduler:
         # Each change may make room for an older one, so it begins anew.
         while (until := self._bring(now)) is None:
             pass
-        self._look_again_at(until, now)
+        mechanism.look_again_at(until)
         mechanism.slots.trim(now)
 
     def _bring(self, now: float) -> float | None:
-        """Decide on every waiting model that is away, up to the first for which something can be done.
+        """Ask for every waiting model that is away, up to the first for which something can be done.
 
         Returns None if there was one, and otherwise when asking again may help.
         """
         state, until = self.state, inf
         state.kept.clear()
         for queue in sorted(state.waitlist.queues.values(), key=lambda queue: state.policy.rank(queue, now)):
-            if state.is_away(queue, now):
-                again_at = self._ask_for(queue, now)
-                if again_at is None:
+            for waiter, plan in self._mechanism.ask_for(queue, now) if state.is_away(queue, now) else ():
+                if not isinstance(plan, Wait):
                     return None
-                until = min(until, again_at)
+                until = min(until, plan.until)
+                if waiter.kind is WaiterKind.REQUEST and plan.on and (state.moves or state.ledger.promises):
+                    # Nothing younger comes where it waits for moves to end. Without any, what is in its way may stay
+                    # for ever.
+                    state.kept[plan.model] = plan.on
         return until
-
-    def _ask_for(self, queue: Queue, now: float) -> float | None:
-        act, until = self._mechanism.act, inf
-        while (first := act.first_of(queue, now)) is not None:
-            again_at = self._ask(first, now)
-            if again_at is None:
-                return None
-            until = min(until, again_at)
-            if first.model == queue.model:
-                break
-        for waiter in list(queue.preparing.values()):
-            again_at = self._ask(waiter, now)
-            if again_at is None:
-                return None
-            until = min(until, again_at)
-        return until
-
-    def _ask(self, waiter: Waiter, now: float) -> float | None:
-        """Decide on this waiter. Returns None if something was done, and otherwise when asking again may help."""
-        mechanism, state = self._mechanism, self.state
-        plan = decide(state, waiter, now, mechanism.places)
-        mechanism.act.carry_out(waiter, plan, now)
-        if not isinstance(plan, Wait):
-            return None
-        if waiter.kind is WaiterKind.REQUEST and plan.on and (state.moves or state.ledger.promises):
-            # Nothing younger comes where it waits for moves to end. Without any, what is in its way may stay for ever.
-            state.kept[plan.model] = plan.on
-        return plan.until
-
-    def _look_again_at(self, at: float, now: float) -> None:
-        slots, known = self._mechanism.slots, self.state.timers.get(_AGAIN, inf)
-        if at == inf and known < inf:
-            slots.forget_timer(_AGAIN)
-        elif at != known:
-            slots.set_timer(_AGAIN, max(at, now), because("switch"))
 
 
 class EqualView(StateView):

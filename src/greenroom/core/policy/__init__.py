@@ -18,7 +18,7 @@ from greenroom.core.policy.base import PolicyFactory as PolicyFactory
 from greenroom.core.policy.base import Turn as Turn
 from greenroom.core.policy.coordinator import Coordinator as Coordinator
 from greenroom.core.policy.coresidency import Coresidency as Coresidency
-from greenroom.core.policy.coresidency import coresidency_under
+from greenroom.core.policy.coresidency import coresidency_under as coresidency_under
 from greenroom.core.policy.default import BoundedFirstCome as BoundedFirstCome
 from greenroom.core.policy.fifo import FirstCome as FirstCome
 from greenroom.core.policy.swapper import ByMemory as ByMemory
