@@ -74,8 +74,6 @@ class FrontDoor:
         self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
-        # What callers may do where no key is needed.
-        self.unkeyed = ANYONE
         # Whether the dashboard is served (server.ui).
         self.serves_ui = False
         # None while nothing is limited.
@@ -171,15 +169,12 @@ class FrontDoor:
             self.hosts.check_referer(said.get(b"host"), referer)
 
     def _authorise(self, head: Head, route: Route | None, said: dict[bytes, bytes]) -> None:
-        if not self.keys.enabled:
-            head.note = ANYONE
-            if self.unkeyed is ANYONE:
-                return
-        if route is None and (head.path in OPEN_PATHS or is_picture(head.path) or self._is_ui(head)):
+        is_open = route is None and (head.path in OPEN_PATHS or is_picture(head.path) or self._is_ui(head))
+        if is_open and self.keys.enabled:
             return
-        caller = self.unkeyed
-        if self.keys.enabled:
-            head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        if is_open or caller is ANYONE:
+            return
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
         if caller.routes is not None:
             expect_route(caller, head.path if route is not None or is_upstream else routed_path(head))

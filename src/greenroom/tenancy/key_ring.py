@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from greenroom.config.plain_file import why
+from greenroom.config.problems import is_reachable_without_keys
 from greenroom.config.schema import Server
 from greenroom.errors import ConfigError
 from greenroom.tenancy.key_file import FileKey, joined, read_keys
-from greenroom.tenancy.keys import Keys
+from greenroom.tenancy.keys import ANYONE, BY_TOKENS, Keys
 
 LOOK_EVERY_S: Final = 1.0
 # A local file takes microseconds; a file server that takes longer is told as a problem.
@@ -149,7 +150,8 @@ class KeyRing:
 
     def _join(self) -> None:
         keys, left_out = joined(self._server.api_keys, self._of_file)
-        self.keys = Keys(keys, is_required=self._server.has_keys, wall=self._wall)
+        unkeyed = BY_TOKENS if is_reachable_without_keys(self._server) else ANYONE
+        self.keys = Keys(keys, is_required=self._server.has_keys, unkeyed=unkeyed, wall=self._wall)
         self.problems = tuple(left_out) if self._last.problem is None else (self._last.problem, *left_out)
 
 

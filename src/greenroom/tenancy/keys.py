@@ -104,10 +104,16 @@ BY_TOKENS: Final = Caller(
 
 
 class Keys:
-    """`is_required`: a key is needed even if there is none, as with a key file that is empty."""
+    """`is_required`: a key is needed even if there is none, as with a key file that is empty. `unkeyed` is the caller
+    where none is needed."""
 
     def __init__(
-        self, api_keys: Iterable[ApiKey] = (), *, is_required: bool = False, wall: Callable[[], float] = time.time
+        self,
+        api_keys: Iterable[ApiKey] = (),
+        *,
+        is_required: bool = False,
+        unkeyed: Caller = ANYONE,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         # Found by digest: how long that takes tells nothing of a key, because no one can choose its digest.
         by_digest = {bytes.fromhex(digest_of(key)): key for key in api_keys}
@@ -116,6 +122,7 @@ class Keys:
         self._names = {caller.name: caller for caller in self._callers.values()}
         self.tenants: frozenset[str | None] = frozenset(caller.tenant for caller in self._callers.values())
         self.enabled = is_required or bool(by_digest)
+        self._unkeyed = unkeyed
         self._wall = wall
 
     def __iter__(self) -> Iterator[Caller]:
@@ -123,12 +130,12 @@ class Keys:
         return iter(self._callers.values())
 
     def check(self, presented: bytes | None) -> Caller:
-        """The caller that presents this key; ANYONE if no keys are needed.
+        """The caller that presents this key; if no keys are needed, the one without.
 
         Raises InvalidKey, KeyExpired and KeyRevoked.
         """
         if not self.enabled:
-            return ANYONE
+            return self._unkeyed
         if not presented:
             raise InvalidKey("No API key was given. Send it as Authorization: Bearer KEY, or as x-api-key: KEY.")
         digest = _sha256(presented[:KEY_BYTES_MAX]).digest()
@@ -142,12 +149,12 @@ class Keys:
         return found
 
     def named(self, name: str) -> Caller | None:
-        """The caller that holds the key of this name; ANYONE by its own name if no keys are needed.
+        """The caller that holds the key of this name; if no keys are needed, the one without by its own name.
 
         Raises KeyExpired.
         """
         if not self.enabled:
-            return ANYONE if name == ANYONE.name else None
+            return self._unkeyed if name == self._unkeyed.name else None
         found = self._names.get(name)
         if found is not None:
             self._expect_valid(found)

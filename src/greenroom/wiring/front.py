@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from greenroom.config.environment import hub_cache
 from greenroom.config.limits import is_named
-from greenroom.config.problems import is_reachable_without_keys
 from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 from greenroom.http.edge import Edge
@@ -48,7 +47,7 @@ from greenroom.server.inference.requests import Inference
 from greenroom.telemetry.activity import UsageCounts
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.key_ring import KeyRing, Look
-from greenroom.tenancy.keys import ANYONE, BY_TOKENS, Tenants
+from greenroom.tenancy.keys import Tenants
 from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.profiles import Profiles
 from greenroom.tenancy.requestors import Requestors
@@ -96,7 +95,6 @@ class FrontParts:
         self.door.serves_ui = server.ui
         hosts = (server.host, *server.allowed_hosts)
         self.door.hosts = HostRule(hosts, server.allowed_origins, public_url=server.public_url)
-        self.door.unkeyed = BY_TOKENS if is_reachable_without_keys(server) else ANYONE
         self.keys.use(server, look)
         self.use_keys(config)
         self.downloads.pump()

@@ -18,6 +18,7 @@ from greenroom.telemetry import logs
 from tests.harness import fake, gateway, write_config
 from tests.integration.governance.test_governance import with_key
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
+from tests.waiting import until
 
 ADMIN, USER, WRONG = "gr-admin-secret-0001", "gr-user-secret-0002", "gr-wrong-secret-0003"
 API_KEYS: list[dict[str, Any]] = [
@@ -267,6 +268,33 @@ async def test_signed_operations_open_an_address_to_models_alone(tmp_path: Path)
             )
         page = {**BY_NAME, "Origin": "http://safebox-model-llm:8080"}
         assert (await http(app, "POST", CHAT, ASKED, headers=page)).status == 403
+
+
+async def test_callers_without_a_key_beside_signed_operations_are_no_admins(tmp_path: Path) -> None:
+    """They see what a key without `admin` sees, and of jobs those whose id they have."""
+    models = {"plain": fake("plain"), "hidden": fake("hidden", unlisted=True)}
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    extra = {"governance": with_key(tmp_path), "library": {"roots": [str(tmp_path / "models")]}}
+    async with gateway(tmp_path, models, server={"host": "0.0.0.0", "port": 0}, **extra) as app:
+        later = {**BY_NAME, "Prefer": "respond-async"}
+        request_id = (await http(app, "POST", CHAT, ASKED, headers=BY_NAME)).headers["x-request-id"]
+        job = (await http(app, "POST", CHAT, ASKED, headers=later)).headers["location"]
+        told = {
+            path: await http(app, "GET", path, headers=BY_NAME)
+            for path in ("/running", "/v1/models/inventory", "/api/v1/models", "/v1/jobs", "/api/v1/usage")
+        }
+        for path, answer in told.items():
+            assert answer.status == 200
+            for word in ("fake_engine", "bad.gguf", "hidden"):
+                assert word not in answer.body.decode(), path
+        assert told["/v1/jobs"].json()["data"] == told["/api/v1/usage"].json()["rows"] == []
+        assert (await http(app, "GET", f"/api/v1/requests/{request_id}", headers=BY_NAME)).status == 404
+
+        async def is_done() -> bool:
+            return (await http(app, "GET", f"{job}/result", headers=BY_NAME)).status == 200
+
+        await until(is_done)
 
 
 async def test_reload_cannot_take_the_tokens_from_an_open_door(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from greenroom.server.inference.ask import Ask
 from greenroom.server.inference.routes import UPSTREAM, answers_with_text
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
-from greenroom.tenancy.keys import ANYONE, Caller
+from greenroom.tenancy.keys import ANYONE, BY_TOKENS, Caller
 from greenroom.tenancy.requestors import Requestors
 
 # The status that is recorded if the caller left before the answer was complete; nothing is sent.
@@ -190,7 +190,7 @@ class RequestLog:
 
 def _key_of(caller: Caller) -> str:
     """The name of the caller's key; empty where there are no keys."""
-    return "" if caller is ANYONE else caller.name
+    return "" if caller in (ANYONE, BY_TOKENS) else caller.name
 
 
 def _is_uncounted(served: Served) -> bool:

@@ -96,13 +96,16 @@ class Watching:
         return health
 
     async def metrics(self, request: Request) -> Response:
-        """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only."""
-        gateway = self._gateway
+        """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only.
+
+        Callers are told everything where there are no keys: a monitor could send none.
+        """
+        gateway, caller = self._gateway, caller_of(request)
         if not gateway.config.server.metrics:
             raise NotFound("Metrics are off (server.metrics).")
-        sees = caller_of(request).sees
-        seen = {public_name(entry.id) for entry in gateway.catalog if not entry.config.unlisted and sees(entry.base_id)}
-        listed = None if asked_by_admin(request) else seen
+        known = (entry for entry in gateway.catalog if not entry.config.unlisted and caller.sees(entry.base_id))
+        seen = {public_name(entry.id) for entry in known}
+        listed = None if asked_by_admin(request) or caller.tenant is None else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
             body, content_type = await run_detached(
