@@ -162,6 +162,7 @@ class Order:
     options: ModelOptions
     model: ModelId
     base_id: str
+    home: str
 
 
 @dataclass(slots=True)
@@ -196,15 +197,19 @@ class AdhocModels:
         self._recall = recall
         self._forgotten = forgotten
         self._known: dict[ModelId, _Adhoc] = {}
-        self._names: dict[tuple[str, ModelOptions], _Meant] = {}
+        # Also by whether an order completed the options: not every caller sees what was ordered.
+        self._names: dict[tuple[str, ModelOptions, bool], _Meant] = {}
         # By the path that their names lead to: every name of a model means the same.
         self._orders: dict[str, Order] = {}
         self._uses = 0
 
-    def named(self, name: str, options: ModelOptions) -> Entry | None:
+    def named(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Entry | None:
         """The model that was found by this name and with these options; None if it is not remembered."""
-        meant = self._names.get((name, replace(options, ttl_s=None)))
-        return None if meant is None else self._catalog.find(meant.model)
+        for is_completed in (True, False):
+            meant = self._names.get((name, replace(options, ttl_s=None), is_completed))
+            if meant and (self.order_for(name, meant.home, options, sees) is not None) is is_completed:
+                return self._catalog.find(meant.model)
+        return None
 
     def find(self, model: ModelId) -> Entry | None:
         """The ad-hoc model of this id, if its files are still what they were."""
@@ -252,8 +257,8 @@ class AdhocModels:
         self._post(ConfigChanged(self._clock(), models=(spec,)))
         return entry
 
-    def remember(self, name: str, options: ModelOptions, model: ModelId, home: str) -> None:
-        key = (name, replace(options, ttl_s=None))
+    def remember(self, name: str, options: ModelOptions, model: ModelId, home: str, *, is_completed: bool) -> None:
+        key = (name, replace(options, ttl_s=None), is_completed)
         self._names.pop(key, None)
         self._names[key] = _Meant(model, home)
         while len(self._names) > NAMES_PER_MODEL * self._config().library.adhoc_models_max:
@@ -264,19 +269,36 @@ class AdhocModels:
     def order_at(self, home: str) -> Order | None:
         return self._orders.get(home)
 
+    def order_for(self, name: str, home: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
+        """The order that completes these options for a caller that sees these models.
+
+        One that chose another file holds for its own name only: other names say which file they mean.
+        """
+        order = self._orders.get(home)
+        if order is None or options.is_order or not sees(order.base_id):
+            return None
+        chosen = self._library.find(order.base_id)
+        is_here = order.options.quantization is None or (chosen is not None and chosen.path == home)
+        is_named = chosen is not None and name.casefold() == order.name.casefold()
+        return order if is_here or is_named else None
+
     def orders_of(self, models: Collection[ModelId]) -> list[Order]:
         return [order for order in self._orders.values() if order.model in models]
 
-    def stands(self, name: str, options: ModelOptions) -> Order | None:
-        """An order, looked up by this name, stands from now on; other options are none. Returns what it replaces."""
-        if not options.is_order:
+    def order_of(self, name: str, options: ModelOptions) -> Order | None:
+        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured."""
+        meant = self._names.get((name, replace(options, ttl_s=None), False))
+        if meant is None or not options.is_order:
             return None
-        meant = self._names[name, replace(options, ttl_s=None)]
-        if (before := self._orders.get(meant.home)) is not None:
-            self.end([before])
         entry = self._catalog.find(meant.model)
-        self._orders[meant.home] = Order(name, options, meant.model, name if entry is None else entry.base_id)
-        self._told_of(meant.home, meant.model, name)
+        return Order(name, options, meant.model, name if entry is None else entry.base_id, meant.home)
+
+    def stands(self, order: Order) -> Order | None:
+        """It stands from now on. Returns what it replaces."""
+        if (before := self._orders.get(order.home)) is not None:
+            self.end([before])
+        self._orders[order.home] = order
+        self._told_of(order.home, order.model, order.name)
         while len(self._orders) > self._config().library.adhoc_models_max:
             self.end([next(iter(self._orders.values()))])
         return before
@@ -351,7 +373,7 @@ class AdhocModels:
 
     def removed(self, record: LibraryRecord) -> None:
         """Its files were deleted: it is asked for no more."""
-        self.end([order for home, order in self._orders.items() if home == record.path])
+        self.end([one for one in self._orders.values() if record.path == one.home or record.id == one.base_id])
         for model, known in list(self._known.items()):
             if known.record.path == record.path:
                 self._forget(model)

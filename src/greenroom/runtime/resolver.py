@@ -146,7 +146,7 @@ class Resolver:
             self._expect_version(name, asker)
         if not self.takes_options:
             raise ModelNotFound.named(name)
-        entry = self.adhoc.named(name, options)
+        entry = self.adhoc.named(name, options, asker.sees)
         if entry is None or not asker.sees(entry.base_id) or not self.adhoc.is_current(entry):
             raise Unresolved(name, options, asker)
         return self.adhoc.used(entry, name, options, asker.tenant)
@@ -188,11 +188,8 @@ class Resolver:
     async def _look(self, name: str, options: ModelOptions, asker: Asker) -> Entry:
         async with self._looks:
             record, dtype = await self._located(name, options, asker), None
-            home, order, wanted = (
-                record.path,
-                self.adhoc.order_at(record.path),
-                self._wanted(record.path, options, asker),
-            )
+            home, order = record.path, self.adhoc.order_for(name, record.path, options, asker.sees)
+            wanted = options if order is None else options.over(order.options)
             if wanted.quantization is not None:
                 seen = [one for one in self._library.records if asker.sees(one.id)]
                 record, dtype = choose(record, wanted.quantization, seen)
@@ -208,8 +205,8 @@ class Resolver:
             while entry is None:
                 model_id = self.adhoc.id_for(record, model)
                 entry = self.adhoc.find(model_id) or await self._added(name, record, model_id, model, asker)
-        if self.adhoc.order_at(home) is order:
-            self.adhoc.remember(name, options, entry.id, home)
+        if self.adhoc.order_for(name, home, options, asker.sees) is order:
+            self.adhoc.remember(name, options, entry.id, home, is_completed=order is not None)
         return self.adhoc.used(entry, name, options, asker.tenant)
 
     async def _added(
@@ -260,16 +257,11 @@ class Resolver:
             raise _not_found(name, f"No model is configured by this name, and none is on disk below {roots}.")
         if record is not None:
             return record
-        wanted = self._wanted(path, options, asker)
+        order = self.adhoc.order_for(name, path, options, asker.sees)
+        wanted = options if order is None else options.over(order.options)
         if wanted.backend is None:
             _expect_whole(path, library.problems)
         return _unknown(path, library.real_roots(), wanted)
-
-    def _wanted(self, home: str, options: ModelOptions, asker: Asker) -> ModelOptions:
-        """These options, completed by the order that stands for the model at this path."""
-        order = self.adhoc.order_at(home)
-        is_meant = order is not None and not options.is_order and asker.sees(order.base_id)
-        return options.over(order.options) if order is not None and is_meant else options
 
     # --- orders -------------------------------------------------------------------------------------------------------
 

@@ -22,12 +22,13 @@ from tests.models import tiny as tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADMIN, USER = "an-admin", "a-user"
+ADMIN, USER, NARROW = "an-admin", "a-user", "sees-one-file"
 # Capabilities are kept for a while for each key.
 LOOKERS = itertools.cycle([f"looker-{number}" for number in range(40)])
 KEYS = [
     {"name": "root", "key": ADMIN, "admin": True},
     {"name": "someone", "key": USER, "tenant": "lab"},
+    {"name": "narrow", "key": NARROW, "tenant": "elsewhere", "models": ["org/gamma:Q4_K_M"]},
     *({"name": f"looker-{number}", "key": f"looker-{number}", "admin": True} for number in range(40)),
 ]
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
@@ -208,6 +209,45 @@ async def test_the_last_of_several_orders_stands_and_the_others_leave_nothing(
         await ordered(app, HUB, quantization="q4_k_m")
         assert (await say(app, HUB)).json()["model"] == HUB and list(await loaded(app)) == ["alpha.gguf", HUB]
         assert len(in_memory(app)) == 2
+
+
+async def test_orders_for_one_name_at_the_same_time_are_all_taken_and_one_stands(tmp_path: Path, root: Path) -> None:
+    library = {"roots": [str(root)], "exclusive": False}
+    async with gateway(tmp_path, {}, library=library, server={"api_keys": KEYS}) as app:
+        orders = [{"modelId": "alpha.gguf", "maxContextLength": n} for n in (256, 512, 384, 640)]
+        taken = await asyncio.gather(*(ask(app, "POST", LOAD, order) for order in orders))
+        assert [one.status for one in taken] == [202] * 4, [one.body for one in taken]
+        tasks = [await ended(app, one) for one in taken]
+        assert {"completed"} <= {one["status"] for one in tasks}
+        slots = in_memory(app)
+        await say(app, "alpha.gguf")
+        assert in_memory(app) == slots and len(slots) == 1
+
+
+async def test_an_order_about_a_configured_model_loads_it(app: App) -> None:
+    for order in ({"device": "cpu"}, {"backend": "llamacpp"}):
+        assert (await ordered(app, "own", **order))["status"] == "completed"
+
+
+async def test_an_order_for_another_file_holds_for_its_name_alone(app: App) -> None:
+    await ordered(app, HUB, quantization="q8_0")
+    callers = ((HUB, USER), ("org/gamma:Q4_K_M", USER), (HUB, NARROW), ("Org/Gamma", USER))
+    for name, key in callers:
+        await say(app, name, key)
+    rows = (await ask(app, "GET", f"/api/v1/requests?limit={len(callers)}")).json()["requests"]
+    slots = [row["slot"] for row in reversed(rows)]
+    assert slots[0] == slots[3] and slots[1] == slots[2] != slots[0]
+    await unloaded(app, "org/gamma:Q4_K_M")
+
+
+async def test_an_order_ends_when_the_file_that_it_chose_is_deleted(tmp_path: Path, root: Path) -> None:
+    copy = shutil.copytree(root, tmp_path / "models")
+    async with gateway(tmp_path, {}, library={"roots": [str(copy)]}, server={"api_keys": KEYS}) as app:
+        await ordered(app, HUB, quantization="q8_0")
+        await ordered(app, "delta.gguf", evictModel=HUB)
+        assert (await ask(app, "DELETE", "/v1/models/inventory/org/gamma:Q8_0")).status == 200
+        await say(app, HUB)
+        await unloaded(app, HUB)
 
 
 async def test_a_name_with_a_comma_is_one_name(app: App) -> None:

@@ -135,33 +135,34 @@ class Loads:
         entry, order = await self._found(name, options, asker, fetch)
         if not force:
             self._services.moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
+        given = resolver.adhoc.order_of(name, options)
         row = await self._row(OperationKind.LOAD, name, tenant, key)
-        before = None
         if entry is not None:
             self._models[row.id] = entry.id
-            before = resolver.adhoc.stands(name, options)
+        before = None if given is None else resolver.adhoc.stands(given)
 
         async def steps() -> LoadFacts:
-            found, replaced = entry, before
+            found, stands, replaced = entry, given, before
             if order is not None:
                 await self._fetched(row, order)
             if found is None:
                 found = await resolver.named(name, options, asker)
-                replaced = resolver.adhoc.stands(name, options)
+                stands = resolver.adhoc.order_of(name, options)
+                replaced = None if stands is None else resolver.adhoc.stands(stands)
                 self._models[row.id] = found.id
-            if replaced is not None:
+            if stands is not None:
                 await self._replaced(replaced, found, force)
             return await self._loaded(found.id, leaving, force)
 
         self._begin(row, steps)
         return row
 
-    async def _replaced(self, order: Order, by: Entry, force: bool) -> None:
+    async def _replaced(self, order: Order | None, by: Entry, force: bool) -> None:
         """What was ordered before leaves. Raises Unloaded if the new order does not stand any more either."""
-        if order.model != by.id and self._services.view().slots_of(order.model):
+        if order is not None and order.model != by.id and self._services.view().slots_of(order.model):
             await self._services.moves.move(MoveKind.UNLOAD, order.model, force=force)
         if not self._services.resolver.adhoc.orders_of([by.id]):
-            raise Unloaded(f"{order.name} was unloaded or ordered otherwise meanwhile.")
+            raise Unloaded(f"{by.public_id} was unloaded or ordered otherwise meanwhile.")
 
     async def load(
         self, model: ModelId, evict: tuple[ModelId, ...], *, name: str, force: bool, tenant: str, key: str
