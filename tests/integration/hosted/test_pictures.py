@@ -26,7 +26,8 @@ openai = Later("openai")
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
-JPEG = b"\xff\xd8\xff\xe0" + b"pixels"
+# Decoded in several steps, the last of which has padding.
+JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 100_000
 WEBP = b"RIFF\x04\x00\x00\x00WEBPVP8 "
 KEYS = [{"name": "ann", "key": "ann-key"}]
 
@@ -217,6 +218,7 @@ async def test_caller_without_a_host_is_told(app: App) -> None:
     [
         ([{"b64_json": "no base64!"}], "no base64"),
         ([{"b64_json": "AAA"}], "no base64"),
+        ([{"b64_json": f"{'A' * (256 * 1024 - 2)}==AAAA"}], "no base64"),
         ([coded(b"<html><script>")], "neither PNG"),
         ([coded(PNG), coded(b"GIF89a")], "neither PNG"),
         ([{"b64_json": 7}], "something else"),

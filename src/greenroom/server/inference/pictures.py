@@ -11,7 +11,7 @@ import asyncio
 import binascii
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,8 @@ from greenroom.runtime.operations.pictures import Picture, PictureStore
 PICTURES: Final = "/v1/images"
 # Of an engine's answer. It is in memory while its pictures are read.
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
+# Of base64, which has four characters for three bytes.
+_STEP_CHARS: Final = 256 * 1024
 # What an answer has beside its pictures.
 _BESIDE_BYTES: Final = 1024 * 1024
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -162,13 +164,21 @@ def _read(answer: bytes, model: str) -> _Found:
 def picture_of(encoded: str, model: str) -> Picture:
     """Raises EngineFault unless it is the base64 of a PNG, JPEG or WebP."""
     try:
-        content = binascii.a2b_base64(encoded, strict_mode=True)
+        content = b"".join(_steps(encoded))
     except ValueError as error:
         raise EngineFault(f"{model} answered with a picture that is no base64.", details=str(error)) from error
     kind = media_type(content)
     if kind is None:
         raise EngineFault(f"{model} answered with a picture that is neither PNG, JPEG nor WebP.")
     return Picture(kind, content)
+
+
+def _steps(encoded: str) -> Iterator[bytes]:
+    """The loop gets its turn between them, as a thread has Python's lock while it decodes. Raises ValueError."""
+    if encoded.find("=", 0, -2) >= 0:
+        raise ValueError("padding before the end")
+    for at in range(0, len(encoded), _STEP_CHARS):
+        yield binascii.a2b_base64(encoded[at : at + _STEP_CHARS], strict_mode=True)
 
 
 def media_type(content: bytes) -> str | None:
