@@ -294,12 +294,14 @@ def test_on_its_own_ports_the_commands_of_the_guide_work_and_a_second_run_goes_o
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_both_fetch_the_repository_that_is_named_and_are_updated_to_another(tmp_path: Path) -> None:
+def test_both_fetch_the_private_repository_that_is_named_and_are_updated_to_another(tmp_path: Path) -> None:
     ports = [first := free_port(2), first + 1]
     with standin_hub() as hub:
         hub.repos = {f"org/{name}-GGUF": {"model.gguf": tiny(name).read_bytes()} for name in ("alpha", "bravo")}
-        named = {"HF_ENDPOINT": hub.url, "MODEL_REPO_ID": "org/alpha-GGUF", "CUDA_VISIBLE_DEVICES": "-1"}
-        with local_replicas(tmp_path, FIRST_PORT=str(first), **named) as (script, log):
+        hub.token = "hf_secret"
+        named = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "MODEL_REPO_ID": "org/alpha-GGUF"}
+        # Replicas that share GPUs would need Redis.
+        with local_replicas(tmp_path, FIRST_PORT=str(first), CUDA_VISIBLE_DEVICES="-1", **named) as (script, log):
             until_up(script, log, *(partial(answers, port) for port in ports))
             assert [(number, text.split()[0]) for number, text in map(generated, ports)] == 2 * [(1, "alpha")]
             replicas = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
