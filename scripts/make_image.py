@@ -11,6 +11,7 @@ or user namespaces (subuids and uidmap).
 from __future__ import annotations
 
 import fnmatch
+import gzip
 import hashlib
 import json
 import os
@@ -23,8 +24,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -39,10 +39,9 @@ TOOLS = ["python3-pip"]
 COMPILER = ["gcc", "libc6-dev", "python3-dev"]
 NO_DOCS = [f"path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man")]
 NO_DOCS += ["path-include=/usr/share/doc/*/copyright"]
-# How packages are fetched is the machine's affair: the stage that builds gets its names, certificates and indexes.
-LENT = ("/etc/hosts", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+# How packages are fetched is the machine's affair: steps get its names, certificates and indexes, the image does not.
+LENT = {"/etc/hosts", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"}
 LENT_NAMES = re.compile(r"PIP_|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|https?_proxy|no_proxy", re.IGNORECASE)
-# Of the last stage nothing may tell about the machine, but what a container gets mounted must be there.
 ANONYMOUS = """cd "$1/etc"; rm -f apt/sources.list apt/sources.list.d/* */*.d/99mmdebstrap hosts hostname resolv.conf
 touch hosts hostname resolv.conf"""
 LAST_LINES = 30
@@ -50,137 +49,127 @@ LAST_LINES = 30
 
 def instructions(text: str) -> list[tuple[str, str]]:
     """The instructions of a Dockerfile with their words; lines that go on are joined."""
-    joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
+    joined = re.sub(r"\s*\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
     lines = (line.split(None, 1) for line in joined.splitlines() if line.strip())
-    return [(word, " ".join(rest.split())) for word, rest in lines]
+    return [(word, rest.strip()) for word, rest in lines]
 
 
 @dataclass
 class Stage:
+    """A stage: what makes it, as mmdebstrap takes it, and its part of the image's config."""
+
     name: str
     suite: str
     packages: list[str]
     hooks: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=lambda: {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
-    # Stages and paths in them that are layers of this one.
-    copied: list[tuple[str, str]] = field(default_factory=list)
-    config: Json = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    config: Json = field(default_factory=lambda: {"WorkingDir": "/"})
 
-
-class Dockerfile:
-    """Translates instructions to hooks of mmdebstrap, which get a stage's root as $1, and to the image's config."""
-
-    def __init__(self, work: Path, epoch: int, given: Mapping[str, str]) -> None:
-        self.stages: list[Stage] = []
-        self._work, self._given, self._args = work, given, dict[str, str]()
-        self._lent = {name: value for name, value in given.items() if LENT_NAMES.match(name)}
-        self._lent["SOURCE_DATE_EPOCH"] = str(epoch)
-        for word, rest in instructions((ROOT / "Dockerfile").read_text()):
-            # An instruction that is not known here is an AttributeError.
-            getattr(self, f"_{word.lower()}")(rest)
-
-    @property
-    def stage(self) -> Stage:
-        return self.stages[-1]
-
-    def _arg(self, rest: str) -> None:
-        name, _, default = rest.partition("=")
-        self._args[name] = self._given.get(name, default)
-
-    def _from(self, rest: str) -> None:
-        image, _, name = string.Template(rest).substitute(self._args).partition(" AS ")
-        suite = image.rpartition("-")[2]
-        if "-slim-" in image:
-            self.stages.append(Stage(name or "image", suite, [*SLIM]))
-            return
-        tools = TOOLS if self._given.get("COMPILE") == "0" else TOOLS + COMPILER
-        self.stages.append(Stage(name, suite, SLIM + tools))
-        self.stage.hooks += [f"upload {path} {path}" for path in LENT if Path(path).exists()]
-
-    def _workdir(self, rest: str) -> None:
-        self.stage.config["WorkingDir"] = rest
-        self.stage.hooks.append(f'mkdir -p "$1{rest}"')
-
-    def _copy(self, rest: str) -> None:
-        *sources, target = rest.split()
-        if sources[0].startswith("--from="):
-            assert sources[1:] == [target], f"COPY {rest}: only to the same place"
-            self.stage.copied.append((sources[0].removeprefix("--from="), target))
-            return
+    def copy(self, context: Path, sources: list[str], target: str) -> None:
+        """Files of the checkout; of folders what is in them, but what .dockerignore leaves out."""
         ignored = [line[3:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("**/")]
 
         def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
             entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, "root", "root"
             return None if any(fnmatch.fnmatch(Path(entry.name).name, pattern) for pattern in ignored) else entry
 
-        context = self._work / f"{self.stage.name}-{len(self.stage.hooks)}.tar"
         with tarfile.open(context, "w") as tar:
             for source in map(ROOT.joinpath, sources):
-                place = os.path.join(self.stage.config["WorkingDir"], target, "" if source.is_dir() else source.name)
+                place = os.path.join(self.config["WorkingDir"], target, "" if source.is_dir() else source.name)
                 tar.add(source, os.path.normpath(place), filter=kept)
-        self.stage.hooks.append(f"tar-in {context} /")
+        self.hooks.append(f"tar-in {context} /")
 
-    def _run(self, rest: str) -> None:
-        if installed := re.search(r"apt-get install (?:-\S+ )*([^&;]+)", rest):
-            self.stage.packages += installed[1].split()
+    def run(self, text: str, env: dict[str, str]) -> None:
+        """What apt-get would install is installed with all other packages: there is no apt inside."""
+        if installed := re.search(r"apt-get install (?:-\S+ )*([^&;]+)", text):
+            self.packages += installed[1].split()
             return
-        assert not self.stage.copied, "a RUN after a COPY --from would need a layer of its own"
-        env = [f"{name}={value}" for name, value in {**self.stage.env, **self._lent, **self._args}.items()]
-        inside = ["env", "-i", *env, "sh", "-euc", f"cd {self.stage.config.get('WorkingDir', '/')}; {rest}"]
-        self.stage.hooks.append(f'echo {shlex.quote(f"I: RUN {rest}")} >&2; chroot "$1" {shlex.join(inside)}')
+        assert not self.copied, "a RUN after a COPY --from would need a layer of its own"
+        known = [f"{name}={value}" for name, value in {**self.env, **env}.items()]
+        inside = shlex.join(["env", "-i", *known, "sh", "-euc", f"cd {self.config['WorkingDir']}; {text}"])
+        self.hooks.append(f'echo {shlex.quote(f"I: RUN {text}")} >&2; chroot "$1" {inside}')
 
-    def _env(self, rest: str) -> None:
-        self.stage.env.update(word.split("=", 1) for word in shlex.split(rest))
 
-    def _user(self, rest: str) -> None:
-        self.stage.config["User"] = rest
+def stages(work: Path, epoch: int) -> list[Stage]:
+    """The Dockerfile's. Those that are not the last are named."""
+    found: list[Stage] = []
+    args: dict[str, str] = {}
+    lent = {name: value for name, value in os.environ.items() if LENT_NAMES.match(name)}
+    files = sorted(path for path in LENT.union(lent.values()) if path.startswith("/") and Path(path).is_file())
+    for word, rest in instructions((ROOT / "Dockerfile").read_text()):
+        if word == "ARG":
+            name, _, default = rest.partition("=")
+            args[name] = os.environ.get(name, default)
+        elif word == "FROM":
+            image, _, name = string.Template(rest).substitute(args).partition(" AS ")
+            stage = Stage(name or "image", image.rpartition("-")[2], [*SLIM])
+            found.append(stage)
+            if "-slim-" not in image:
+                stage.packages += TOOLS if os.environ.get("COMPILE") == "0" else TOOLS + COMPILER
+                for path in files:
+                    stage.hooks += [f'mkdir -p "$1{os.path.dirname(path)}"', f"upload {path} {path}"]
+        elif word == "COPY" and rest.startswith("--from="):
+            _, source, target = rest.split()
+            assert source == target and len(found) == 2, f"COPY {rest}"
+            stage.copied.append(source)
+        elif word == "COPY":
+            *sources, target = rest.split()
+            stage.copy(work / f"context-{len(stage.hooks)}.tar", sources, target)
+        elif word == "RUN":
+            stage.run(rest, {**lent, **args, "SOURCE_DATE_EPOCH": str(epoch)})
+        elif word == "ENV":
+            stage.env.update(pair.split("=", 1) for pair in shlex.split(rest))
+        elif word == "WORKDIR":
+            stage.config["WorkingDir"] = rest
+            stage.hooks.append(f'mkdir -p "$1{rest}"')
+        else:
+            stage.config |= configured(word, rest)
+    return found
 
-    def _expose(self, rest: str) -> None:
-        self.stage.config["ExposedPorts"] = {f"{port}/tcp": {} for port in rest.split()}
 
-    def _volume(self, rest: str) -> None:
-        self.stage.config["Volumes"] = {path: {} for path in json.loads(rest)}
-
-    def _stopsignal(self, rest: str) -> None:
-        self.stage.config["StopSignal"] = rest
-
-    def _entrypoint(self, rest: str) -> None:
-        self.stage.config["Entrypoint"] = json.loads(rest)
-
-    def _cmd(self, rest: str) -> None:
-        self.stage.config["Cmd"] = json.loads(rest)
-
-    def _healthcheck(self, rest: str) -> None:
-        options, _, command = rest.partition(" CMD ")
-        check: Json = {"Test": ["CMD", *json.loads(command)]}
-        for name, value in (option.removeprefix("--").split("=") for option in options.split()):
-            key = name.title().replace("-", "")
-            check[key] = int(value) if key == "Retries" else int(value.removesuffix("s")) * 10**9
-        self.stage.config["Healthcheck"] = check
+def configured(word: str, rest: str) -> Json:
+    """The part of an image's config that an instruction says."""
+    match word:
+        case "USER":
+            return {"User": rest}
+        case "STOPSIGNAL":
+            return {"StopSignal": rest}
+        case "EXPOSE":
+            return {"ExposedPorts": {f"{port}/tcp": {} for port in rest.split()}}
+        case "VOLUME":
+            return {"Volumes": {path: {} for path in json.loads(rest)}}
+        case "ENTRYPOINT" | "CMD":
+            return {word.title(): json.loads(rest)}
+        case "HEALTHCHECK":
+            options, _, command = rest.partition(" CMD ")
+            check: Json = {"Test": ["CMD", *json.loads(command)]}
+            for name, value in re.findall(r"--(\S+)=(\d+)", options):
+                check[name.title().replace("-", "")] = int(value) * (1 if name == "retries" else 10**9)
+            return {"Healthcheck": check}
+    raise ValueError(f"make_image.py does not know {word}")
 
 
 def apt_options(suite: str) -> Iterator[str]:
     """The machine's sources of this suite and its proxies, as mmdebstrap takes them; without, it asks Debian itself."""
-    for path in sorted([*Path("/etc/apt").glob("sources.list"), *Path("/etc/apt/sources.list.d").glob("*.*")]):
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        if path.suffix in (".list", ".sources") and suite in " ".join(lines):
-            yield str(path)
-    dump = subprocess.run(["apt-config", "dump", "Acquire"], capture_output=True, text=True, check=True).stdout
-    for line in dump.splitlines():
-        if re.match(r"Acquire::(\S+::Proxy|Check-Valid-Until) \"[^\"]", line):
-            yield f"--aptopt={line}"
+    dump = subprocess.check_output(["apt-config", "dump", "Acquire"], text=True)
+    for line in re.findall(r'^Acquire::(?:\S+::Proxy|Check-Valid-Until) "[^"].*', dump, re.MULTILINE):
+        yield f"--aptopt={line}"
+    for path in [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]:
+        if path.suffix in (".list", ".sources") and path.exists():
+            lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+            if suite in " ".join(lines):
+                yield str(path)
 
 
-def mmdebstrap(stage: Stage, target: str, work: Path, epoch: int, hooks: list[str]) -> None:
+def mmdebstrap(stage: Stage, target: str, work: Path, epoch: int, *hooks: str) -> None:
     """Builds a stage; prints its steps, or at a failure its last lines."""
     # The hook spares the package that would merge /usr, and with it Perl.
     command = ["mmdebstrap", "--variant=essential", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
     command += [f"--include={','.join(stage.packages)}", "--skip=output/dev"]
     command += [f"--dpkgopt={option}" for option in ["force-unsafe-io", *NO_DOCS]]
     command += [f"--customize-hook={hook}" for hook in [*stage.hooks, *hooks]]
-    options = list(apt_options(stage.suite))
-    command += [option for option in options if option.startswith("--")]
-    command += [stage.suite, target, *(option for option in options if not option.startswith("--"))]
+    command += [stage.suite, target, *apt_options(stage.suite)]
     env = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "TMPDIR": str(work)}
     said: list[str] = []
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, errors="replace") as process:
@@ -192,53 +181,49 @@ def mmdebstrap(stage: Stage, target: str, work: Path, epoch: int, hooks: list[st
         sys.exit(f"make_image.py: the stage {stage.name} failed\n{''.join(said[-LAST_LINES:])}")
 
 
-def blob(blobs: Path, data: bytes, kind: str) -> Json:
-    digest = hashlib.sha256(data).hexdigest()
-    (blobs / digest).write_bytes(data)
-    return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": f"sha256:{digest}", "size": len(data)}
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def layer(blobs: Path, tar: Path) -> tuple[str, Json, int]:
-    """Packs a layer: the hash of what is in it, what names it, and its unpacked size."""
-    inside, packed = hashlib.sha256(), hashlib.sha256()
-    zipper, part = zlib.compressobj(wbits=31), tar.with_suffix(".gz")
-    with tar.open("rb") as source, part.open("wb") as target:
-        while chunk := source.read(1 << 20):
-            inside.update(chunk)
-            packed.update(out := zipper.compress(chunk))
-            target.write(out)
-        packed.update(out := zipper.flush())
-        target.write(out)
-    size = part.stat().st_size
-    part.rename(blobs / packed.hexdigest())
-    kind = "application/vnd.oci.image.layer.v1.tar+gzip"
-    named = {"mediaType": kind, "digest": f"sha256:{packed.hexdigest()}", "size": size}
-    return f"sha256:{inside.hexdigest()}", named, tar.stat().st_size
+def stored(oci: Path, data: Path | Json, kind: str) -> Json:
+    """Puts a file or a document among the blobs, and returns what refers to it."""
+    if not isinstance(data, Path):
+        (written := oci / "document").write_text(json.dumps(data))
+        data = written
+    named = {"mediaType": f"application/vnd.oci.image.{kind}", "digest": digest(data), "size": data.stat().st_size}
+    data.rename(place(oci, named))
+    return named
 
 
-def build(out: Path, work: Path) -> None:
-    log = subprocess.run(["git", "-C", str(ROOT), "log", "-1", "--format=%ct"], capture_output=True, text=True)
-    committed = log.stdout.strip() or int((ROOT / "pyproject.toml").stat().st_mtime)
-    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or committed)
-    *builders, image = Dockerfile(work, epoch, os.environ).stages
-    (blobs := work / "oci" / "blobs" / "sha256").mkdir(parents=True)
+def place(oci: Path, named: Json) -> Path:
+    return oci.joinpath("blobs", *named["digest"].split(":"))
 
-    def built(stage: Stage) -> tuple[str, Json, int]:
-        """The layer that comes of a stage: all of it, or what is copied from it."""
-        tar = work / f"{stage.name}.tar"
-        if stage is image:
-            mmdebstrap(stage, str(tar), work, epoch, [ANONYMOUS])
-            return layer(blobs, tar)
-        pack = (
-            f"tar -cf /copied.tar --sort=name --numeric-owner --owner=0 --group=0 --mtime=@{epoch} --clamp-mtime -C /"
-        )
-        paths = [path.lstrip("/") for name, path in image.copied if name == stage.name]
-        pack = f'chroot "$1" {pack} {shlex.join(paths)}'
-        mmdebstrap(stage, "/dev/null", work, epoch, [pack, f"download /copied.tar {tar}"])
-        return layer(blobs, tar)
+
+def layer(oci: Path, tar: Path) -> tuple[Json, str, int]:
+    """Packs a layer: what refers to it, the hash of its content, and its unpacked size."""
+    packed = tar.with_suffix(".gz")
+    with tar.open("rb") as source, packed.open("wb") as target, gzip.GzipFile("", "wb", 6, target, 0) as zipped:
+        shutil.copyfileobj(source, zipped, 1 << 20)
+    return stored(oci, packed, "layer.v1.tar+gzip"), digest(tar), tar.stat().st_size
+
+
+def build(out: Path, work: Path, epoch: int) -> None:
+    builder, image = stages(work, epoch)
+    ((oci := work / "oci") / "blobs" / "sha256").mkdir(parents=True)
+
+    def base() -> tuple[Json, str, int]:
+        mmdebstrap(image, f"{work}/base.tar", work, epoch, ANONYMOUS)
+        return layer(oci, work / "base.tar")
+
+    def copied() -> tuple[Json, str, int]:
+        plain = f"--sort=name --numeric-owner --owner=0 --group=0 --mtime=@{epoch} --clamp-mtime"
+        pack = f'chroot "$1" tar -cf /copied.tar {plain} -C / {shlex.join(path[1:] for path in image.copied)}'
+        mmdebstrap(builder, "/dev/null", work, epoch, pack, f"download /copied.tar {work}/copied.tar")
+        return layer(oci, work / "copied.tar")
 
     with ThreadPoolExecutor() as pool:
-        layers = list(pool.map(built, [image, *builders]))
+        layers, contents, sizes = zip(*pool.map(lambda stage: stage(), (base, copied)), strict=True)
     machine = subprocess.check_output(["dpkg", "--print-architecture"], text=True).strip()
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     config = {
@@ -246,43 +231,46 @@ def build(out: Path, work: Path) -> None:
         "architecture": machine,
         "os": "linux",
         "config": {**image.config, "Env": [f"{name}={value}" for name, value in image.env.items()]},
-        "rootfs": {"type": "layers", "diff_ids": [inside for inside, _, _ in layers]},
+        "rootfs": {"type": "layers", "diff_ids": contents},
     }
-    described = blob(blobs, json.dumps(config).encode(), "config.v1+json")
-    manifest = {"schemaVersion": 2, "config": described, "layers": [named for _, named, _ in layers]}
-    entry = blob(blobs, json.dumps(manifest).encode(), "manifest.v1+json")
+    manifest = {"schemaVersion": 2, "config": stored(oci, config, "config.v1+json"), "layers": layers}
+    entry = stored(oci, manifest, "manifest.v1+json")
     entry["annotations"] = {"org.opencontainers.image.ref.name": f"greenroom:{version}"}
     # For `docker load`, which may know only the layout of `docker save`.
-    places = [f"blobs/sha256/{named['digest'].partition(':')[2]}" for named in (described, *manifest["layers"])]
-    saved = [{"Config": places[0], "RepoTags": [f"greenroom:{version}"], "Layers": places[1:]}]
-    index = {"schemaVersion": 2, "manifests": [entry]}
-    documents: Json = {"oci-layout": {"imageLayoutVersion": "1.0.0"}, "index.json": index, "manifest.json": saved}
+    files = [str(place(oci, named).relative_to(oci)) for named in (manifest["config"], *layers)]
+    documents: Json = {
+        "oci-layout": {"imageLayoutVersion": "1.0.0"},
+        "index.json": {"schemaVersion": 2, "manifests": [entry]},
+        "manifest.json": [{"Config": files[0], "RepoTags": [f"greenroom:{version}"], "Layers": files[1:]}],
+    }
     for name, document in documents.items():
-        (work / "oci" / name).write_text(json.dumps(document))
+        (oci / name).write_text(json.dumps(document))
 
-    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.uid, info.gid, info.uname, info.gname, info.mtime, info.mode = 0, 0, "", "", epoch, info.mode & 0o755
+    def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid, info.gid, info.uname, info.gname, info.mtime = 0, 0, "", "", epoch
         return info
 
     out.mkdir(parents=True, exist_ok=True)
     archive = out / f"greenroom-{version}-{machine}.oci.tar"
     with tarfile.open(part := archive.with_suffix(".part"), "w") as tar:
         for name in (*documents, "blobs"):
-            tar.add(work / "oci" / name, name, filter=plain)
+            tar.add(oci / name, name, filter=anonymous)
     part.rename(archive)
-    unpacked = sum(size for _, _, size in layers) / 1e6
-    size = archive.stat().st_size / 1e6
-    print(f"{os.path.relpath(archive)}: greenroom:{version} for {machine}, {size:.0f} MB, unpacked {unpacked:.0f} MB")
+    size, unpacked = (round(size / 1e6) for size in (archive.stat().st_size, sum(sizes)))
+    print(f"{os.path.relpath(archive)}: greenroom:{version} for {machine}, {size} MB, unpacked {unpacked} MB")
 
 
 def main() -> None:
     if shutil.which("mmdebstrap") is None:
         sys.exit("make_image.py: mmdebstrap is not here; on Debian or Ubuntu: apt-get install mmdebstrap")
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist").absolute()
-    # mmdebstrap's chroots are in here.
+    # The image's user must be able to read what is made.
+    os.umask(0o022)
+    log = subprocess.run(["git", "-C", ROOT, "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False)
+    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or log.stdout or (ROOT / "pyproject.toml").stat().st_mtime)
     with tempfile.TemporaryDirectory(prefix="greenroom-image-") as work:
         os.chmod(work, 0o755)
-        build(out, Path(work))
+        build(out, Path(work), epoch)
 
 
 if __name__ == "__main__":
