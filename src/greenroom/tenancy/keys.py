@@ -78,6 +78,11 @@ class Caller:
         return permission in self.verbs or (permission is Permission.LEASE and self.leases)
 
     @property
+    def may_list(self) -> bool:
+        """False for callers that nothing tells apart: each knows the ids of what it ordered, and no others."""
+        return self.admin or self.tenant is not None
+
+    @property
     def may_ask_remote(self) -> bool:
         """True if it may ask providers for models that no configuration names."""
         return self.admin or Permission.REMOTE in self.verbs

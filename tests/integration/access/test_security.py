@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from greenroom.app import App
 from greenroom.config import loader
 from greenroom.errors import ConfigError
 from greenroom.telemetry import logs
+from greenroom.tenancy.governance.tokens import as_text
 from tests.harness import fake, gateway, write_config
 from tests.integration.governance.test_governance import with_key
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
+from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until
 
 ADMIN, USER, WRONG = "gr-admin-secret-0001", "gr-user-secret-0002", "gr-wrong-secret-0003"
@@ -280,14 +283,26 @@ async def test_callers_without_a_key_beside_signed_operations_are_no_admins(tmp_
         later = {**BY_NAME, "Prefer": "respond-async"}
         request_id = (await http(app, "POST", CHAT, ASKED, headers=BY_NAME)).headers["x-request-id"]
         job = (await http(app, "POST", CHAT, ASKED, headers=later)).headers["location"]
+        token = shared_token(operation="model-download", modelId="org/x", issuedAt=int(time.time()))
+        signed = {**BY_NAME, "X-Verified-Op-Token": as_text(token)}
+        fetch = (await http(app, "POST", "/v1/models/download", {"model": "org/x"}, headers=signed)).headers["location"]
         told = {
             path: await http(app, "GET", path, headers=BY_NAME)
-            for path in ("/running", "/v1/models/inventory", "/api/v1/models", "/v1/jobs", "/api/v1/usage")
+            for path in (
+                "/v1/models/download",
+                "/running",
+                "/v1/models/inventory",
+                "/api/v1/models",
+                "/v1/jobs",
+                "/api/v1/usage",
+            )
         }
         for path, answer in told.items():
             assert answer.status == 200
             for word in ("fake_engine", "bad.gguf", "hidden"):
                 assert word not in answer.body.decode(), path
+        assert told["/v1/models/download"].json()["data"] == []
+        assert (await http(app, "GET", fetch, headers=BY_NAME)).status == 200
         assert told["/v1/jobs"].json()["data"] == told["/api/v1/usage"].json()["rows"] == []
         assert (await http(app, "GET", f"/api/v1/requests/{request_id}", headers=BY_NAME)).status == 404
 

@@ -22,12 +22,13 @@ from tests.models import tiny as tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADMIN, USER, NARROW = "an-admin", "a-user", "sees-one-file"
+ADMIN, USER, LOADER, NARROW = "an-admin", "a-user", "may-load", "sees-one-file"
 # Capabilities are kept for a while for each key.
 LOOKERS = itertools.cycle([f"looker-{number}" for number in range(40)])
 KEYS = [
     {"name": "root", "key": ADMIN, "admin": True},
     {"name": "someone", "key": USER, "tenant": "lab"},
+    {"name": "loader", "key": LOADER, "tenant": "lab", "verbs": ["load"]},
     {"name": "narrow", "key": NARROW, "tenant": "elsewhere", "models": ["org/gamma:Q4_K_M"]},
     *({"name": f"looker-{number}", "key": f"looker-{number}", "admin": True} for number in range(40)),
 ]
@@ -149,6 +150,10 @@ async def test_paths_are_not_shown_to_those_who_did_not_say_them(app: App, root:
     assert await loaded(app, USER) == {"alpha.gguf": 256}
     for path in ("/v1/models", "/v1/models/loaded", "/api/v1/models", "/metrics"):
         assert str(root).encode() not in (await ask(app, "GET", path, key=USER)).body, path
+    for order in ("load", "load?wait=false", "sleep", "unload"):
+        answer = await ask(app, "POST", f"/api/v1/models/alpha.gguf/{order}", key=LOADER)
+        task = answer.headers.get("location") or f"{LOAD}/{answer.json().get('taskId')}"
+        assert str(root).encode() not in answer.body + (await ask(app, "GET", task, key=LOADER)).body, order
 
 
 async def test_an_order_stands_by_every_name_until_the_model_is_unloaded(app: App, root: Path) -> None:

@@ -44,7 +44,7 @@ from greenroom.server.admin.reports.streams import (
     shown_line,
 )
 from greenroom.server.admin.views import FromList, GovernedOrder, View
-from greenroom.server.asgi import caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
@@ -134,7 +134,7 @@ class Operating:
         With `wait=false` it is answered at once, with 202: `GET /v1/models/load/{taskId}` tells how far it is.
         """
         entry = await self._movable(request, model_id, "/load")
-        name = entry.shown_id(to_operator=True)
+        name = _shown(request, entry)
         if entry.id != name:
             # What the name means, not what was asked for last with options.
             entry = await self._gateway.resolver.named(name, asker=caller_of(request))
@@ -145,14 +145,16 @@ class Operating:
             return await begin(self._gateway, request, name, NO_OPTIONS, evicted, force=is_forced(order))
         evict, force = self._named(order, caller_of(request)), is_forced(order)
         loads, owner = self._gateway.loads, owner_of(request)
-        return await self._moved(entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
+        return await self._moved(request, entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
 
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id, "/unload")
         grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
-        name, force = entry.shown_id(to_operator=True), is_forced(order)
-        return await self._moved(entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner))
+        name, force = _shown(request, entry), is_forced(order)
+        return await self._moved(
+            request, entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner)
+        )
 
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
@@ -162,7 +164,7 @@ class Operating:
         """
         entry = await self._movable(request, model_id, "/sleep")
         grace_s = None if order is None else order.grace_s
-        return await self._move(MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
+        return await self._move(request, MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
 
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Load a cold model into the green room while others are served, so that it can wake quickly.
@@ -177,7 +179,7 @@ class Operating:
                 param="model",
             )
         evict = self._named(order, caller_of(request))
-        return await self._move(MoveKind.PREPARE, entry, evict, None, force=is_forced(order))
+        return await self._move(request, MoveKind.PREPARE, entry, evict, None, force=is_forced(order))
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
@@ -213,17 +215,24 @@ class Operating:
         )
 
     async def _move(
-        self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None, *, force: bool
+        self,
+        request: Request,
+        kind: MoveKind,
+        entry: Entry,
+        evict: tuple[ModelId, ...],
+        grace_s: float | None,
+        *,
+        force: bool,
     ) -> Moved:
-        moves = self._gateway.operations
-        return await self._moved(entry, lambda: moves.move(kind, entry.id, evict=evict, grace_s=grace_s, force=force))
+        model, move = entry.id, self._gateway.operations.move
+        return await self._moved(request, entry, lambda: move(kind, model, evict=evict, grace_s=grace_s, force=force))
 
-    async def _moved(self, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
+    async def _moved(self, request: Request, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
         self._refuse_while_draining()
         began = self._gateway.clock()
         await move()
         return Moved(
-            model=entry.shown_id(to_operator=True),
+            model=_shown(request, entry),
             tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._gateway.clock() - began, 3),
             memory=self._look().memory(entry.id),
@@ -263,6 +272,11 @@ class Operating:
             if entry is not None:
                 self._expect_movable(entry)
         return tuple(entry.id for _, entry in known if entry is not None)
+
+
+def _shown(request: Request, entry: Entry) -> str:
+    """Its name as lists have it for this caller."""
+    return entry.shown_id(to_operator=asked_by_admin(request))
 
 
 def is_forced(order: LoadOrder | ForceOrder | None) -> bool:
