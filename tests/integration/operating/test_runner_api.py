@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,7 @@ async def container(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[A
     for name in ("hub", "models"):
         (folder / name).mkdir()
     with_key(folder)
+    shutil.copy(tiny_model("gamma"), folder / "models" / "gamma.gguf")
     models = {
         **{name: tiny(tiny_model(name)) for name in ("alpha", "beta")},
         "broken": {"cmd": "/bin/false ${PORT}", "memory_mib": 100},
@@ -253,6 +255,15 @@ class Platform:
                 raise RuntimeError(f"Model load failed: {status['error']}")
         raise AssertionError("it never ended")
 
+    async def shows_loaded(self, model: str) -> None:
+        """It is told within the five seconds for which an answer is kept."""
+        for _ in range(300):
+            now_there = fits(await self.get("/v1/capabilities"), "capabilities")
+            if [one["id"] for one in now_there["models"]["loaded"]] == [model]:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(now_there["models"])
+
 
 async def test_a_platform_drives_the_gateway(container: App) -> None:
     platform = Platform(container)
@@ -267,16 +278,13 @@ async def test_a_platform_drives_the_gateway(container: App) -> None:
     # Load a model, and another in its place.
     first = await platform.load(modelId="alpha", quantization=None, maxContextLength=None)
     assert first["modelId"] == "alpha" and first["gpuMemoryUsedMB"] > 0 and first["loadTimeMs"] > 0
-    second = await platform.load(modelId="beta", evictModel="alpha")
+    by_path = f"{container.config.library.roots[-1]}/gamma.gguf"
+    third = await platform.load(modelId=by_path, maxContextLength=256, evictModel="alpha")
+    assert third["modelId"] == by_path
+    await platform.shows_loaded(by_path)
+    second = await platform.load(modelId="beta", evictModel=by_path)
     assert second["modelId"] == "beta"
-    # It is told within the five seconds for which an answer is kept.
-    for _ in range(300):
-        now_there = fits(await platform.get("/v1/capabilities"), "capabilities")
-        if [one["id"] for one in now_there["models"]["loaded"]] == ["beta"]:
-            break
-        await asyncio.sleep(0.1)
-    else:
-        raise AssertionError(now_there["models"])
+    await platform.shows_loaded("beta")
     # Ask it, as a tenant with a session; twice, so that the prompt is cached.
     headers = {
         "x-cache-mode": "prefix",

@@ -147,7 +147,9 @@ class CapabilityRoutes:
         gateway, look = self._gateway, self._look()
         runner = gateway.config.runner
         listed = [entry for entry in gateway.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
-        names = {entry.id: entry.shown_id(to_operator=caller.admin) for entry in listed}
+        # A caller that nothing tells from others may be the one that ordered it.
+        is_told = caller.admin or not caller.may_list
+        names = {entry.id: entry.shown_id(to_operator=is_told) for entry in listed}
         words = {entry.id: look.word(entry) for entry in listed}
         loaded = [entry for entry in listed if words[entry.id] is StatusWord.LOADED]
         unasked = [record for record in gateway.resolver.unasked if caller.sees(record.id)]
