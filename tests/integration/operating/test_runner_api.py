@@ -278,7 +278,7 @@ async def test_a_platform_drives_the_gateway(container: App) -> None:
     # Load a model, and another in its place.
     first = await platform.load(modelId="alpha", quantization=None, maxContextLength=None)
     assert first["modelId"] == "alpha" and first["gpuMemoryUsedMB"] > 0 and first["loadTimeMs"] > 0
-    by_path = f"{container.config.library.roots[-1]}/gamma.gguf"
+    by_path = f"{container.config.library.roots[0]}/gamma.gguf"
     third = await platform.load(modelId=by_path, maxContextLength=256, evictModel="alpha")
     assert third["modelId"] == by_path
     await platform.shows_loaded(by_path)
