@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from greenroom.core.plain import PlainScheduler
 from tests.chaos.checks.base import Check
 from tests.chaos.checks.dues import IdleGo, Patience
 from tests.chaos.checks.ends import Ends, Operators
@@ -39,17 +40,13 @@ def checks_with_versions() -> list[Check]:
     ]
 
 
-def _is_plain(scenario: Scenario) -> bool:
-    return scenario.config.scheduler is not None
-
-
 def _everywhere(scenario: Scenario) -> list[Check]:
     return [
         InFlight(),
         BusyStay(),
         Ends(),
         Operators(),
-        Order(by_arrival=_is_plain(scenario)),
+        Order(by_arrival=scenario.config.scheduler is not None),
         OneMove(),
         Apart(),
         Memory(),
@@ -63,7 +60,7 @@ def _everywhere(scenario: Scenario) -> list[Check]:
         Needs(),
         CoordinatorRules(),
         Reasons(),
-        LastResort(),
+        LastResort(is_equal=scenario.config.scheduler is PlainScheduler),
         Timers(),
         Invariants(),
         AtRest(),
@@ -72,7 +69,7 @@ def _everywhere(scenario: Scenario) -> list[Check]:
 
 def _of_this_kind(scenario: Scenario) -> list[Check]:
     """Promises of the default scheduler that are judged where nothing goes wrong."""
-    if _is_plain(scenario):
+    if scenario.config.scheduler is not None:
         return []
     concurrency = scenario.config.models[0].timings.concurrency
     if scenario.kind is Kind.DUEL:

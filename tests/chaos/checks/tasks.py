@@ -14,6 +14,7 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, Outcome, RequestId, SlotId
+from greenroom.core.plain import EQUAL
 from greenroom.sim.records import Violation
 from tests.chaos.checks.base import Check, state_of
 
@@ -33,8 +34,10 @@ class Asked:
 
 
 class LastResort(Check):
-    def __init__(self) -> None:
+    def __init__(self, is_equal: bool = False) -> None:
         self.judged = 0
+        # To the plain scheduler each request is as urgent as any other.
+        self._is_equal = is_equal
         self._now = 0.0
         self._open: dict[str, Asked] = {}
         self._moves: dict[MoveId, Move] = {}
@@ -45,7 +48,8 @@ class LastResort(Check):
 
     def request_arrived(self, event: ev.RequestArrived) -> None:
         if event.choice is not None and len(event.candidates) > 1:
-            self._open.setdefault(event.request, Asked(event, event.choice))
+            asked = replace(event, priority=EQUAL) if self._is_equal else event
+            self._open.setdefault(event.request, Asked(asked, event.choice))
 
     def request_gone(self, event: ev.RequestGone) -> None:
         self._open.pop(event.request, None)

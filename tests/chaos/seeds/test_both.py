@@ -34,7 +34,7 @@ def test_a_few_storms_show_no_violation(plain: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 def test_seeds_of_the_plain_scheduler_show_no_violation() -> None:
-    figures = played(range(48), plain=True)
+    figures = played(range(72), plain=True)
     assert figures.faults.total() > 10_000 and figures.judged["Order"] > 50_000
 
 
