@@ -216,13 +216,16 @@ class AdhocModels:
         entry = self._catalog.find(model)
         return entry if entry is not None and entry.is_adhoc and self.is_current(entry) else None
 
-    def add(self, entry: Entry, record: LibraryRecord, tenant: str | None) -> None:
-        """Raises TooManyModels."""
+    def add(self, entry: Entry, record: LibraryRecord, tenant: str | None) -> Entry:
+        """Returns it with the name of the order that stands for it. Raises TooManyModels."""
         self._expect_room(entry.id, tenant)
+        if orders := self.orders_of([entry.id]):
+            entry = replace(entry, asked_as=orders[0].name)
         self._known[entry.id] = _Adhoc(record, tenant)
         self._catalog.add(entry)
         self._post(ConfigChanged(self._clock(), models=(entry.spec,), learned=self._recall((entry.id,)) or None))
         _log.info("model found", model=entry.public_id, path=record.path, engine=entry.engine.name)
+        return entry
 
     def is_current(self, entry: Entry) -> bool:
         """False if its files are not what they were when its memory was estimated, or its id now means others."""
@@ -285,10 +288,14 @@ class AdhocModels:
     def orders_of(self, models: Collection[ModelId]) -> list[Order]:
         return [order for order in self._orders.values() if order.model in models]
 
-    def order_of(self, name: str, options: ModelOptions) -> Order | None:
-        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured."""
+    def order_of(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
+        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured.
+
+        It does not stand instead of one that its caller does not see.
+        """
         meant = self._names.get((name, replace(options, ttl_s=None), False))
-        if meant is None or not options.is_order:
+        before = None if meant is None else self._orders.get(meant.home)
+        if meant is None or not options.is_order or (before is not None and not sees(before.base_id)):
             return None
         entry = self._catalog.find(meant.model)
         return Order(name, options, meant.model, name if entry is None else entry.base_id, meant.home)

@@ -227,8 +227,7 @@ class Resolver:
         # Another request may have named it otherwise and come first.
         if (known := self.adhoc.find(model_id)) is not None:
             return known
-        self.adhoc.add(entry, record, asker.tenant)
-        return entry
+        return self.adhoc.add(entry, record, asker.tenant)
 
     async def _located(self, name: str, options: ModelOptions, asker: Asker) -> LibraryRecord:
         """What is on disk by this name. An asker that sees some models only sees what the library has an id for."""

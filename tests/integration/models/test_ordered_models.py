@@ -29,7 +29,7 @@ KEYS = [
     {"name": "root", "key": ADMIN, "admin": True},
     {"name": "someone", "key": USER, "tenant": "lab"},
     {"name": "loader", "key": LOADER, "tenant": "lab", "verbs": ["load"]},
-    {"name": "narrow", "key": NARROW, "tenant": "elsewhere", "models": ["org/gamma:Q4_K_M"]},
+    {"name": "narrow", "key": NARROW, "tenant": "elsewhere", "models": ["org/gamma:Q4_K_M"], "verbs": ["load"]},
     *({"name": f"looker-{number}", "key": f"looker-{number}", "admin": True} for number in range(40)),
 ]
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
@@ -242,7 +242,19 @@ async def test_an_order_for_another_file_holds_for_its_name_alone(app: App) -> N
     rows = (await ask(app, "GET", f"/api/v1/requests?limit={len(callers)}")).json()["requests"]
     slots = [row["slot"] for row in reversed(rows)]
     assert slots[0] == slots[3] and slots[1] == slots[2] != slots[0]
+    taken = await ask(app, "POST", LOAD, {"modelId": HUB, "maxContextLength": 256}, NARROW)
+    assert (await ended(app, taken))["status"] == "completed"
+    assert slots[0] in in_memory(app), "an order of a key that does not see it leaves it alone"
     await unloaded(app, "org/gamma:Q4_K_M")
+
+
+async def test_an_ordered_model_has_its_name_again_after_it_was_forgotten(tmp_path: Path, root: Path) -> None:
+    library = {"roots": [str(root)], "adhoc_models_max": 1}
+    async with gateway(tmp_path, {}, library=library, server={"api_keys": KEYS}) as app:
+        await ordered(app, str(root / "alpha.gguf"), maxContextLength=256)
+        for name in ("delta.gguf", "alpha.gguf"):
+            await say(app, name)
+        assert await loaded(app) == {str(root / "alpha.gguf"): 256}
 
 
 async def test_an_order_ends_when_the_file_that_it_chose_is_deleted(tmp_path: Path, root: Path) -> None:

@@ -135,7 +135,7 @@ class Loads:
         entry, order = await self._found(name, options, asker, fetch)
         if not force:
             self._services.moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
-        given = resolver.adhoc.order_of(name, options)
+        given = resolver.adhoc.order_of(name, options, asker.sees)
         row = await self._row(OperationKind.LOAD, name, tenant, key)
         if entry is not None:
             self._models[row.id] = entry.id
@@ -147,7 +147,7 @@ class Loads:
                 await self._fetched(row, order)
             if found is None:
                 found = await resolver.named(name, options, asker)
-                stands = resolver.adhoc.order_of(name, options)
+                stands = resolver.adhoc.order_of(name, options, asker.sees)
                 replaced = None if stands is None else resolver.adhoc.stands(stands)
                 self._models[row.id] = found.id
             if stands is not None:
