@@ -63,6 +63,7 @@ def test_what_comes_with_greenroom_is_there(policies: Named[PolicyFactory], swap
     assert (len(policies), len(swappers)) == (2, 2)
 
 
+@pytest.mark.pure
 def test_an_installed_policy_is_used_by_its_name(
     site: Path, policies: Named[PolicyFactory], swappers: Named[SwapperFactory]
 ) -> None:
@@ -149,6 +150,7 @@ def test_an_installed_scheduler_replaces_the_whole_one(site: Path) -> None:
         limits.make_scheduler("broken", Recorder())
 
 
+@pytest.mark.pure
 def test_the_scheduler_is_found_by_its_name_and_uses_policies_by_theirs(site: Path) -> None:
     install(site, "[greenroom.policies]\nmine = acme_ours:Mine\n", acme_ours=GOOD)
     default = limits.make_scheduler("default", Recorder())
