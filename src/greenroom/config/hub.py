@@ -32,6 +32,11 @@ def whisper_repository(name: str) -> str | None:
     return WHISPER_SIZES.get(name.removeprefix(WHISPER_PREFIX))
 
 
+def whisper_names() -> list[str]:
+    """All names by which a size can be said."""
+    return [prefix + size for size in WHISPER_SIZES for prefix in ("", WHISPER_PREFIX)]
+
+
 def hub_folder(repository: str, env: Mapping[str, str]) -> str:
     """Where the cache keeps this repository, whether it is there or not. `env` wins over our own environment."""
     env = {**os.environ, **env}

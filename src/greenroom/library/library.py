@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from greenroom.base.repeated import Repeated
-from greenroom.config.hub import whisper_repository
+from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
@@ -151,7 +151,8 @@ class Library:
     def names_of(self, records: Iterable[LibraryRecord]) -> frozenset[str]:
         """Every name that `find` knows these models by, and the hub ids of their repositories."""
         repositories = {record.id: record.source.hub_id for record in records}
-        names = (name for name, id in self._inventory.names.items() if id in repositories)
+        names = [name for name, id in self._inventory.names.items() if id in repositories]
+        names += [name for name in whisper_names() if (one := self.find(name)) is not None and one.id in repositories]
         return frozenset((*names, *(hub_id for hub_id in repositories.values() if hub_id is not None)))
 
     @property

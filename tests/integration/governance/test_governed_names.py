@@ -18,7 +18,8 @@ from tests.harness import fake, gateway
 from tests.harness import tiny as tiny_config
 from tests.integration.governance.test_governance import KEYS, ask, now, with_key
 from tests.integration.raw import Answer
-from tests.models import tiny
+from tests.library.hub_cache import put
+from tests.models import tiny, tiny_ears
 from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.tenancy.governance.token_rig import PUBLIC, signed_token
 from tests.waiting import until
@@ -352,3 +353,13 @@ async def test_a_name_is_judged_by_the_file_that_an_order_has_chosen_for_it(hub:
         unload = {"modelId": SECRET}
         answer = await signed(app, "model-unload", SECRET, "/v1/models/unload", unload, signers=both)
         assert answer.status == 200
+
+
+async def test_a_rule_for_a_size_of_whisper_is_one_for_its_repository(hub: StandinHub, tmp_path: Path) -> None:
+    """On disk, and where it would be fetched."""
+    (tmp_path / "models").mkdir()
+    put(tmp_path / "models" / "faster-whisper-tiny", tiny_ears("alpha speaks"))
+    async with guarding(tmp_path, "whisper-tiny", "small") as app:
+        for name in ("tiny", "faster-whisper-tiny", "systran/Faster-Whisper-small", "whisper-small"):
+            answer = await signed(app, "model-load", name, "/v1/models/load", {"modelId": name})
+            assert needs_two(answer), (name, answer.body)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from greenroom.base.names import public_name
+from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.config.sections.governance import Operation
 from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
@@ -128,7 +129,9 @@ class GovernedModels:
 
     async def _fetched(self, operation: Operation, fetch: DownloadOrder) -> list[Done]:
         """What is fetched, where it replaces files of other models, and what is done with it then."""
-        names = frozenset({fetch.repo or fetch.url or ""})
+        repo = (fetch.repo or "").casefold()
+        sizes = [name for name in whisper_names() if (whisper_repository(name) or "").casefold() == repo]
+        names = frozenset({fetch.repo or fetch.url or "", *sizes})
         done = [Done("model-download", names, is_repository=fetch.repo is not None)]
         if operation != "model-download":
             done.append(Done(operation, names, is_repository=True))
