@@ -1,4 +1,4 @@
-"""Requests that every engine refuses: each is a 400 that names its field, and no model moves for it."""
+"""Requests that cannot be answered: each is a 400 that names its field, and no model moves for it."""
 
 from __future__ import annotations
 
