@@ -58,6 +58,16 @@ def test_a_lease_is_held_on_one_gpu_where_it_fits_or_where_it_was_asked_for() ->
     assert world.ask_lease("wide", 12_000).fate is Fate.REJECTED, "a program is not split over GPUs behind its back"
 
 
+def test_a_lease_that_waited_for_the_host_where_no_gpu_was_gets_a_gpu_that_comes_back() -> None:
+    machine = (gpu(0, 8_000), host(8_000))
+    world = World([model("a", 6_000)], devices=machine[1:])
+    ready(world, "a")
+    lease = world.ask_lease("train", 4_000)
+    assert lease.fate is Fate.WAITING and claims_of(world) == [{machine[1].id: 4_000}]
+    world.config(devices=machine)
+    assert lease.fate is Fate.GRANTED and claims_of(world) == [{GPU0: 4_000}]
+
+
 def test_a_lease_over_several_gpus_has_its_memory_on_each_of_them() -> None:
     world = World([], devices=(gpu(0, 8_000), gpu(1, 6_000), gpu(2, 8_000), gpu(3, 8_000)))
     world.ask_lease("first", 7_000, devices=(DeviceId("gpu2"),))

@@ -6,13 +6,13 @@ revision drains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from greenroom.core.apply import Actions, preload_id
 from greenroom.core.decide.plan import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind, VersionPromoted
-from greenroom.core.model import ModelId, ModelSpec, Need, Tier
+from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, Tier
 from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import ModelRecord, State
@@ -32,7 +32,7 @@ class Configuration:
         if event.limits is not None:
             self._take_over(event.limits)
         if event.devices is not None:
-            state.ledger.set_devices(event.devices)
+            self._set_devices(event.devices)
         for spec in event.models:
             self._put(spec, event.now)
         for model, need in (event.needs or {}).items():
@@ -45,6 +45,15 @@ class Configuration:
                 record.learned_s.update(learned.moves_s)
                 if learned.service_s is not None and record.service_s is None:
                     record.answered(learned.service_s)
+
+    def _set_devices(self, devices: Iterable[Device]) -> None:
+        """Where the first GPU comes or the last one goes, what has not started yet is planned anew."""
+        ledger = self._state.ledger
+        had_gpus = _has_gpus(ledger.devices)
+        ledger.set_devices(devices)
+        if had_gpus != _has_gpus(ledger.devices):
+            for slot in list(ledger.promises):
+                self._slots.call_off(self._state.slots[slot])
 
     def _set_need(self, model: ModelId, need: Need) -> None:
         """The need of its next load. Existing slots keep their claims."""
@@ -137,3 +146,7 @@ class Configuration:
             self._act.preload(spec.id, now)
         else:
             self._act.forget(preload_id(spec.id))
+
+
+def _has_gpus(devices: Mapping[DeviceId, Device]) -> bool:
+    return any(device.kind is DeviceKind.GPU for device in devices.values())

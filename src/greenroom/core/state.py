@@ -324,8 +324,13 @@ class State:
         """True while a move shares a GPU with it and one of the two engines sizes itself by free memory.
 
         Such an engine starts only while no other move is under way on its GPUs, and until it is ready nothing else
-        starts there. Departures are not held back. Also true while another configuration of the same thing leaves.
+        starts there. Departures are not held back. Also true while another configuration of the same thing leaves, and
+        under coresidency rules while a model that makes room for it still answers.
         """
+        if self.limits.company is not None and any(
+            other.leaving_for == slot.id and not other.is_idle for other in self.slots.values()
+        ):
+            return True
         if (word := slot.spec.exclusive) and any(
             other.spec.exclusive == word and other.model != slot.model and (other.is_going or other.lost)
             for other in self.slots.values()

@@ -20,4 +20,5 @@ ONCE_FAILED: dict[int, str] = {
     5011: "models for which all classes waited closed each other after every request, so that others came twice",
     5142: "the checker took a visit that a higher class had cut short for a whole one",
     45: "a back-off that was over came back when the clock was set back; planted.py can bring it back",
+    5160: "a lease was granted the host's memory, planned while the GPUs were gone, after they had come back",
 }

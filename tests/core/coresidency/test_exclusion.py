@@ -110,3 +110,16 @@ def test_a_request_that_gives_up_is_told_what_it_waited_for(mib: int) -> None:
     assert rejection is not None and rejection.code is RejectCode.EXPIRED
     expected = ((A,), 0) if name == "b" else ((), mib)
     assert (rejection.beside, rejection.needs_mib) == expected
+
+
+def test_it_comes_when_a_busy_model_in_its_way_has_answered_though_there_is_room_for_both() -> None:
+    world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(company=TURNS))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("waiting", "b")
+    world.keep_busy("a", takes_s=5.0, for_s=290.0)
+    world.run(280.0)
+    assert world.code("waiting") is None and world.kinds() == ["load a"], "the first answer goes on"
+    world.finish("running")
+    world.run(20.0)
+    assert world.fate("waiting") is Fate.GRANTED and world.kinds() == ["load a", "unload a", "load b"]
