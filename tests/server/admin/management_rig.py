@@ -80,6 +80,7 @@ from tests.runtime.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
 ADMIN = Caller(name="root", tenant=None, priority_max=1, admin=True)
+PLAIN = Caller(name="plain", tenant=TenantId("plain"), priority_max=1, admin=False)
 # Governance is off, and opens neither.
 NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0, run_detached)
 UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"), run_detached)
@@ -442,7 +443,7 @@ def scope(
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
         "client": ("127.0.0.1", 0),
         "server": None,
-        "state": {"request_id": "r-test", "is_admin": is_admin, "caller": caller or ADMIN},
+        "state": {"request_id": "r-test", "is_admin": is_admin, "caller": caller or (ADMIN if is_admin else PLAIN)},
     }
 
 
