@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.rig.gateways import Gateway, gateway
 from benchmarks.rig.result import Run, options_of
+from greenroom.base.detached import run_detached
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 
 GOALS = {"start_s_max": 2.0, "inventory_ms_max": 50.0, "new_file_s_max": 5.0}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
@@ -27,7 +28,6 @@ from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.base.detached import run_detached
 from greenroom.library.folders import FolderTree
 from greenroom.library.library import Library, look_once
 from greenroom.library.models import ModelFinder
 from greenroom.library.naming import FoundRoot, inventory_of
 from greenroom.library.records import LibraryRecord, told
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 from tests.full_disk import descriptors
 from tests.library.hub_cache import add_snapshot, put

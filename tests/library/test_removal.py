@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, folder_files, put, repository
 from tests.models import tiny, tiny_hf, tiny_projector

@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from greenroom.base.detached import run_detached
 from greenroom.library.library import NOTED_S, Library
 from greenroom.library.records import Source
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, put
 from tests.models import tiny

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from greenroom.config.plain_file import sync_folder
+from greenroom.base.plain_file import sync_folder
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.roots import Roots, pinned

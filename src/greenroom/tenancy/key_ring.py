@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.config.plain_file import why
+from greenroom.base.plain_file import why
 from greenroom.config.problems import is_reachable_without_keys
 from greenroom.config.schema import Server
 from greenroom.errors import ConfigError

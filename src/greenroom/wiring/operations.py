@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from greenroom.base.detached import run_detached
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves

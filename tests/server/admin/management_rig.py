@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
+from greenroom.base.detached import run_detached
 from greenroom.config import loader
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config, Model, Server
@@ -45,7 +46,6 @@ from greenroom.library.library import Library
 from greenroom.library.roots import Roots
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import sync_folder
 from greenroom.base.repeated import AGAIN_S, Repeated
-from greenroom.config.plain_file import sync_folder
 from greenroom.leases.records import Holder
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 # Compacted beyond this: some thousand grants and ends.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final, Protocol
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.kinds import words
 from greenroom.config.schema import Model
@@ -20,7 +21,6 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine, EngineFacts, equal_counts
 from greenroom.engines.estimates.estimate import NAME, Estimate, EstimatePart, mib
 from greenroom.engines.identity import arguments_identity
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger

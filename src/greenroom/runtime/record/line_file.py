@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")

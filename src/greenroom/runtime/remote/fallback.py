@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import read_plain
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import read_plain
 from greenroom.errors import ConfigError, ConfigNotKept
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")

@@ -21,14 +21,14 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import read_plain
 from greenroom.base.repeated import AGAIN_S, Repeated
-from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.http.body import Payload, Spliced
 from greenroom.http.relays.relay import Relay
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from greenroom.config.plain_file import NotPlainFile, open_plain, read_plain, sync_folder, why
+from greenroom.base.plain_file import NotPlainFile, open_plain, read_plain, sync_folder, why
 from greenroom.errors import AuditUnavailable, ConfigError
 from greenroom.tenancy.governance.canonical_json import NotCanonical, canonical, read, sha256_of
 from greenroom.tenancy.governance.nonces import WRITE_MAX_S, Run

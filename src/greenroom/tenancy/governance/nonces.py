@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
-from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain, sync_folder
+from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain, sync_folder
 from greenroom.errors import ConfigError, NoncesUnavailable, TokenBeforeStart, TokenReplayed
 
 # Longer than any token may live (`window_s` and the skew at most), so that a changed window lets none be used again.
