@@ -35,7 +35,6 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
 from greenroom.runtime.record.learned import LearnedTimes
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.reports.history import sample
@@ -141,7 +140,7 @@ class App:
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
-        self.library = Library(Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=on_gpu)
+        self.library = Library(Roots(config.roots), self.state_dir.path, on_gpu=on_gpu)
         self.resolver = Resolver(
             self.catalog,
             self.library,
@@ -154,7 +153,7 @@ class App:
         )
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
-        self.versions = VersionStore(self.state_dir.path, replace_file)
+        self.versions = VersionStore(self.state_dir.path)
         self.catalog.version_of = lambda name: self.versions.of(name).current
 
     def _is_named(self, tenant: str) -> bool:

@@ -196,7 +196,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         requestors,
         gateway.tasks,
         usage,
-        KeyRing(run_detached, lambda: _use_changed_keys(front, gateway)),
+        KeyRing(lambda: _use_changed_keys(front, gateway)),
     )
     front.configure(gateway.config)
     return front

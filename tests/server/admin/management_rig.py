@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
-from greenroom.base.detached import run_detached
 from greenroom.config import loader
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config, Model, Server
@@ -54,7 +53,6 @@ from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.table import JobLimits, OperationTable
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
@@ -81,8 +79,8 @@ from tests.runtime.memory.readings import gpu, reading
 GPU = DeviceId("gpu0")
 ADMIN = Caller(name="root", tenant=None, priority_max=1, admin=True)
 # Governance is off, and opens neither.
-NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0, run_detached)
-UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"), run_detached)
+NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0)
+UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"))
 # The clock stands still unless a test moves it.
 NOW = 1_000.0
 # Generous: a loaded machine with two cores.
@@ -260,7 +258,7 @@ class FakeGateway:
         self.wall_ahead_s = 0.0
         self.requestors = Requestors(self.clock)
         self.limiter = Limiter(wall=self.clock)
-        self.cloud_fallback = CloudFallback(Path("/nowhere"), _write_nothing, environ={})
+        self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=_write_nothing)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
@@ -272,7 +270,7 @@ class FakeGateway:
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
         self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
-        self.library = Library(Roots(()), None, run_detached, replace_file)
+        self.library = Library(Roots(()), None)
         self.resolver = Resolver(
             self.catalog,
             self.library,
@@ -301,7 +299,7 @@ class FakeGateway:
             ),
         )
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
-        self.keys = KeyRing(unthreaded, lambda: None)
+        self.keys = KeyRing(lambda: None, run=unthreaded)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

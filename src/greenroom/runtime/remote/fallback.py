@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.base.detached import run_detached
-from greenroom.base.plain_file import read_plain
+from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.errors import ConfigError, ConfigNotKept
 from greenroom.telemetry.logs import get_logger
 
@@ -36,7 +36,11 @@ class CloudFallback:
     """`write` replaces a file; it blocks. Call `open` before anything is asked."""
 
     def __init__(
-        self, folder: Path, write: Callable[[Path, str], None], environ: Mapping[str, str] = os.environ
+        self,
+        folder: Path,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        write: Callable[[Path, str], None] = replace_file,
     ) -> None:
         self._path = folder / FILE_NAME
         self._write = write
