@@ -36,7 +36,7 @@ def shown(url: str) -> str:
 def connected(url: str, name: str, *, repeats: int = 1, decode_responses: bool = False) -> aioredis.Redis:
     """A client that connects on first use. Raises ConfigError, which begins with `name`, for unknown options.
 
-    A call whose connection is lost `repeats` itself: an idle one may have died unnoticed.
+    A call whose connection is lost is made so often again: an idle one may have died unnoticed.
     """
     try:
         pool = aioredis.BlockingConnectionPool.from_url(
