@@ -25,8 +25,6 @@ from benchmarks.rig.gateways import Gateway, gateway
 from benchmarks.rig.result import Run, options_of
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 
 GOALS = {"start_s_max": 2.0, "inventory_ms_max": 50.0, "new_file_s_max": 5.0}
 # On a busy machine, where even a gateway without models does not start in time, the start is judged beside that one.
@@ -92,7 +90,7 @@ def best_ms(work: Callable[[], object], rounds: int) -> float:
 
 async def looks(top: Path, rounds: int) -> tuple[float, float, float]:
     """Milliseconds of the first look, of a look at an unchanged tree, and of one after a file was added."""
-    library = Library(Roots([str(top)]), None, run_detached, replace_file)
+    library = Library(Roots([str(top)]), None)
     times = []
     for number in range(rounds + 1):
         began = time.perf_counter()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
@@ -27,7 +28,6 @@ from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
@@ -35,7 +35,6 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
 from greenroom.runtime.record.learned import LearnedTimes
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.reports.history import sample
@@ -141,7 +140,7 @@ class App:
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
-        self.library = Library(Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=on_gpu)
+        self.library = Library(Roots(config.roots), self.state_dir.path, on_gpu=on_gpu)
         self.resolver = Resolver(
             self.catalog,
             self.library,
@@ -154,7 +153,7 @@ class App:
         )
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
-        self.versions = VersionStore(self.state_dir.path, replace_file)
+        self.versions = VersionStore(self.state_dir.path)
         self.catalog.version_of = lambda name: self.versions.of(name).current
 
     def _is_named(self, tenant: str) -> bool:

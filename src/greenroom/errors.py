@@ -22,18 +22,6 @@ def shown(text: str) -> str:
     return part if len(text) <= SHOWN_CHARS_MAX else f"{part}… ({len(text):,} characters)"
 
 
-# What a store (Redis, Valkey) is said to do if another program uses one of our keys for something else.
-HOLDS_SOMETHING_ELSE: Final = (
-    "holds something else under a key of Greenroom; remove it, or use another of its databases"
-)
-
-
-def store_fault(error: Exception) -> str:
-    """What a store that cannot be used does. Its own words are not passed on: they may quote what was sent."""
-    is_other = "WRONGTYPE" in str(error).replace(":", " ").split()
-    return HOLDS_SOMETHING_ELSE if is_other else f"does not answer ({type(error).__name__})"
-
-
 class GreenroomError(Exception):
     """The root. `message` says what, which, and what to do; callers without `admin` see `public` instead."""
 

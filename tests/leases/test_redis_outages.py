@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.errors import HOLDS_SOMETHING_ELSE, ConfigError, StoreDown
+from greenroom.base.redis_link import HOLDS_SOMETHING_ELSE
+from greenroom.errors import ConfigError, StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore

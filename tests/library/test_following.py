@@ -18,8 +18,6 @@ from greenroom.library.models import ModelFinder
 from greenroom.library.naming import FoundRoot, inventory_of
 from greenroom.library.records import LibraryRecord, told
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 from tests.full_disk import descriptors
 from tests.library.hub_cache import add_snapshot, put
 from tests.models import tiny, tiny_hf
@@ -144,7 +142,7 @@ def _plain(records: object) -> Iterator[tuple[str, object]]:
 
 async def test_a_folder_that_cannot_be_listed_for_now_keeps_its_models(tmp_path: Path) -> None:
     put(tmp_path / "shelf" / "a.gguf", tiny("a"))
-    library = Library(Roots([str(tmp_path)]), None, run_detached, replace_file)
+    library = Library(Roots([str(tmp_path)]), None)
     await library.refresh()
     put(tmp_path / "shelf" / "b.gguf", tiny("b"))
     with descriptors(0):
@@ -189,7 +187,7 @@ async def test_a_thousand_models(tmp_path: Path) -> None:
     for path, _, _ in os.walk(root):
         os.utime(path, (1_000_000, 1_000_000))
     os.utime(model, (1_000_000, 1_000_000))
-    library = Library(Roots([str(root)]), None, run_detached, replace_file)
+    library = Library(Roots([str(root)]), None)
     await library.refresh()
     assert len(library.records) == 1_000
     folders = 1 + 10 + 200

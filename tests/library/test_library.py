@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from greenroom.base.detached import run_detached
 from greenroom.library.folders import FolderTree, Pace
 from greenroom.library.library import Library, LookTimes, look_once
 from greenroom.library.models import PROBLEMS_MAX
 from greenroom.library.records import LibraryRecord, ModelKind, told_problem
 from greenroom.library.remembered import FILE_NAME
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, folder_files, put, repository
 from tests.models import tiny, tiny_ears, tiny_hf, tiny_lora, tiny_projector
 from tests.samples.split_gguf import split_gguf
@@ -29,7 +28,7 @@ def found(*roots: Path) -> dict[str, LibraryRecord]:
 
 
 def library(*roots: Path, state_dir: Path | None = None, **settings: Any) -> Library:
-    return Library(Roots(map(str, roots)), state_dir, run_detached, replace_file, **settings)
+    return Library(Roots(map(str, roots)), state_dir, **settings)
 
 
 # --- plain folders ----------------------------------------------------------------------------------------------------
@@ -357,7 +356,7 @@ async def test_root_that_hangs_delays_neither_the_loop_nor_other_roots(tmp_path:
             return await run_detached(hang, name)
         return await run_detached(work, name)
 
-    shelf = Library(Roots([str(slow), str(quick)]), None, run, replace_file, times=LookTimes(max_s=0.2))
+    shelf = Library(Roots([str(slow), str(quick)]), None, run=run, times=LookTimes(max_s=0.2))
 
     async def looked_until(fact: Callable[[], object]) -> None:
         """A good look may take longer than its limit where the machine is busy. The next one finds more."""
@@ -445,7 +444,7 @@ async def test_models_of_a_large_tree_are_found_bit_by_bit(tmp_path: Path) -> No
         seen.append(len(shelf.records))
         return await run_detached(work, name)
 
-    shelf = Library(Roots([str(tmp_path)]), None, run, replace_file, times=LookTimes(slice_s=0))
+    shelf = Library(Roots([str(tmp_path)]), None, run=run, times=LookTimes(slice_s=0))
     await shelf.refresh()
     assert len(shelf.records) == 5 and {0, 1, 2, 3, 4} <= set(seen)
     assert shelf.work_done[1] == 5

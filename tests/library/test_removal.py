@@ -11,14 +11,12 @@ from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, folder_files, put, repository
 from tests.models import tiny, tiny_hf, tiny_projector
 
 
 async def library(*roots: Path) -> Library:
-    shelf = Library(Roots(map(str, roots)), None, run_detached, replace_file)
+    shelf = Library(Roots(map(str, roots)), None)
     await shelf.refresh()
     return shelf
 

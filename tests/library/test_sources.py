@@ -10,8 +10,6 @@ from pathlib import Path
 from greenroom.library.library import NOTED_S, Library
 from greenroom.library.records import Source
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 from tests.library.hub_cache import add_snapshot, put
 from tests.models import tiny
 
@@ -19,7 +17,7 @@ SOURCE = Source("org/name", "c1")
 
 
 async def library(root: Path, state: Path | None = None) -> Library:
-    shelf = Library(Roots([str(root)]), state, run_detached, replace_file)
+    shelf = Library(Roots([str(root)]), state)
     await shelf.refresh()
     return shelf
 
@@ -48,7 +46,7 @@ async def test_model_in_a_folder_is_known_by_its_source(tmp_path: Path) -> None:
 async def test_what_was_fetched_and_is_of_no_model_is_forgotten(tmp_path: Path) -> None:
     root, state, now = tmp_path / "root", tmp_path / "state", [time.time() + 60]
     state.mkdir()
-    shelf = Library(Roots([str(root)]), state, run_detached, replace_file, clock=lambda: now[0])
+    shelf = Library(Roots([str(root)]), state, clock=lambda: now[0])
     await fetched(shelf, root / "mine" / "m-Q8_0.gguf")
     shelf.fetched({str(root / "mine" / f"{number}.json"): (2, None) for number in range(1_000)}, SOURCE)
     now[0] += 1

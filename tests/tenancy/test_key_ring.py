@@ -26,7 +26,7 @@ class Followed:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "keys.json"
         self.changes = self.looks = 0
-        self.ring = KeyRing(self._threaded, self._count, look_every_s=0.01)
+        self.ring = KeyRing(self._count, run=self._threaded, look_every_s=0.01)
         self.secrets: dict[str, bytes] = {}
 
     async def _threaded(self, work: Callable[[], Look], name: str) -> Look:
@@ -174,7 +174,7 @@ async def test_a_disk_that_hangs_is_told_and_the_keys_go_on(tmp_path: Path) -> N
         # At once: where the machine is busy, a thread may take longer than a look may.
         return work()
 
-    followed.ring = KeyRing(slow, lambda: None, look_every_s=0.01, answer_max_s=0.05)
+    followed.ring = KeyRing(lambda: None, run=slow, look_every_s=0.01, answer_max_s=0.05)
     await followed.begin()
     await until(lambda: followed.ring.problems)
     assert "does not answer" in followed.ring.problems[0] and followed.opens("a")
@@ -201,7 +201,7 @@ async def test_a_look_that_breaks_is_told_and_not_the_last(tmp_path: Path, part:
         if breaks and part == "what hears of it":
             raise RuntimeError("it breaks")
 
-    followed.ring = KeyRing(looked, changed, look_every_s=0.01)
+    followed.ring = KeyRing(changed, run=looked, look_every_s=0.01)
     await followed.begin()
     breaks = True
     followed.add("b")

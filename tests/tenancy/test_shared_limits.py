@@ -14,7 +14,8 @@ import pytest
 from redis import Redis
 from redis import asyncio as aioredis
 
-from greenroom.errors import HOLDS_SOMETHING_ELSE
+from greenroom.base.redis_link import HOLDS_SOMETHING_ELSE
+from greenroom.errors import ConfigError
 from greenroom.tenancy.shared_limits import SharedLimits
 from greenroom.tenancy.shared_window import SharedWindow
 from tests.redis_server import RedisServer, redis_server
@@ -41,6 +42,11 @@ def early(tmp_path: Path) -> Iterator[RedisServer]:
     with redis_server(tmp_path / "redis", has_own_clock=True) as server:
         server.set_clock(-int(time.time() % LONG_S))
         yield server
+
+
+def test_an_address_with_an_option_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^limits\.store: redis://box/1 has an option"):
+        SharedLimits("redis://me:secret@box/1?foo=bar", "a", print)
 
 
 class Gateway:

@@ -1,1 +1,1 @@
-"""Leaves that every part may import. They import nothing of ours."""
+"""Leaves that every part may import. They import nothing of ours but the errors."""

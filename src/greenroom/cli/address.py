@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from greenroom.base.plain_file import read_plain, why
 from greenroom.cli.failures import WrongUsage
-from greenroom.config.plain_file import read_plain, why
 
 URL_NAME = "GREENROOM_URL"
 KEY_NAME = "GREENROOM_API_KEY"

@@ -16,9 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import quote, urlencode, urlsplit
 
+from greenroom.base.json_client import (
+    NO_ANSWER,
+    TOKEN_HEADER,
+    AnswerTooLarge,
+    Deadline,
+    connection_to,
+    json_of,
+    reason,
+    whole_body,
+)
 from greenroom.cli.address import KEY_NAME, URL_NAME, GatewayAddress
 from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, NotAStream, WrongUsage
-from greenroom.leases.answers import AnswerTooLarge, Deadline, connection_to, json_of, whole_body
 
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -30,8 +39,6 @@ SILENCE_MAX_S: Final = 900.0
 LISTED_BY_API: Final = " GET /v1/models lists those there are."
 # The request ids of a gateway. An answer without one did not come through a gateway.
 _OUR_ID: Final = re.compile(r"r-[0-9a-f]+-[0-9]+")
-# Carries the token of a signed operation.
-TOKEN_HEADER: Final = "X-Verified-Op-Token"
 # Shown before and after a character that cannot be sent.
 NEAR_CHARS: Final = 40
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
@@ -172,9 +179,9 @@ class Client:
         connection = self._connection(deadline)
         try:
             connection.connect()
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
+        except NO_ANSWER as error:
             # A refused connection needs no explanation; any other failure (a name, a certificate) does.
-            why = "" if isinstance(error, ConnectionRefusedError) else f" ({_reason(error)})"
+            why = "" if isinstance(error, ConnectionRefusedError) else f" ({reason(error)})"
             raise NoGateway(
                 f"no gateway answers at {self.address.url}{why}; start one with `greenroom serve`, "
                 f"or say where it is with --url or {URL_NAME}"
@@ -259,11 +266,7 @@ class Client:
         except AnswerTooLarge as error:
             raise CommandFailed(f"{self.address.url} is not understood: {error}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise CommandFailed(f"{self.address.url} went away before it had answered ({_reason(error)})") from None
-
-
-def _reason(error: BaseException) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            raise CommandFailed(f"{self.address.url} went away before it had answered ({reason(error)})") from None
 
 
 LINE_BYTES_MAX: Final = 4 * 1024 * 1024

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import read_plain
+from greenroom.base.plain_file import read_plain
 
 # Of the conversions that faster-whisper itself takes. `large` is the newest large.
 WHISPER_SIZES: Final[Mapping[str, str]] = {

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.kinds import can_be_run, words
-from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.reader import Problem
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Config, Model, Remote, Server

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticCustomError
 
-from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain, why
+from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain, why
 from greenroom.errors import ConfigError
 
 # The path from the top of the file to a value: keys and positions in lists.

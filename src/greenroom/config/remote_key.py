@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from greenroom.config.plain_file import NotPrivate, read_private, why
+from greenroom.base.plain_file import NotPrivate, read_private, why
 from greenroom.config.sections.remotes import Remote
 
 KEY_BYTES_MAX: Final = 8 * 1024

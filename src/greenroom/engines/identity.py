@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from greenroom.base.plain_file import open_plain
 from greenroom.config.diff import NEW_SLOT_KEYS
-from greenroom.config.plain_file import open_plain
 from greenroom.config.schema import Model
 
 # Enough bytes to tell two headers of files with the same size and time apart.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import read_plain
+from greenroom.base.plain_file import read_plain
 from greenroom.config.schema import Model
 
 # What packages are imported as, where that is not their name.

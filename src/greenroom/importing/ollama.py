@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from greenroom.base.plain_file import open_plain, read_plain
 from greenroom.config.kinds import id_problem
-from greenroom.config.plain_file import open_plain, read_plain
 from greenroom.config.reader import Problem, Value, Where, dotted, shown
 from greenroom.errors import ConfigError
 from greenroom.importing.result import Imported, Notes, Unimportable, nothing_found

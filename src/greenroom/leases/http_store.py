@@ -1,23 +1,18 @@
 """A client of a gateway's lease API over HTTP.
 
-Owns the calls and the translation of answers and errors. Uses only the standard library, so that any training program
-can import it. Each call has its own connection and thread. A cancelled call cuts its connection, by which the gateway
-sees that its caller has left.
+Owns the calls and the translation of answers and errors. Each call has its own connection and thread. A cancelled call
+cuts its connection, by which the gateway sees that its caller has left.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import http.client
-import json
-import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import Final, TypeVar
+from urllib.parse import quote
 
+from greenroom.base.detached import run_detached
+from greenroom.base.json_client import NO_ANSWER, WHOLE_MAX, Call, Fields, json_of, origin_of, reason
 from greenroom.errors import (
     BadRequest,
     GreenroomError,
@@ -30,7 +25,6 @@ from greenroom.errors import (
     NotAllowed,
     StoreDown,
 )
-from greenroom.leases.answers import WHOLE_MAX, Answer, Deadline, Fields, Request, connection_to, exchanged, json_of
 from greenroom.leases.records import Holder, Lease, LeaseAsk, is_program_id
 
 PATH: Final = "/api/v1/leases"
@@ -50,17 +44,15 @@ class HttpStore:
     ) -> None:
         """Raises BadRequest for an invalid address. Connects to nothing yet. `op_token` permits the first lease."""
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
         self._op_token = op_token
         self._answer_max_s = answer_max_s
         try:
-            parts = urlsplit(self._url)
-            self._port = parts.port or (443 if parts.scheme == "https" else 80)
+            origin = origin_of(url, key)
         except ValueError as error:
             raise BadRequest(f"{url} is no address: {error}.") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        if origin is None:
             raise BadRequest(f"{url} is no address of a gateway; write it like http://127.0.0.1:8210.")
-        self._is_tls, self._host, self._prefix = parts.scheme == "https", parts.hostname, parts.path
+        self._origin = origin
 
     async def acquire(self, ask: LeaseAsk) -> Lease:
         # Whole seconds as whole numbers, which have one canonical form.
@@ -90,14 +82,16 @@ class HttpStore:
     async def _call(
         self, method: str, path: str, body: object, read: Callable[[Fields], Result], answer_max_s: float | None = None
     ) -> Result:
-        request = (method, self._prefix + path, None if body is None else json.dumps(body).encode(), self._headers())
-        deadline = Deadline(answer_max_s or self._answer_max_s)
-        connection = connection_to(self._host, self._port, deadline, is_tls=self._is_tls)
+        call = Call(self._origin, method, path, body, answer_max_s or self._answer_max_s, self._op_token)
         try:
-            status, headers, content = await _HttpCall(connection, request, deadline).answer()
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            raise StoreDown(f"The gateway at {self._url} does not answer ({why}).", retry_after_s=1.0) from None
+            status, headers, content = await run_detached(call.answer, "call the gateway")
+        except NO_ANSWER as error:
+            raise StoreDown(
+                f"The gateway at {self._url} does not answer ({reason(error)}).", retry_after_s=1.0
+            ) from None
+        finally:
+            # Its caller may have left.
+            call.cut()
         try:
             # A release has no answer but its status.
             said = Fields(json_of(content) if content else {})
@@ -106,68 +100,6 @@ class HttpStore:
             raise _error(status, headers, said.inner("error"))
         except ValueError:
             raise StoreDown(f"What answers at {self._url} is no gateway (status {status}).") from None
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
-        if self._op_token is not None:
-            headers["X-Verified-Op-Token"] = self._op_token
-        return headers if self._key is None else {**headers, "Authorization": f"Bearer {self._key}"}
-
-
-class _HttpCall:
-    """One request and its answer, made in a thread whose connection can be cut."""
-
-    def __init__(self, connection: http.client.HTTPConnection, request: Request, deadline: Deadline) -> None:
-        self._connection = connection
-        self._request = request
-        self._deadline = deadline
-        self._is_cut = False
-
-    async def answer(self) -> Answer:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Answer] = loop.create_future()
-
-        def run() -> None:
-            try:
-                answer = self._made()
-            except Exception as error:
-                _tell(loop, done, error)
-            else:
-                _tell(loop, done, answer)
-
-        threading.Thread(target=run, name="greenroom lease call", daemon=True).start()
-        try:
-            return await done
-        finally:
-            if not done.done() or done.cancelled():
-                self._cut()
-
-    def _made(self) -> Answer:
-        with contextlib.closing(self._connection) as connection:
-            connection.connect()
-            if self._is_cut:
-                raise OSError("was cut off")
-            return exchanged(connection, self._request, self._deadline)
-
-    def _cut(self) -> None:
-        self._is_cut = True
-        # The thread may still be connecting, or be done.
-        with contextlib.suppress(OSError, AttributeError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], said: Any) -> None:
-    def tell() -> None:
-        if done.done():
-            return
-        if isinstance(said, Exception):
-            done.set_exception(said)
-        else:
-            done.set_result(said)
-
-    # A closed loop raises this; no caller is left then.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(tell)
 
 
 def _path(lease: str) -> str:

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Final
 
-from greenroom.config.plain_file import read_plain, sync_folder
+from greenroom.base.plain_file import read_plain, sync_folder
 
 FORMAT: Final = 1
 BYTES_MAX: Final = 64 * 1024

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import replace_file
 from greenroom.base.repeated import Repeated
 from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.errors import ModelNotFound, RemovalFailed
@@ -40,7 +42,6 @@ REST_MAX_S: Final = 60.0
 # After this time a file that was fetched and is of no model is not remembered: each root was looked at since.
 NOTED_S: Final = 120.0
 RunDetached = Callable[[Callable[[], Any], str], Awaitable[Any]]
-ReplaceFile = Callable[[Path, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +79,19 @@ class _Root:
 
 
 class Library:
-    """`run` runs blocking work in a thread that can be left behind; `replace_file` replaces a file durably."""
+    """`run` runs blocking work in a thread that can be left behind."""
 
     def __init__(
         self,
         roots: Roots,
         state_dir: Path | None,
-        run: RunDetached,
-        replace_file: ReplaceFile,
         *,
+        run: RunDetached = run_detached,
         on_gpu: bool = False,
         times: LookTimes = LOOK_TIMES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._run = run
-        self._replace_file = replace_file
         self._path = None if state_dir is None else state_dir / FILE_NAME
         self._on_gpu = on_gpu
         self._times = times
@@ -363,7 +362,7 @@ class Library:
             text = text_of(Remembered(used, facts, fetched), self._on_gpu)
             written = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
             if written != self._written:
-                self._replace_file(path, text)
+                replace_file(path, text)
             return written
 
         self._written = await self._run(write, "write library")

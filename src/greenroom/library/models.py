@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.plain_file import read_plain
 from greenroom.config.hub import repository_of
-from greenroom.config.plain_file import read_plain
 from greenroom.engines.estimates.gguf import split_names
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES

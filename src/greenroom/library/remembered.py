@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 import greenroom
-from greenroom.config.plain_file import read_plain
+from greenroom.base.plain_file import read_plain
 from greenroom.library.facts import FileFacts
 from greenroom.library.records import FetchedFile
 from greenroom.telemetry.logs import get_logger

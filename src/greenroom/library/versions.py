@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from greenroom.config.plain_file import sync_folder
+from greenroom.base.plain_file import replace_file, sync_folder
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.roots import Roots, pinned
@@ -86,11 +86,8 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class VersionStore:
-    """`replace_file` replaces a file durably and atomically."""
-
-    def __init__(self, folder: Path, replace_file: Callable[[Path, str], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
-        self._replace_file = replace_file
         self._models: dict[str, NamedVersions] = {}
         # Written in threads, one at a time.
         self._writing = threading.Lock()
@@ -123,7 +120,7 @@ class VersionStore:
             models = {**self._models, **dict(changes)}
             if models == self._models:
                 return
-            self._replace_file(self._path, msgspec.json.encode(_Stored(models)).decode())
+            replace_file(self._path, msgspec.json.encode(_Stored(models)).decode())
             # The file has its new name; that the name outlives a loss of power is the directory's part.
             with contextlib.suppress(OSError):
                 sync_folder(self._path.parent)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.config.schema import Config, Model
 from greenroom.core.events import ConfigChanged, Learned
@@ -32,7 +33,6 @@ from greenroom.runtime.adhoc_model import (
     model_of,
 )
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.remote.names import RemoteNames
 from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger

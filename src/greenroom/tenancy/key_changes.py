@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import sync_folder
+from greenroom.base.plain_file import sync_folder
 from greenroom.config.sections.keys import digest_of
 from greenroom.errors import ConfigError
 from greenroom.tenancy.key_file import FILE_BYTES_MAX, FileKey, parsed, read_keys, rendered

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
+from greenroom.base.plain_file import NotPrivate, read_private, why
 from greenroom.config.kinds import Section
 from greenroom.config.mistakes import nearest_key, told
-from greenroom.config.plain_file import NotPrivate, read_private, why
 from greenroom.config.reader import Problem, Where, break_on, dotted
 from greenroom.config.sections.keys import ApiKey, Moment, digest_of, equal_api_keys
 from greenroom.errors import ConfigError

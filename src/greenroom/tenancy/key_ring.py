@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.config.plain_file import why
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import why
 from greenroom.config.problems import is_reachable_without_keys
 from greenroom.config.schema import Server
 from greenroom.errors import ConfigError
@@ -45,9 +46,9 @@ Run = Callable[[Callable[[], Look], str], Awaitable[Look]]
 class KeyRing:
     def __init__(
         self,
-        run: Run,
         changed: Callable[[], None],
         *,
+        run: Run = run_detached,
         look_every_s: float = LOOK_EVERY_S,
         answer_max_s: float = ANSWER_MAX_S,
         wall: Callable[[], float] = time.time,

@@ -22,17 +22,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
 from greenroom.base.repeated import Repeated
-from greenroom.errors import store_fault
 from greenroom.tenancy.budgets import MINUTE_S
 from greenroom.tenancy.shared_window import Asked, SharedWindow
 
-TIMEOUT_S: Final = 1.0
 # Of a minute: how often the store is asked at least.
 _TICK: Final = 1 / 120
 # Limits that are asked about in one call.
@@ -95,19 +91,15 @@ class SharedLimits:
         wall: Callable[[], float] = time.time,
         period_s: float = MINUTE_S,
     ) -> None:
+        """Raises ConfigError for an address with unknown options."""
         self.period_s = period_s
         self.tick_s = period_s * _TICK
         self.is_down = False
         self._gateway = gateway
         self._told = told
         self._wall = wall
-        self._client = aioredis.Redis.from_url(
-            url,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-        )
+        # A call that is repeated would take twice.
+        self._client = connected(url, "limits.store:", repeats=0, decode_responses=True)
         self._take = self._client.register_script(_TAKE)
         self._windows: weakref.WeakSet[SharedWindow] = weakref.WeakSet()
         self._hungry: set[SharedWindow] = set()
@@ -143,7 +135,7 @@ class SharedLimits:
     async def close(self) -> None:
         if self._is_open:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(3 * TIMEOUT_S):
+                async with asyncio.timeout(3 * ANSWER_MAX_S):
                     await self._asking.stop()
             with contextlib.suppress(RedisError, OSError):
                 await self._client.zrem("rate_limit_gateways", self._gateway)

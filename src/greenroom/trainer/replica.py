@@ -7,14 +7,12 @@ its own, so that a replica that was restarted is found again. Never waits longer
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
-from greenroom.leases.answers import WHOLE_MAX, Answer, Deadline, Fields, connection_to, exchanged, json_of
+from greenroom.base.json_client import NO_ANSWER, WHOLE_MAX, Call, Fields, json_of, origin_of, reason
 
 _TASK_STATES: Final = frozenset({"updating", "completed", "failed"})
 # What a replica answers while it starts or ends: ask again later.
@@ -96,14 +94,10 @@ class Replica:
     ) -> None:
         """Raises ValueError for an invalid address. Connects to nothing yet."""
         whole = url if "://" in url else f"http://{url}"
-        parts = urlsplit(whole)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        if (origin := origin_of(whole, api_key)) is None:
             raise ValueError(f"{url!r} is no address of a replica; write it like http://127.0.0.1:8001")
         self.url = whole.rstrip("/").removesuffix("/v1")
-        self._is_tls, self._host = parts.scheme == "https", parts.hostname
-        self._port = parts.port or (443 if self._is_tls else 80)
-        self._prefix = urlsplit(self.url).path
-        self._key = api_key
+        self._origin = origin
         self._model = model
         self._answer_max_s = answer_max_s
         self._sign = sign
@@ -185,13 +179,13 @@ class Replica:
         answer_max_s: float | None = None,
         token: str | None = None,
     ) -> tuple[Fields, Mapping[str, str]]:
+        most_s = answer_max_s or self._answer_max_s
         try:
-            status, headers, content = self._answer(method, path, body, answer_max_s or self._answer_max_s, token)
+            status, headers, content = Call(self._origin, method, path, body, most_s, token).answer()
         except TimeoutError:
-            raise ReplicaAway(f"it did not answer within {answer_max_s or self._answer_max_s:g} s") from None
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            raise ReplicaAway(f"it cannot be reached ({why})") from None
+            raise ReplicaAway(f"it did not answer within {most_s:g} s") from None
+        except NO_ANSWER as error:
+            raise ReplicaAway(f"it cannot be reached ({reason(error)})") from None
         if method == "GET" and status in _LATER:
             raise ReplicaAway(f"it answers with status {status}")
         with _of_gateway(f" (status {status})"):
@@ -201,18 +195,6 @@ class Replica:
             refusal = said.inner("error")
             code, message, task = refusal.text("code"), refusal.text("message"), refusal.text_or_none("taskId")
         raise ReplicaAway(message) if code in _COMING_AND_GOING else ReplicaError(code, message, task)
-
-    def _answer(self, method: str, path: str, body: object, answer_max_s: float, token: str | None) -> Answer:
-        headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        if token is not None:
-            headers["X-Verified-Op-Token"] = token
-        content = None if body is None else json.dumps(body).encode()
-        deadline = Deadline(answer_max_s)
-        with contextlib.closing(connection_to(self._host, self._port, deadline, is_tls=self._is_tls)) as connection:
-            connection.connect()
-            return exchanged(connection, (method, self._prefix + path, content, headers), deadline)
 
 
 def _number(said: str) -> int | None:

@@ -25,7 +25,6 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
 from greenroom.runtime.memory.watch import Growth, MemoryWatch
 from greenroom.runtime.observer import Hub, Observer
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import Timeouts
@@ -121,7 +120,7 @@ def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
     watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
-    needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
+    needs = catalog.needs = Needs(NeedBook(common.state_dir.path, warn), kinds)
     # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
     kept = 0 if config.gpus else WORKER_GPU_MIB
     gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.base.detached import run_detached
 from greenroom.config.environment import hub_cache
 from greenroom.config.limits import is_named
 from greenroom.config.schema import Config, Server
@@ -21,7 +22,6 @@ from greenroom.library.fetched_marks import disown
 from greenroom.library.fetcher import Done, FetchPlan, fetched_files, fetched_paths
 from greenroom.library.orders import OrderRules
 from greenroom.routing.tasks import Tasks
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
 from greenroom.runtime.observer import Hub
@@ -196,7 +196,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         requestors,
         gateway.tasks,
         usage,
-        KeyRing(run_detached, lambda: _use_changed_keys(front, gateway)),
+        KeyRing(lambda: _use_changed_keys(front, gateway)),
     )
     front.configure(gateway.config)
     return front

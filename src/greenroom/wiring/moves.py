@@ -32,7 +32,6 @@ from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSl
 from greenroom.runtime.moves.mover import Mover, RemoteMoves
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
@@ -135,7 +134,7 @@ class RemoteParts:
 
 def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemoteParts:
     """Raises ConfigError if the client of the shared store is not installed."""
-    spending, fallback = Spending(state_dir.path, replace_file), CloudFallback(state_dir.path, replace_file)
+    spending, fallback = Spending(state_dir.path), CloudFallback(state_dir.path)
     url = config().limits.store or config().leases.store
     if url is None:
         return RemoteParts(spending, fallback, None)

@@ -17,7 +17,6 @@ from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
@@ -97,7 +96,7 @@ def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> Govern
         store = section.store or config().leases.store
         if store is None:
             path, is_first = folder / "nonces", state_dir.is_new
-            return NonceJournal(path, section.clock_skew_s, run_detached, is_first=is_first)
+            return NonceJournal(path, section.clock_skew_s, is_first=is_first)
         try:
             from greenroom.tenancy.governance.shared_nonces import SharedNonces
         except ImportError:
@@ -105,4 +104,4 @@ def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> Govern
         return SharedNonces(store, section.clock_skew_s)
 
     audit_path = folder / "audit.jsonl" if section.audit_path is None else Path(section.audit_path)
-    return GovernanceGate(nonces, AuditLog(audit_path, run_detached))
+    return GovernanceGate(nonces, AuditLog(audit_path))

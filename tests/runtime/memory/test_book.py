@@ -15,7 +15,6 @@ import pytest
 
 from greenroom.core.model import Need
 from greenroom.runtime.memory.book import FILE_NAME, BookKey, Measured, NeedBook
-from greenroom.runtime.record.line_file import replace_file
 from tests.full_disk import full_disk
 
 KEY = BookKey("file", "llamacpp 1", "arguments", "NVIDIA H200")
@@ -28,7 +27,7 @@ class Warnings(list[str]):
 
 
 def open_book(folder: Path, warnings: Warnings | None = None) -> NeedBook:
-    return NeedBook(folder, replace_file, Warnings() if warnings is None else warnings)
+    return NeedBook(folder, Warnings() if warnings is None else warnings)
 
 
 def test_a_figure_is_the_peak_itself_and_known_after_a_restart(tmp_path: Path) -> None:
@@ -74,14 +73,14 @@ def test_one_raise_is_forgiven_when_a_load_was_measured_and_two_are_not(tmp_path
 
 
 def test_only_so_many_figures_are_remembered(tmp_path: Path) -> None:
-    book = NeedBook(tmp_path, replace_file, Warnings(), figures_max=1)
+    book = NeedBook(tmp_path, Warnings(), figures_max=1)
     book.note(KEY, Measured(1))
     book.note(OTHER, Measured(2))
     assert book.recall(KEY) is None and book.recall(OTHER) == Measured(2)
 
 
 def test_a_book_without_a_folder_is_forgotten() -> None:
-    book = NeedBook(None, replace_file, Warnings())
+    book = NeedBook(None, Warnings())
     book.note(KEY, Measured(1))
     book.writing()()
     assert book.recall(KEY) == Measured(1)
@@ -158,11 +157,10 @@ FULL = """
     import resource, signal, sys
     from pathlib import Path
     from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
-    from greenroom.runtime.record.line_file import replace_file
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
-    book = NeedBook(Path(sys.argv[1]), replace_file, print)
+    book = NeedBook(Path(sys.argv[1]), print)
     book.note(BookKey("file", "engine", "arguments", "gpu"), Measured(5))
     try:
         book.writing()()

@@ -14,7 +14,6 @@ from greenroom.engines.registry import engine_for
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, kind_of, warn
-from greenroom.runtime.record.line_file import replace_file
 from tests.models import tiny
 
 GPU, SECOND, HOST = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("host")
@@ -32,7 +31,7 @@ def subject(name: str = "m", **keys: Any) -> Subject:
 
 
 def needs_in(folder: Path | None = None, gpus: dict[DeviceId, str] | None = None) -> Needs:
-    return Needs(NeedBook(folder, replace_file, warn), ONE if gpus is None else gpus)
+    return Needs(NeedBook(folder, warn), ONE if gpus is None else gpus)
 
 
 # --- which figure counts --------------------------------------------------------------------------------------------

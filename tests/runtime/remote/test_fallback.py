@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from greenroom.errors import ConfigError, ConfigNotKept
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import FILE_NAME, VARIABLE, CloudFallback
 
 pytestmark = pytest.mark.asyncio
 
 
 def opened(folder: Path, said: str | None = None) -> CloudFallback:
-    fallback = CloudFallback(folder, replace_file, {} if said is None else {VARIABLE: said})
+    fallback = CloudFallback(folder, {} if said is None else {VARIABLE: said})
     fallback.open()
     return fallback
 
@@ -53,7 +52,7 @@ async def test_what_cannot_be_kept_does_not_change(tmp_path: Path) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    fallback = CloudFallback(tmp_path, full, {})
+    fallback = CloudFallback(tmp_path, {}, write=full)
     with pytest.raises(ConfigNotKept, match="No space left"):
         await fallback.set(False)
     assert fallback.is_allowed is True

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from greenroom.base.plain_file import replace_file
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.shared import PREFIX, SharedRemote
 from greenroom.runtime.remote.spending import DAY_S, Bill, Spending
@@ -40,8 +40,8 @@ class Gateway:
         folder = folder / name
         folder.mkdir(exist_ok=True)
         self.now = NOON
-        self.spending = Spending(folder, replace_file, lambda: self.now)
-        self.fallback = CloudFallback(folder, replace_file, environ or {})
+        self.spending = Spending(folder, lambda: self.now)
+        self.fallback = CloudFallback(folder, environ or {})
         self.shared = SharedRemote(url, name, self.spending, self.fallback, every_s=0.02)
         meter = self.spending.meter("acme", REMOTE, "large")
         assert meter is not None
@@ -221,7 +221,7 @@ async def test_nothing_of_a_budget_is_spent_while_the_sums_cannot_be_written(tmp
             raise OSError(28, "No space left on device")
         replace_file(path, text)
 
-    spending = Spending(tmp_path, write, lambda: NOON)
+    spending = Spending(tmp_path, lambda: NOON, write=write)
     spending.open()
     meter = spending.meter("acme", REMOTE, "large")
     assert meter is not None

@@ -11,7 +11,6 @@ import pytest
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.spending import (
     ANSWER_TOKENS,
     DAY_S,
@@ -51,7 +50,7 @@ class Form:
 
 
 def opened(folder: Path, clock: Clock) -> tuple[Spending, SpendingMeter]:
-    spending = Spending(folder, replace_file, clock)
+    spending = Spending(folder, clock)
     spending.open()
     meter = spending.meter("acme", REMOTE, "large")
     assert meter is not None
@@ -155,7 +154,7 @@ async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> Non
     ],
 )
 async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, payload: bytes, tokens: int) -> None:
-    spending = Spending(tmp_path, replace_file, Clock())
+    spending = Spending(tmp_path, Clock())
     cost = TokenCost(input=0, output=1e6)
     bill = SpendingMeter(spending, "acme", cost, None).begin(payload)
     assert bill.expected == tokens
@@ -166,7 +165,7 @@ async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, pay
 
 @pytest.mark.parametrize(("n", "tokens"), [(None, 1), ("3", 3), ("", 1), ("many", 1), ("9" * 400, TOKENS_MAX)])
 async def test_a_form_may_ask_for_several_answers(tmp_path: Path, n: str | None, tokens: int) -> None:
-    spending = Spending(tmp_path, replace_file, Clock())
+    spending = Spending(tmp_path, Clock())
     bill = SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(Form(), n)
     assert bill.expected == min(tokens * ANSWER_TOKENS, TOKENS_MAX)
     bill.drop()
@@ -180,7 +179,7 @@ async def test_a_form_may_ask_for_several_answers(tmp_path: Path, n: str | None,
 async def test_a_stream_that_was_left_counts_by_its_length_up_to_what_was_expected(
     tmp_path: Path, events: int, received: int, tokens: int
 ) -> None:
-    spending = Spending(tmp_path, replace_file, Clock())
+    spending = Spending(tmp_path, Clock())
     SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(body(50)).settle_part(events, received)
     assert spending.spent("acme") == tokens
     await spending.close()

@@ -45,7 +45,6 @@ from greenroom.library.library import Library
 from greenroom.library.roots import Roots
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -54,7 +53,6 @@ from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.table import JobLimits, OperationTable
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.slots import LiveSlot, LiveSlots
@@ -82,8 +80,8 @@ GPU = DeviceId("gpu0")
 ADMIN = Caller(name="root", tenant=None, priority_max=1, admin=True)
 PLAIN = Caller(name="plain", tenant=TenantId("plain"), priority_max=1, admin=False)
 # Governance is off, and opens neither.
-NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0, run_detached)
-UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"), run_detached)
+NOTHING_USED = NonceJournal(Path("/nowhere/nonces"), 0.0)
+UNWRITTEN = AuditLog(Path("/nowhere/audit.jsonl"))
 # The clock stands still unless a test moves it.
 NOW = 1_000.0
 # Generous: a loaded machine with two cores.
@@ -261,7 +259,7 @@ class FakeGateway:
         self.wall_ahead_s = 0.0
         self.requestors = Requestors(self.clock)
         self.limiter = Limiter(wall=self.clock)
-        self.cloud_fallback = CloudFallback(Path("/nowhere"), _write_nothing, environ={})
+        self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=_write_nothing)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
@@ -273,7 +271,7 @@ class FakeGateway:
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
         self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
-        self.library = Library(Roots(()), None, run_detached, replace_file)
+        self.library = Library(Roots(()), None)
         self.resolver = Resolver(
             self.catalog,
             self.library,
@@ -302,7 +300,7 @@ class FakeGateway:
             ),
         )
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
-        self.keys = KeyRing(unthreaded, lambda: None)
+        self.keys = KeyRing(lambda: None, run=unthreaded)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

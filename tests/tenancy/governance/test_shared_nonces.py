@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from greenroom.errors import HOLDS_SOMETHING_ELSE, GreenroomError, NoncesUnavailable, TokenReplayed
+from greenroom.base.redis_link import HOLDS_SOMETHING_ELSE
+from greenroom.errors import GreenroomError, NoncesUnavailable, TokenReplayed
 from greenroom.tenancy.governance.nonces import KEEP_S
 from greenroom.tenancy.governance.shared_nonces import AFTER, CALLS, USED, SharedNonces
 from tests.redis_server import RedisServer, redis_server

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from greenroom.base.plain_file import read_plain, why
 from greenroom.config.kinds import can_be_run, words
-from greenroom.config.plain_file import read_plain, why
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import (
     LAUNCH,

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from greenroom.base.plain_file import open_plain, read_plain
 from greenroom.config.hub import repository_of, snapshot
-from greenroom.config.plain_file import open_plain, read_plain
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import (
     LAUNCH,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import open_plain, why
+from greenroom.base.plain_file import open_plain, why
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, WeightsSum, tensor_bytes
 from greenroom.errors import LoadFailed
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from greenroom.config.plain_file import open_plain, read_plain, why
+from greenroom.base.plain_file import open_plain, read_plain, why
 from greenroom.engines.estimates.estimate import FILE_SIZE, MIB, SAFETENSORS, Estimate, EstimatePart, known, part
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX

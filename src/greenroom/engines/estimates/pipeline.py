@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from greenroom.config.plain_file import read_plain
+from greenroom.base.plain_file import read_plain
 from greenroom.engines.estimates.estimate import FILE_SIZE, SAFETENSORS, Estimate, EstimatePart, known, mib
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import (

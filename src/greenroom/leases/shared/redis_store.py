@@ -14,25 +14,12 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import redis.exceptions as redis_errors
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 
+from greenroom.base.redis_link import HOLDS_SOMETHING_ELSE, connected, shown
 from greenroom.config import kinds
-from greenroom.errors import (
-    HOLDS_SOMETHING_ELSE,
-    BadRequest,
-    ConfigError,
-    LeaseDenied,
-    LeaseLost,
-    LeaseUnknown,
-    StoreDown,
-)
+from greenroom.errors import BadRequest, ConfigError, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.leases.records import HOST, PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id, taken
 from greenroom.leases.shared import stored
 from greenroom.leases.shared.store import PublishReply, SlotAsk
@@ -68,12 +55,6 @@ _BY_WORD = (
     ("BUSY", "is busy with a script that does not end"),
     ("WRONGTYPE", HOLDS_SOMETHING_ELSE),
 )
-
-
-def shown(url: str) -> str:
-    """The address without name, password and options. It was checked when the store was opened."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def translated(error: Exception, url: str) -> StoreDown:
@@ -150,10 +131,6 @@ def _room(reply: Reply) -> str:
     return f"Free: {', '.join(parts)}."
 
 
-CONNECT_TIMEOUT_S = 1.0
-READ_TIMEOUT_S = 1.0
-# Concurrent operations; further ones wait for a connection as long as for an answer.
-CONNECTIONS_MAX = 16
 # The scripts drop a waiter that is silent for 3 s.
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.5
@@ -226,7 +203,9 @@ class RedisStore:
         self._renewer: Renewer = renewer or NoRenewer()
         self._offers = dict(offers or {})
         self._keys = stored.keys(host)
-        self._client = _connected(url)
+        if why := kinds.store_address_problem(url):
+            raise ConfigError(f"the address of the lease store {why}")
+        self._client = connected(url, "the lease store")
         self._scripts = {name: self._client.register_script(stored.source(name)) for name in stored.OPERATIONS}
         # Leases held through this object, so that a store that lost its data gets them again.
         self._held: dict[str, Stored] = {}
@@ -390,28 +369,6 @@ class RedisStore:
         with cancels_heard():
             try:
                 said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
-            except (RedisError, OSError) as error:
+            except (redis_errors.RedisError, OSError) as error:
                 raise translated(error, self._url) from None
             return said
-
-
-def _connected(url: str) -> aioredis.Redis:
-    """A client that connects on first use. One retry: an idle connection may have died unnoticed."""
-    if why := kinds.store_address_problem(url):
-        raise ConfigError(f"the address of the lease store {why}")
-    retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
-    try:
-        pool = aioredis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS_MAX,
-            timeout=READ_TIMEOUT_S,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=READ_TIMEOUT_S,
-            retry=retry,
-        )
-        # Made and never opened: this alone checks the names of the options.
-        pool.connection_class(**pool.connection_kwargs)
-    except (TypeError, ValueError, RedisError):
-        # Scheme, host and port were checked before; only the options are left.
-        raise ConfigError(f"the lease store {shown(url)} has an option behind ? that is not known or read") from None
-    return aioredis.Redis.from_pool(pool)

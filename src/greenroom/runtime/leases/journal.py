@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import APPENDING, append_whole, replaced, sync_folder
 from greenroom.base.repeated import AGAIN_S, Repeated
-from greenroom.config.plain_file import sync_folder
 from greenroom.leases.records import Holder
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 # Compacted beyond this: some thousand grants and ends.
@@ -32,7 +32,6 @@ READ_BYTES_MAX = 64 * 1024 * 1024
 # Upper limits of what we write: a year, and a 64-bit integer.
 SECONDS_MAX = 31_536_000
 NUMBER_MAX = 2**63 - 1
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
 
 
@@ -88,7 +87,7 @@ class Journal:
 
     def open(self) -> None:
         """Read the journal of an earlier run and continue it. Raises OSError."""
-        fd = os.open(self._path, _FLAGS, 0o600)
+        fd = os.open(self._path, APPENDING, 0o600)
         self.live, self.last_token, self.spoiled = {}, 0, 0
         try:
             self._size = self._read(fd)
@@ -104,7 +103,9 @@ class Journal:
         """Write these changes durably. Raises OSError, and then none of them is written."""
         if not self.is_open:
             self.open()
-        self._write("".join(map(_line, changes)).encode())
+        content = "".join(map(_line, changes)).encode()
+        append_whole(self._fd, content)
+        self._size += len(content)
         for change in changes:
             self._take(change)
         if self._size > self._compact_at:
@@ -140,53 +141,24 @@ class Journal:
         else:
             self.live.pop(change.id, None)
 
-    # --- writing ----------------------------------------------------------------------------------------------------
-
-    def _write(self, content: bytes) -> None:
-        written = 0
-        try:
-            while written < len(content):
-                written += os.write(self._fd, content[written:])
-            os.fsync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, self._size)
-            raise
-        self._size += written
-
     def _compact(self) -> None:
         """Rewrite the file with live leases only. If that fails, the old file grows on for a while."""
-        fresh = self._path.with_suffix(".new")
+        content = _whole(self.live.values(), self.last_token)
         try:
-            fd, size = _written(fresh, self._path, _whole(self.live.values(), self.last_token))
+            fd = replaced(self._path, content)
         except OSError:
             self._compact_at = 2 * max(self._size, self._bytes_max)
             return
+        # From here on the new file counts, whether or not its name is on disk already.
+        with contextlib.suppress(OSError):
+            sync_folder(self._path.parent)
         self.close()
-        self._fd, self._size = fd, size
-        self._compact_at = max(2 * size, self._bytes_max)
+        self._fd, self._size = fd, len(content)
+        self._compact_at = max(2 * self._size, self._bytes_max)
 
 
 def _whole(live: Iterable[Kept], last_token: int) -> bytes:
     return "".join([_encoded({"last_token": last_token}), *map(_line, live)]).encode()
-
-
-def _written(fresh: Path, path: Path, content: bytes) -> tuple[int, int]:
-    """Replace the file by one with this content, open for appending. Raises OSError, and then the old one stays."""
-    fd = os.open(fresh, _FLAGS | os.O_TRUNC, 0o600)
-    try:
-        written = 0
-        while written < len(content):
-            written += os.write(fd, content[written:])
-        os.fsync(fd)
-        os.replace(fresh, path)
-    except OSError:
-        os.close(fd)
-        fresh.unlink(missing_ok=True)
-        raise
-    # From here on the new file counts, whether or not its name is on disk already.
-    with contextlib.suppress(OSError):
-        sync_folder(path.parent)
-    return fd, len(content)
 
 
 def _line(change: Change) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from greenroom.base.plain_file import replace_file
 from greenroom.core.model import Need
 
 FILE_NAME: Final = "needs.json"
@@ -33,7 +34,6 @@ RAISES_FORGIVEN: Final = 1
 
 _NOTHING: Final = Need()
 
-Replace = Callable[[Path, str], None]
 Warn = Callable[[str, str], None]
 
 
@@ -67,9 +67,8 @@ class Measured:
 class NeedBook:
     """`recall` and `note` never block; what `writing` returns may. A book without a folder is kept in memory only."""
 
-    def __init__(self, folder: Path | None, replace_file: Replace, warn: Warn, figures_max: int = FIGURES_MAX) -> None:
+    def __init__(self, folder: Path | None, warn: Warn, figures_max: int = FIGURES_MAX) -> None:
         self._path = None if folder is None else folder / FILE_NAME
-        self._replace_file = replace_file
         self._figures_max = figures_max
         self._figures = {} if self._path is None else _read(self._path, warn)
         self._written = _text(self._figures)
@@ -105,7 +104,7 @@ class NeedBook:
         text = _text(figures)
         if self._path is None or text == self._written:
             return
-        self._replace_file(self._path, text)
+        replace_file(self._path, text)
         self._written = text
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final, Protocol
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.kinds import words
 from greenroom.config.schema import Model
@@ -20,9 +21,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine, EngineFacts, equal_counts
 from greenroom.engines.estimates.estimate import NAME, Estimate, EstimatePart, mib
 from greenroom.engines.identity import arguments_identity
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("needs")
@@ -99,7 +98,7 @@ class Needs:
     """`gpus` are all GPUs with the kind of each; without any, models run on the host."""
 
     def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
-        self.book = book if book is not None else NeedBook(None, replace_file, warn)
+        self.book = book if book is not None else NeedBook(None, warn)
         self.gpus: Mapping[DeviceId, str] = gpus or {}
         # MiB on each GPU that a model may use; empty if that is not known.
         self.usable_mib: Mapping[DeviceId, int] = {}

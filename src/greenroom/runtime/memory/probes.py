@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from greenroom.base.detached import run_detached
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError, ProbeFailed
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.nvml import NvmlProbe, bindings
 from greenroom.runtime.memory.readings import (
     THIS_MACHINE,

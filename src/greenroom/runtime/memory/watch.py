@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import (
     THIS_MACHINE,

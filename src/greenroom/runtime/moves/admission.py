@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.config.schema import Config
 from greenroom.core.model import Claim, DeviceId, ModelId, Move, SlotId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError, OutsideRoots
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.devices import HOST
 from greenroom.telemetry.logs import get_logger
 

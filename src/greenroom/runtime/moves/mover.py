@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable, Mapping
 
 import greenroom
+from greenroom.base.detached import run_detached
 from greenroom.config.problems import is_empty_folder
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Remote
@@ -23,7 +24,6 @@ from greenroom.engines.base import ConnectedEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove

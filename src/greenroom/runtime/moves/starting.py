@@ -11,10 +11,10 @@ import os
 import re
 from typing import Final
 
+from greenroom.base.detached import run_detached
 from greenroom.process.proc import bytes_read
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.admission import files_of
 
 # Words of vLLM and SGLang while they read the files of a model; llama.cpp prints a dot for each percent.

@@ -16,11 +16,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
 from greenroom.library.fetcher import Done, Failed, FetchPlan, FetchProcess, FetchProgress, Report, start_fetch
 from greenroom.library.orders import DownloadOrder, FetchPlace, OrderRules, expect_listed, place_of
 from greenroom.library.roots import Roots
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import GreenroomError
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.files import OperationError, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
 

@@ -23,9 +23,8 @@ from typing import BinaryIO, Final, Protocol, TypeVar
 
 import msgspec
 
-from greenroom.config.plain_file import open_plain, read_plain, sync_folder
+from greenroom.base.plain_file import open_plain, read_plain, replace_file, sync_folder
 from greenroom.errors import OperationStoreFull
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import PictureStoreFull, ResultTooLarge
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import RETRY_AFTER_S, OperationFiles
 from greenroom.runtime.operations.table import ROW_BYTES, KeepLimits

@@ -14,12 +14,12 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
 from greenroom.config.schema import Config
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.library.desired import DesiredState, read_state
 from greenroom.library.versions import NamedVersions, Version
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.updates import UpdateOrder, Updates
 from greenroom.runtime.operations.weights import TENANT, WeightsOrder
 from greenroom.telemetry.logs import get_logger

@@ -22,8 +22,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
     RETRY_AFTER_S,

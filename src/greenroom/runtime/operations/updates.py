@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.detached import SystemShort
 from greenroom.base.repeated import AGAIN_S
 from greenroom.config.schema import Model, ModelVersions
 from greenroom.core.model import ModelId
@@ -28,7 +29,6 @@ from greenroom.errors import (
     UpdateInProgress,
 )
 from greenroom.library.versions import NamedVersions, Version
-from greenroom.runtime.detached import SystemShort
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable

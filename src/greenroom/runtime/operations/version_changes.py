@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from greenroom.base.detached import run_detached
 from greenroom.config.schema import Config, Model
 from greenroom.core.events import ConfigChanged, Event, Learned, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, MoveKind
@@ -22,7 +23,6 @@ from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
 from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.files import disk_failed
 from greenroom.runtime.operations.loads import MoveOrders
 from greenroom.runtime.operations.warm_up import WarmUp

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
+from greenroom.base.detached import run_detached
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.library.fetched_marks import FetchedMarks, close_all, disown
@@ -24,7 +25,6 @@ from greenroom.library.removal import removed_paths
 from greenroom.library.roots import is_below, link_steps, pinned
 from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.admission import files_of
 from greenroom.runtime.operations.downloads import DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus

@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.base.repeated import Repeated
 from greenroom.config.diff import NEW_SLOT_KEYS
-from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
-from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("learned")

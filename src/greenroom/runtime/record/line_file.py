@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import named
 from greenroom.base.repeated import Repeated
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")
@@ -274,23 +275,3 @@ def _is_head(fd: int, head: str) -> bool:
     expected = head.encode()
     begins = os.pread(fd, len(expected) + 1, 0)
     return begins in (b"", expected, expected + b"\n")
-
-
-def named(error: OSError, path: Path) -> OSError:
-    """The same error with the name of the file: one of a write knows only the descriptor."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace the file durably and atomically. Blocks. Raises OSError, and then nothing has changed."""
-    draft = path.with_suffix(".new")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise named(error, path) from error

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
 from greenroom.errors import UsageUnavailable
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.plain_file import read_plain
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.errors import ConfigError, ConfigNotKept
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")
@@ -36,7 +36,11 @@ class CloudFallback:
     """`write` replaces a file; it blocks. Call `open` before anything is asked."""
 
     def __init__(
-        self, folder: Path, write: Callable[[Path, str], None], environ: Mapping[str, str] = os.environ
+        self,
+        folder: Path,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        write: Callable[[Path, str], None] = replace_file,
     ) -> None:
         self._path = folder / FILE_NAME
         self._write = write

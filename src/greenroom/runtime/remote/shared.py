@@ -14,12 +14,10 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from greenroom.errors import store_fault
+from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
+from greenroom.base.repeated import Repeated
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import SharedSpending, Spending
 from greenroom.telemetry.logs import get_logger
@@ -30,7 +28,6 @@ _log = get_logger("remote")
 PREFIX: Final = "greenroom:{remote}:"
 # How often the store is asked at least: so long a change of the switch takes to reach the other gateways.
 EVERY_S: Final = 5.0
-ANSWER_MAX_S: Final = 1.0
 # A gateway that was not heard of for this long no longer has a share of the budgets.
 GONE_S: Final = 60
 KEPT_S: Final = 3 * 86_400
@@ -63,45 +60,46 @@ class SharedRemote:
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """`is_used`: there are remote models. The store is not asked while there are none."""
+        """`is_used`: there are remote models. The store is not asked while there are none.
+
+        Raises ConfigError for an address with unknown options.
+        """
         self._gateway = gateway
         self._spending = spending
         self._fallback = fallback
         self._is_used = is_used
-        self._every_s = every_s
-        self._client = aioredis.Redis.from_url(
-            url,
-            socket_timeout=ANSWER_MAX_S,
-            socket_connect_timeout=ANSWER_MAX_S,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-        )
+        self._client = connected(url, "limits.store:", repeats=0, decode_responses=True)
         # What the URL says of these must not let requests wait longer for a store that is away.
         for name in ("socket_timeout", "socket_connect_timeout"):
             self._client.connection_pool.connection_kwargs[name] = ANSWER_MAX_S
         self._exchange = self._client.register_script(_EXCHANGE)
         self._wanted: bool | None = None
         self._waiting: list[asyncio.Future[bool]] = []
-        self._woken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
-        spending.ask_store, spending.wake_store, fallback.set_shared = self._ask, self._woken.set, self._set
+        self._asking = Repeated(
+            self._ask_again,
+            "shared remote models",
+            lambda: every_s,
+            lambda what, error: _log.bug("talking to the store of what remote models cost failed", error),
+        )
+        self._is_open = self._is_closed = False
+        spending.ask_store, spending.wake_store, fallback.set_shared = self._ask, self._asking.wake, self._set
 
     async def open(self) -> None:
         """Ask the store once, and go on asking."""
         if self._is_used():
             await self._talk()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="shared remote models")
+        self._is_open = True
+        self._asking.start()
 
     async def close(self) -> None:
         self._is_closed = True
-        self._woken.set()
-        if self._task is not None:
-            # Not cancelled: the client may take a cancel for the end of a call, and go on.
-            await asyncio.wait((self._task,), timeout=3 * ANSWER_MAX_S)
-            if self._is_used() and not self._spending.is_store_away:
+        if self._is_open:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(3 * ANSWER_MAX_S):
+                    await self._asking.stop()
+            if self._waiting or (self._is_used() and not self._spending.is_store_away):
                 # What the last answers have cost.
-                await self._talk()
+                await self._ask_again()
             with contextlib.suppress(RedisError, OSError):
                 await self._client.zrem(PREFIX + "gateways", self._gateway)
         await self._client.aclose()
@@ -112,7 +110,7 @@ class SharedRemote:
             return False
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(answered)
-        self._woken.set()
+        self._asking.wake()
         return await answered
 
     async def _set(self, is_allowed: bool) -> bool:
@@ -120,25 +118,19 @@ class SharedRemote:
         self._wanted = is_allowed
         return await self._ask()
 
-    async def _run(self) -> None:
-        while not self._is_closed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._every_s):
-                    await self._woken.wait()
-            self._woken.clear()
-            # Those that ask from here on wait for the next call: this one may not have what they tell.
-            waiting, self._waiting = self._waiting, []
-            try:
-                is_heard = (self._is_used() or bool(waiting)) and await self._talk()
-            except Exception as error:
-                _log.bug("talking to the store of what remote models cost failed", error)
-                self._spending.is_store_away, is_heard = True, False
+    async def _ask_again(self) -> None:
+        # Those that ask from here on wait for the next call: this one may not have what they tell.
+        waiting, self._waiting = self._waiting, []
+        is_heard = False
+        try:
+            is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+        except Exception:
+            self._spending.is_store_away = True
+            raise
+        finally:
             for one in waiting:
                 if not one.done():
                     one.set_result(is_heard)
-        for one in self._waiting:
-            if not one.done():
-                one.set_result(False)
 
     async def _talk(self) -> bool:
         """Tell and hear. False if the store does not answer, or not as it should."""

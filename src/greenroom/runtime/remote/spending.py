@@ -21,14 +21,14 @@ from typing import Final
 
 import msgspec
 
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.base.repeated import AGAIN_S, Repeated
-from greenroom.config.plain_file import read_plain
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.http.body import Payload, Spliced
 from greenroom.http.relays.relay import Relay
-from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -75,7 +75,13 @@ class SharedSpending:
 class Spending:
     """`write` replaces a file; it blocks. Call `open` before anything is asked."""
 
-    def __init__(self, folder: Path, write: Callable[[Path, str], None], wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        wall: Callable[[], float] = time.time,
+        *,
+        write: Callable[[Path, str], None] = replace_file,
+    ) -> None:
         self._path = folder / FILE_NAME
         self._write = write
         self._wall = wall

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.config.sections.governance import Operation
@@ -24,7 +25,6 @@ from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.versions import meant
 from greenroom.tenancy.governance.gate import Done

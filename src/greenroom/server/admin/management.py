@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 import greenroom
+from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
-from greenroom.runtime.detached import run_detached
 from greenroom.server import render
 from greenroom.server.admin.docs_page import docs_page
 from greenroom.server.admin.gateway import Gateway

@@ -22,11 +22,11 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import FastAPI
 from pydantic import Field
 
+from greenroom.base.detached import run_detached
 from greenroom.config.limits import POLICIES
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, Overload
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, Order, View

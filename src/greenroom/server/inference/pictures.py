@@ -19,11 +19,11 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, EngineFault, NotFound, shown
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.pictures import Picture, PictureStore
 
 PICTURES: Final = "/v1/images"

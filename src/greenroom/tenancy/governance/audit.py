@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from greenroom.config.plain_file import NotPlainFile, open_plain, read_plain, sync_folder, why
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import NotPlainFile, open_plain, read_plain, replaced, sync_folder, why, write_all
 from greenroom.errors import AuditUnavailable, ConfigError
 from greenroom.tenancy.governance.canonical_json import NotCanonical, canonical, read, sha256_of
 from greenroom.tenancy.governance.nonces import WRITE_MAX_S, Run
@@ -41,7 +42,7 @@ class LastLine:
 
 
 class AuditLog:
-    def __init__(self, path: Path, run: Run) -> None:
+    def __init__(self, path: Path, run: Run = run_detached) -> None:
         self._path = path
         self._run = run
         self._fd: int | None = None
@@ -125,18 +126,13 @@ class AuditLog:
         line = canonical({**value, "sha256": digest})
         if len(line) > LINE_BYTES_MAX:
             raise OSError(None, "the line is too long")
-        _write(self._fd, before + line + b"\n")
+        write_all(self._fd, before + line + b"\n")
         self._head = LastLine(number, digest)
         self._keep_head()
 
     def _keep_head(self) -> None:
-        new = self._path.with_name(self._path.name + ".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            _write(fd, canonical({"n": self._head.number, "sha256": self._head.sha256}) + b"\n")
-        finally:
-            os.close(fd)
-        os.replace(new, head_path(self._path))
+        content = canonical({"n": self._head.number, "sha256": self._head.sha256}) + b"\n"
+        os.close(replaced(head_path(self._path), content))
 
 
 def head_path(path: Path) -> Path:
@@ -153,13 +149,6 @@ def _lock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OSError(None, "another gateway writes it") from None
-
-
-def _write(fd: int, data: bytes) -> None:
-    """All of it, on disk when this returns. Raises OSError."""
-    while data:
-        data = data[os.write(fd, data) :]
-    os.fsync(fd)
 
 
 # --- verification -----------------------------------------------------------------------------------------------------

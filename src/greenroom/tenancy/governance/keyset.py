@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from greenroom.config.plain_file import FileTooLarge, NotPrivate, read_private, why
+from greenroom.base.plain_file import FileTooLarge, NotPrivate, read_private, why
 from greenroom.config.sections.governance import Governance
 from greenroom.errors import (
     ConfigError,

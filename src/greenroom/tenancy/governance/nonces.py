@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
-from greenroom.config.plain_file import FileTooLarge, NotPlainFile, read_plain, sync_folder
+from greenroom.base.detached import run_detached
+from greenroom.base.plain_file import FileTooLarge, NotPlainFile, append_whole, read_plain, replaced, sync_folder
 from greenroom.errors import ConfigError, NoncesUnavailable, TokenBeforeStart, TokenReplayed
 
 # Longer than any token may live (`window_s` and the skew at most), so that a changed window lets none be used again.
@@ -77,7 +78,7 @@ class NonceJournal:
     With `is_first` its folder was made by this start, so that no journal was lost there.
     """
 
-    def __init__(self, path: Path, skew_s: float, run: Run, *, is_first: bool = False) -> None:
+    def __init__(self, path: Path, skew_s: float, run: Run = run_detached, *, is_first: bool = False) -> None:
         self._path = path
         self._skew_s = skew_s
         self._is_first = is_first
@@ -153,12 +154,9 @@ class NonceJournal:
 
     def _rewrite(self, used: Mapping[str, int]) -> None:
         """Write what is still needed to a new file, which takes the old one's place at once."""
-        new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lines = [f"greenroom nonces 1 after {self._after}\n", *(_line(*one) for one in used.items())]
+        fd = replaced(self._path, "".join(lines).encode())
         try:
-            lines = [f"greenroom nonces 1 after {self._after}\n", *(_line(*one) for one in used.items())]
-            _write(fd, "".join(lines).encode())
-            os.replace(new, self._path)
             sync_folder(self._path.parent)
         except BaseException:
             os.close(fd)
@@ -179,22 +177,9 @@ class NonceJournal:
     def _add_line(self, key: str, issued_at: int) -> None:
         if self._fd is None:
             raise OSError("it is closed")
-        size = os.fstat(self._fd).st_size
-        try:
-            _write(self._fd, _line(key, issued_at).encode())
-        except OSError:
-            # Half a line would make the next one unreadable.
-            os.ftruncate(self._fd, size)
-            raise
+        append_whole(self._fd, _line(key, issued_at).encode())
         self._lines += 1
 
 
 def _line(key: str, issued_at: int) -> str:
     return f"{issued_at} {key}\n"
-
-
-def _write(fd: int, data: bytes) -> None:
-    """All of it, on disk when this returns. Raises OSError."""
-    while data:
-        data = data[os.write(fd, data) :]
-    os.fsync(fd)

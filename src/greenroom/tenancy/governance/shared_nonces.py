@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import secrets
 from typing import Final
-from urllib.parse import urlsplit
 
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from greenroom.errors import ConfigError, NoncesUnavailable, TokenExpired, store_fault
+from greenroom.base import redis_link
+from greenroom.errors import NoncesUnavailable, TokenExpired
 from greenroom.tenancy.governance.nonces import KEEP_S, NONCES_MAX, before_start, full, key_of, replayed
 
 PREFIX: Final = "greenroom:governance:"
@@ -31,8 +27,6 @@ AFTER: Final = "after"
 USED: Final = PREFIX + "used"
 # How many old nonces one call removes, so that it stays short.
 REMOVED_MAX: Final = 100
-ANSWER_MAX_S: Final = 1.0
-CONNECTIONS_MAX: Final = 16
 # KEYS: CALLS, USED. ARGV: how long nonces are kept, the skew, how many there may be, how many are removed at once, when
 # the token was issued (empty: only begin), the nonce, and which call asks: one that is repeated after a lost answer
 # gets the same answer. Keys that do not fit each other are begun anew: one of them was dropped.
@@ -68,8 +62,8 @@ return 'used'
 class SharedNonces:
     def __init__(self, url: str, skew_s: float) -> None:
         """Connects at first use. Raises ConfigError for an address with unknown options."""
-        self._where = _shown(url)
-        self._client = _client(url, self._where)
+        self._where = redis_link.shown(url)
+        self._client = redis_link.connected(url, "governance.store:")
         self._script = self._client.register_script(_SCRIPT)
         # Rounded up: a second longer is safe.
         self._bounds = (str(KEEP_S), str(int(skew_s + 1)), str(NONCES_MAX), str(REMOVED_MAX))
@@ -101,31 +95,8 @@ class SharedNonces:
             answer = await self._script(keys=(CALLS, USED), args=args)
         except (RedisError, OSError) as error:
             raise NoncesUnavailable(
-                f"The store of used tokens at {self._where} {store_fault(error)}; no token is accepted meanwhile.",
+                f"The store of used tokens at {self._where} {redis_link.store_fault(error)}; no token is accepted "
+                "meanwhile.",
                 retry_after_s=1.0,
             ) from None
         return str(answer, "ascii") if isinstance(answer, bytes) else str(answer)
-
-
-def _shown(url: str) -> str:
-    """The address without name, password and options."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _client(url: str, where: str) -> aioredis.Redis:
-    """A client that connects on first use. One retry: an idle connection may have died unnoticed."""
-    try:
-        pool = aioredis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS_MAX,
-            timeout=ANSWER_MAX_S,
-            socket_connect_timeout=ANSWER_MAX_S,
-            socket_timeout=ANSWER_MAX_S,
-            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-        )
-        # Made and never opened: this alone checks the names of the options.
-        pool.connection_class(**pool.connection_kwargs)
-    except (TypeError, ValueError, RedisError):
-        raise ConfigError(f"governance.store: {where} has an option behind ? that is not known or read") from None
-    return aioredis.Redis.from_pool(pool)

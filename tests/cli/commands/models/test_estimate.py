@@ -13,7 +13,6 @@ from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, warn
-from greenroom.runtime.record.line_file import replace_file
 from tests.engines.estimates.test_estimate_hf import folder
 from tests.models import tiny
 
@@ -98,7 +97,7 @@ async def remember(config: Path, state: Path, gpu_mib: int) -> None:
 
     state.mkdir()
     model = load(config).config.models["chat"]
-    needs = Needs(NeedBook(state, replace_file, warn), {DeviceId("GPU-a"): "Fake GPU"})
+    needs = Needs(NeedBook(state, warn), {DeviceId("GPU-a"): "Fake GPU"})
     needs.measured(Subject(ModelId("chat"), model, engine_for(model)), {DeviceId("GPU-a"): gpu_mib})
     await needs.close()
 

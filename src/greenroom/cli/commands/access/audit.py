@@ -24,7 +24,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from greenroom.config.plain_file import why
+    from greenroom.base.plain_file import why
     from greenroom.tenancy.governance.audit import verify
 
     path = Path(args.file) if args.file else _configured(args.config)

@@ -107,11 +107,8 @@ def _with_context(subject: Subject, ctx: int | None) -> Subject:
 
 def _book(config: Config) -> Any:
     from greenroom.runtime.memory.book import NeedBook
-    from greenroom.runtime.record.line_file import replace_file
 
-    return NeedBook(
-        Path(config.state_dir).expanduser(), replace_file, lambda what, error: screen.note(f"{what}: {error}")
-    )
+    return NeedBook(Path(config.state_dir).expanduser(), lambda what, error: screen.note(f"{what}: {error}"))
 
 
 def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:

@@ -17,13 +17,13 @@ from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of, removed_paths
 from greenroom.library.roots import link_steps
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.moves.admission import files_of
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from fastapi import FastAPI
 
+from greenroom.base.detached import run_detached
 from greenroom.config import environment, loader, mistakes
 from greenroom.config.diff import diff
 from greenroom.config.loader import LoadedConfig
@@ -21,7 +22,6 @@ from greenroom.config.problems import problems
 from greenroom.config.reader import Where, dotted
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
-from greenroom.runtime.detached import run_detached
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 

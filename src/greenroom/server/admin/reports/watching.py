@@ -15,12 +15,12 @@ from fastapi import FastAPI, Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import NotFound
 from greenroom.library.versions import told_as
-from greenroom.runtime.detached import run_detached
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.live import LiveState, StateFeed

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Final, TypeVar
 
+from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GreenroomError
 from greenroom.http.body import Body
-from greenroom.runtime.detached import run_detached
 from greenroom.server.inference.body.outline import Outline, outline_of
 
 # Bodies up to this size are read at once, and so is what is left of longer ones if it is not more.

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from greenroom.base.detached import run_detached
 from greenroom.config.described import Described
 from greenroom.errors import (
     BadRequest,
@@ -33,7 +34,6 @@ from greenroom.http.body import Body, BodyBudget, Spliced
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
-from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
 from greenroom.server.asgi import asked_by_admin, body_of

@@ -1,11 +1,13 @@
 """Blocking calls to gateways by programs: one request, its answer within a deadline, and the fields of that answer.
 
-Owns that no server stretches a call by answering little by little, that no answer is larger than it may be, and that a
-field has the type that it must have. Uses only the standard library, so that any training program can import it.
+Owns that no server stretches a call by answering little by little, that no answer is larger than it may be, that no
+redirect is followed, and that a field has the type that it must have. Each call has a connection of its own. Uses only
+the standard library, so that any training program can import it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -13,7 +15,9 @@ import math
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 CONNECT_MAX_S: Final = 5.0
 # Of an answer; what gateways say to programs is far smaller.
@@ -22,9 +26,75 @@ ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 WHOLE_MAX: Final = 2**53 - 1
 
 Kind = TypeVar("Kind")
-# Method, target, body and headers; status, headers with lower-case names, and body.
-Request = tuple[str, str, bytes | None, Mapping[str, str]]
+# Status, headers with lower-case names, and body.
 Answer = tuple[int, Mapping[str, str], bytes]
+# Carries the token of a signed operation.
+TOKEN_HEADER: Final = "X-Verified-Op-Token"
+# What a call raises that has no answer.
+NO_ANSWER: Final = (OSError, http.client.HTTPException, UnicodeError)
+
+
+def reason(error: BaseException) -> str:
+    """Why there is no answer, in words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a gateway answers; `prefix` goes before every path, and `key` with every call."""
+
+    is_tls: bool
+    host: str
+    port: int
+    prefix: str
+    key: str | None = field(repr=False)
+
+
+def origin_of(url: str, key: str | None) -> Origin | None:
+    """None if it is no address of a gateway. Raises ValueError if it is none at all."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        return None
+    # The address of OpenAI's clients is the same one.
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Origin(parts.scheme == "https", parts.hostname, port, prefix, key)
+
+
+class Call:
+    """One request, made by `answer`; another thread may `cut` it. `token` permits it, where operations are signed."""
+
+    def __init__(
+        self, origin: Origin, method: str, path: str, body: object, answer_max_s: float, token: str | None = None
+    ) -> None:
+        headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
+        if origin.key is not None:
+            headers["Authorization"] = f"Bearer {origin.key}"
+        if token is not None:
+            headers[TOKEN_HEADER] = token
+        self._request = (method, origin.prefix + path, None if body is None else json.dumps(body).encode(), headers)
+        self._deadline = Deadline(answer_max_s)
+        self._connection = connection_to(origin.host, origin.port, self._deadline, is_tls=origin.is_tls)
+        self._is_cut = False
+
+    def answer(self) -> Answer:
+        """Raises one of NO_ANSWER."""
+        with contextlib.closing(self._connection) as connection:
+            connection.connect()
+            if self._is_cut:
+                raise OSError("was cut off")
+            connection.sock.settimeout(self._deadline.left_s())
+            connection.request(*self._request)
+            response = connection.getresponse()
+            told = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, told, whole_body(response, ANSWER_BYTES_MAX)
+
+    def cut(self) -> None:
+        """The server sees that its caller has left, and `answer` raises."""
+        self._is_cut = True
+        # It may still be connecting, or be done.
+        with contextlib.suppress(OSError, AttributeError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Deadline:
@@ -59,16 +129,6 @@ def connection_to(host: str, port: int, deadline: Deadline, *, is_tls: bool) -> 
     connection = make(host, port, timeout=min(CONNECT_MAX_S, deadline.left_s()))
     connection.response_class = _timed(deadline)
     return connection
-
-
-def exchanged(connection: http.client.HTTPConnection, request: Request, deadline: Deadline) -> Answer:
-    """Send it on a connected connection and read the whole answer. Raises OSError or HTTPException."""
-    method, target, body, headers = request
-    connection.sock.settimeout(deadline.left_s())
-    connection.request(method, target, body, dict(headers))
-    response = connection.getresponse()
-    told = {name.lower(): value for name, value in response.headers.items()}
-    return response.status, told, whole_body(response, ANSWER_BYTES_MAX)
 
 
 def whole_body(response: http.client.HTTPResponse, bytes_max: int) -> bytes:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from greenroom.runtime.detached import SystemShort, run_detached
+from greenroom.base.detached import SystemShort, run_detached
 from tests.waiting import PATIENCE_S, until, until_now
 
 
