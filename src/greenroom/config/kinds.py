@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeGuard
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
@@ -318,6 +318,10 @@ class Section(Described):
     """A part of the file. Unknown keys are refused: a typo must not silently become a default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def is_section(kind: object) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 STORE_SCHEMES: Final = ("redis://", "rediss://", "unix://")

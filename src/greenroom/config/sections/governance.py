@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from greenroom.config import kinds
 from greenroom.config.kinds import HEX_64, Name, NotBool, Section
+from greenroom.config.marks import FILE, RESTART, Sample, Variable
 from greenroom.config.reader import Problem, break_on
 
 Operation = Literal[
@@ -45,25 +46,35 @@ class Governance(Section):
 
     enabled: bool | None = None
     """Whether tokens are needed; when not given, if there is a key_path or a signer."""
-    key_path: str | None = None
+    key_path: Annotated[
+        str | None,
+        FILE,
+        Sample("/etc/safebox/model-api.key"),
+        Variable(
+            "VERIFIED_OP_TOKEN_KEY_PATH",
+            "The file with the shared key of tokens; signed operations are on if it is set.",
+        ),
+    ] = None
     """A file with the shared key of tokens by HMAC-SHA256, at least 32 bytes, closed to other users. When neither this
     nor signers is given it is /etc/safebox/model-api.key."""
-    signers: dict[Name, PublicKey | None] = {}
+    signers: Annotated[
+        dict[Name, PublicKey | None], Sample({"alice": "0123456789abcdef" * 4, "bob": "fedcba9876543210" * 4})
+    ] = {}
     """Signers by name with their Ed25519 public keys in hex (`greenroom token keygen`). One without a key may be named
     by tokens of the shared key; where there are no signers, those may name anyone."""
-    signer_groups: dict[Name, tuple[Name, ...]] = {}
+    signer_groups: Annotated[dict[Name, tuple[Name, ...]], Sample({"operators": ["alice", "bob"]})] = {}
     """Named sets of signers, for rules."""
     rules: tuple[Quorum, ...] = ()
     """How many signers operations need; one where no rule fits."""
     window_s: Annotated[float, Field(ge=1, le=86_400), NotBool] = 300
     """How long a token may be used after it was issued."""
-    clock_skew_s: Annotated[float, Field(ge=0, le=300), NotBool] = 10
+    clock_skew_s: Annotated[float, Field(ge=0, le=300), NotBool, RESTART] = 10
     """How far clocks of signers and gateways may differ; a token may be so much older, or from so far ahead."""
     require_body_hash: bool = False
     """Refuse tokens of the shared key without bodySha256 too; those by Ed25519 always need it."""
-    store: str | None = None
+    store: Annotated[str | None, RESTART] = None
     """redis://… where gateways share which tokens were used; leases.store when not given, else a file in state_dir."""
-    audit_path: str | None = None
+    audit_path: Annotated[str | None, RESTART, FILE, Sample("/var/log/greenroom/audit.jsonl")] = None
     """The audit log; governance/audit.jsonl in state_dir when not given."""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import model_validator
 
@@ -18,6 +18,7 @@ from greenroom.config.kinds import (
     Section,
     TenantWeight,
 )
+from greenroom.config.marks import RESTART, Variable
 from greenroom.config.reader import Problem, break_on
 from greenroom.core.events import Limits
 
@@ -71,13 +72,15 @@ class Company(Section):
 class SchedulerSection(Section):
     """The order of requests, and how many may wait."""
 
-    implementation: str = "default"
+    implementation: Annotated[str, RESTART] = "default"
     """The scheduler: default, plain (in the order of arrival alone), or one that an installed package registers."""
     policy: str = DEFAULTS.policy
     """Orders requests and decides when models swap: default, fifo, or one that an installed package registers."""
     swapper: str = DEFAULTS.swapper
     """Chooses which models are evicted: memory, coordinator (idle ones only), or one of an installed package."""
-    queue_depth_max: Count = DEFAULTS.queue_depth_max
+    queue_depth_max: Annotated[Count, Variable("MAX_QUEUE_DEPTH", "Requests that may wait at once.")] = (
+        DEFAULTS.queue_depth_max
+    )
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
     away_share: AwayShare = _written(DEFAULTS.away_share)
     """A busy model is sent away for requests that wait for others at most this share of the time."""
