@@ -19,7 +19,7 @@ from greenroom.config import environment, kinds, macros
 from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
 from greenroom.config.kinds import Section
 from greenroom.config.limits import limits_of, plugin_problems, scheduler_problems
-from greenroom.config.marks import FILE, PROGRAM, Trait, marks
+from greenroom.config.marks import PROGRAM, PathKind, marks
 from greenroom.config.mistakes import problems_of
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
@@ -197,26 +197,21 @@ def _model(model: Model, folder: Path) -> Model:
 
 
 def _resolved(section: AnySection, folder: Path) -> AnySection:
-    said = {key: (getattr(section, key), trait) for key, trait in _paths_of(type(section)).items()}
-    paths = {key: _paths(value, trait, folder) for key, (value, trait) in said.items() if value not in (None, (), {})}
+    said = {key: (getattr(section, key), kind) for key, kind in _paths_of(type(section)).items()}
+    paths = {key: _paths(value, kind, folder) for key, (value, kind) in said.items() if value not in (None, (), {})}
     return section.model_copy(update=paths)
 
 
 @cache
-def _paths_of(section: type[Section]) -> Mapping[str, Trait]:
+def _paths_of(section: type[Section]) -> Mapping[str, PathKind]:
     """The keys of a section that are paths."""
-    return {
-        key: trait
-        for key, field in section.model_fields.items()
-        for trait in marks(field, Trait)
-        if trait in (FILE, PROGRAM)
-    }
+    return {key: kind for key, field in section.model_fields.items() for kind in marks(field, PathKind)}
 
 
-def _paths(said: Any, trait: Trait, folder: Path) -> Any:
+def _paths(said: Any, kind: PathKind, folder: Path) -> Any:
     """A path, several, or a mapping from paths, made absolute."""
     if isinstance(said, str):
-        return said if trait is PROGRAM and _is_bare(said) else _absolute(said, folder)
+        return said if kind is PROGRAM and _is_bare(said) else _absolute(said, folder)
     if isinstance(said, Mapping):
         return {_absolute(path, folder): value for path, value in said.items()}
     return tuple(_absolute(path, folder) for path in said)

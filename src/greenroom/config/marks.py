@@ -33,15 +33,17 @@ NEW_SLOT: Final = Reload.NEW_SLOT
 RESTART: Final = Reload.RESTART
 
 
-class Trait(Enum):
-    LOCAL = "a key of models that run on this machine, by a process of ours"
-    FILE = "a path, or several; relative ones start at the folder of the configuration file"
-    PROGRAM = "such a path, but a bare name is searched on PATH when the engine starts, as a shell does"
+class PathKind(Enum):
+    # A path, or several. Relative ones start at the folder of the configuration file.
+    FILE = "file"
+    # Such a path, but a bare name is searched on PATH when the engine starts, as a shell does.
+    PROGRAM = "program"
 
 
-LOCAL: Final = Trait.LOCAL
-FILE: Final = Trait.FILE
-PROGRAM: Final = Trait.PROGRAM
+FILE: Final = PathKind.FILE
+PROGRAM: Final = PathKind.PROGRAM
+# A key of models that run on this machine, by a process of ours.
+LOCAL: Final = object()
 
 
 class Engines:

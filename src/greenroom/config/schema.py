@@ -6,13 +6,11 @@ below. Unknown keys, wrong types and broken rules are refused, however a `Config
 does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue
 
 from greenroom.config import kinds
 from greenroom.config.kinds import (
@@ -29,9 +27,10 @@ from greenroom.config.kinds import (
     Seconds,
     SecondsAboveZero,
     Section,
+    StoreAddress,
 )
 from greenroom.config.marks import FILE, RESTART, Sample, Variable, lower
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.reader import Problem
 from greenroom.config.sections import coresidency, tasks
 from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import ApiKey, equal_api_keys
@@ -149,7 +148,7 @@ class StayWarm(Section):
 class Leases(Section):
     """Memory for other programs, and GPUs shared with other gateways."""
 
-    store: str | None = None
+    store: StoreAddress | None = None
     """redis://… or rediss://… if several gateways or hosts share GPUs; kept by this gateway when not given."""
     host: Name | None = None
     """The name of this machine in that store; its own name when not given."""
@@ -157,12 +156,6 @@ class Leases(Section):
     """A holder that does not renew for this long loses its lease."""
     wait_max_s: Seconds = 3_600
     """The longest wait for a lease."""
-
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        if self.store is not None and (why := kinds.store_address_problem(self.store)):
-            break_on([Problem(("store",), why)])
-        return self
 
 
 class JobsSection(Section):
@@ -259,11 +252,9 @@ class Ports(Section):
     last: EnginePort = 21_999
     """Last port of the range."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
+    def _problems(self) -> Iterator[Problem]:
         if self.first > self.last:
-            break_on([Problem(("first",), f"may not be more than last ({self.last})")])
-        return self
+            yield Problem(("first",), f"may not be more than last ({self.last})")
 
 
 def _level(text: str) -> str:
@@ -347,25 +338,19 @@ class Config(Section):
         """Folders whose models can be asked for without being configured."""
         return (*self.model_roots, *self.library.roots)
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
-
-
-def _problems(config: Config) -> Iterator[Problem]:
-    yield from kinds.clashes((name, model.aliases) for name, model in config.models.items())
-    for problem in equal_api_keys(config.server.api_keys):
-        yield Problem(("server", "api_keys", *problem.where), problem.message)
-    yield from _company_problems(config)
-    yield from _memory_problems(config)
-    yield from _version_problems(config)
-    for name, model in config.models.items():
-        if model.remote is not None and model.remote not in config.remotes:
-            known = ", ".join(config.remotes) or "none"
-            yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
-    for problem in tasks.of_models(config.tasks, config.models, config.remotes):
-        yield Problem(("tasks", *problem.where), problem.message)
+    def _problems(self) -> Iterator[Problem]:
+        yield from kinds.clashes((name, model.aliases) for name, model in self.models.items())
+        for problem in equal_api_keys(self.server.api_keys):
+            yield Problem(("server", "api_keys", *problem.where), problem.message)
+        yield from _company_problems(self)
+        yield from _memory_problems(self)
+        yield from _version_problems(self)
+        for name, model in self.models.items():
+            if model.remote is not None and model.remote not in self.remotes:
+                known = ", ".join(self.remotes) or "none"
+                yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
+        for problem in tasks.of_models(self.tasks, self.models, self.remotes):
+            yield Problem(("tasks", *problem.where), problem.message)
 
 
 def _company_problems(config: Config) -> Iterator[Problem]:

@@ -3,11 +3,9 @@
 Owns the keys; each is marked with the engines that have it. Looks at nothing of the machine: see `problems.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -27,7 +25,7 @@ from greenroom.config.kinds import (
     unsplittable,
 )
 from greenroom.config.marks import AT_ONCE, FILE, LOCAL, NEW_SLOT, PROGRAM, Engines, Sample, Variable, engines_of
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.reader import Problem
 from greenroom.config.sections.engine_keys import (
     WITH_PATH,
     inferred_engine,
@@ -279,10 +277,48 @@ class Model(Section):
             said = {"embedding": not said.get("reranking"), **said}
         return said
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if self.engine is None:
+            yield _engine_in_doubt(self)
+            return
+        if (problem := unknown_engine(self.engine, KEYS_OF_ENGINES)) is not None:
+            yield problem
+            return
+        if self.options and self.engine in KEYS_OF_ENGINES:
+            yield Problem(("options",), f"is for engines of other packages; {self.engine} has keys of its own")
+        given = (key for key in self.model_fields_set if getattr(self, key) is not None)
+        yield from keys_of_other_engines(self.engine, given, KEYS_OF_ENGINES)
+        yield from _params(self)
+        yield from _environment(self)
+        if self.isolate_tenants is None:
+            yield from sharing_problems(self.engine, self.args, self.env)
+        for path in self.lora:
+            if any(letter in path for letter in ':,"'):
+                yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
+        template = self.chat_template
+        if self.engine == "transformers" and template is not None and not template.endswith(TEMPLATE_ENDING):
+            yield Problem(("chat_template",), "transformers knows no template by name; give a file that ends in .jinja")
+        if self.abilities == ():
+            yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
+        is_fetched = self.versions is not None and self.versions.repo_id is not None
+        if self.engine in WITH_PATH and not self.path and not is_fetched:
+            yield Problem((), f"engine {self.engine} needs path")
+        if self.versions is not None and self.engine not in WITH_PATH:
+            yield Problem(("versions",), f"needs an engine that runs a `path`; {self.engine} does not")
+        if self.versions is not None and self.isolate_tenants == "process":
+            yield Problem(
+                ("versions",),
+                "does not go together with isolate_tenants: process: an update loads one process beside the old one, "
+                "and there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
+            )
+        if self.engine == "remote":
+            yield from _remote(self)
+        if self.engine == "command":
+            yield from _command(self)
+        if self.engine == "comfyui":
+            yield from _comfyui(self)
+        if self.device == "cpu" and any(device != "host" for device in self.devices):
+            yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
     @property
     def says_mode(self) -> bool:
@@ -329,50 +365,6 @@ NO_CHECK = "none"
 
 # `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
-
-
-def _problems(model: Model) -> Iterator[Problem]:
-    if model.engine is None:
-        yield _engine_in_doubt(model)
-        return
-    if (problem := unknown_engine(model.engine, KEYS_OF_ENGINES)) is not None:
-        yield problem
-        return
-    if model.options and model.engine in KEYS_OF_ENGINES:
-        yield Problem(("options",), f"is for engines of other packages; {model.engine} has keys of its own")
-    given = (key for key in model.model_fields_set if getattr(model, key) is not None)
-    yield from keys_of_other_engines(model.engine, given, KEYS_OF_ENGINES)
-    yield from _params(model)
-    yield from _environment(model)
-    if model.isolate_tenants is None:
-        yield from sharing_problems(model.engine, model.args, model.env)
-    for path in model.lora:
-        if any(letter in path for letter in ':,"'):
-            yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
-    template = model.chat_template
-    if model.engine == "transformers" and template is not None and not template.endswith(TEMPLATE_ENDING):
-        yield Problem(("chat_template",), "transformers knows no template by name; give a file that ends in .jinja")
-    if model.abilities == ():
-        yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
-    is_fetched = model.versions is not None and model.versions.repo_id is not None
-    if model.engine in WITH_PATH and not model.path and not is_fetched:
-        yield Problem((), f"engine {model.engine} needs path")
-    if model.versions is not None and model.engine not in WITH_PATH:
-        yield Problem(("versions",), f"needs an engine that runs a `path`; {model.engine} does not")
-    if model.versions is not None and model.isolate_tenants == "process":
-        yield Problem(
-            ("versions",),
-            "does not go together with isolate_tenants: process: an update loads one process beside the old one, and "
-            "there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
-        )
-    if model.engine == "remote":
-        yield from _remote(model)
-    if model.engine == "command":
-        yield from _command(model)
-    if model.engine == "comfyui":
-        yield from _comfyui(model)
-    if model.device == "cpu" and any(device != "host" for device in model.devices):
-        yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
 
 def _engine_in_doubt(model: Model) -> Problem:

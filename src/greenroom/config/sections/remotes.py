@@ -4,19 +4,17 @@ Owns the keys of `remotes` and the rules between them. Never reads a key: the ga
 is made ready, so that no configuration that is shown, compared or logged holds one.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from greenroom.config.kinds import REMOTE_NAME, VARIABLE_NAME, Count, NotBool, SecondsAboveZero, Section
 from greenroom.config.marks import FILE, Sample
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.reader import Problem
 
 # Where each provider is reached if `base_url` does not say it.
 _ADDRESSES: Final = {"openai": "https://api.openai.com/v1", "anthropic": "https://api.anthropic.com/v1"}
@@ -103,10 +101,21 @@ class Remote(Section):
     budget_per_day: Annotated[Money | None, Sample(20)] = None
     """What may be spent in a day (UTC); then its models answer 429 until the next one. Needs cost."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if self.base_url is None and self.provider not in _ADDRESSES:
+            yield Problem(("base_url",), f"is needed: provider {self.provider} has no address of its own")
+            return
+        if self.api_key_env is not None and self.api_key_file is not None:
+            yield Problem(("api_key_file",), "give api_key_env or api_key_file, not both")
+        if not self.has_key and self.provider in _ADDRESSES:
+            yield Problem((), f"provider {self.provider} needs api_key_env or api_key_file")
+        if self.budget_per_day is not None and self.cost is None:
+            yield Problem(("cost",), "is needed for budget_per_day: a model without a cost would never use it up")
+        if self.address.scheme == "http":
+            if self.has_key and not _is_loopback(self.address.hostname or ""):
+                yield Problem(("base_url",), "would send the key without encryption; use https")
+            if self.ca_file is not None:
+                yield Problem(("ca_file",), "goes with https only")
 
     @property
     def address(self) -> SplitResult:
@@ -119,23 +128,6 @@ class Remote(Section):
     @property
     def has_key(self) -> bool:
         return self.api_key_env is not None or self.api_key_file is not None
-
-
-def _problems(remote: Remote) -> Iterator[Problem]:
-    if remote.base_url is None and remote.provider not in _ADDRESSES:
-        yield Problem(("base_url",), f"is needed: provider {remote.provider} has no address of its own")
-        return
-    if remote.api_key_env is not None and remote.api_key_file is not None:
-        yield Problem(("api_key_file",), "give api_key_env or api_key_file, not both")
-    if not remote.has_key and remote.provider in _ADDRESSES:
-        yield Problem((), f"provider {remote.provider} needs api_key_env or api_key_file")
-    if remote.budget_per_day is not None and remote.cost is None:
-        yield Problem(("cost",), "is needed for budget_per_day: a model without a cost would never use it up")
-    if remote.address.scheme == "http":
-        if remote.has_key and not _is_loopback(remote.address.hostname or ""):
-            yield Problem(("base_url",), "would send the key without encryption; use https")
-        if remote.ca_file is not None:
-            yield Problem(("ca_file",), "goes with https only")
 
 
 def _is_loopback(host: str) -> bool:

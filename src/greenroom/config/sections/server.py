@@ -1,7 +1,5 @@
 """The options of the server: its address, who may call, and limits on what one caller can cost."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The options of models under version control: where versions come from, how they prove themselves, which are kept."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field
