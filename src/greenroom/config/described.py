@@ -14,8 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from greenroom.config.marks import engines_of
 
 
 class Described(BaseModel):
@@ -33,9 +36,17 @@ class Described(BaseModel):
 
 @cache
 def descriptions(model: type[BaseModel]) -> Mapping[str, str]:
-    """The docstrings under the model's fields and under those it inherits, by field. Empty without the sources."""
+    """The docstrings under the model's fields and under those it inherits, by field. Empty without the sources.
+
+    One of a key of some engines begins with their names.
+    """
     told = {name: text for part in reversed(model.__mro__) for name, text in _docstrings(part).items()}
-    return {name: told[name] for name in model.model_fields if name in told}
+    return {name: _with_engines(told[name], field) for name, field in model.model_fields.items() if name in told}
+
+
+def _with_engines(text: str, field: FieldInfo) -> str:
+    engines = engines_of(field)
+    return f"{', '.join(engines)}: {text}" if engines else text
 
 
 def _docstrings(of: type) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What the environment says about the configuration: it counts between the file and the command line.
 
-Owns the table of these variables, from name to key. A variable that is empty counts as not set. Where several rows set
-one key, the last one wins. `${env.NAME}` in a file is expanded by `macros.py`; addresses and keys of the commands that
+Most are marks of the key that they set. A variable that is empty counts as not set. Where several rows set one key, the
+last one wins. `${env.NAME}` in a file is expanded by `macros.py`; addresses and keys of the commands that
 call a gateway are in `cli/address.py`.
 """
 
@@ -9,149 +9,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from greenroom.config.hub import hub_folder
+from greenroom.config.kinds import Section, is_section
+from greenroom.config.marks import ANY, Variable, marks
 from greenroom.config.reader import Problem, Value, Where
 from greenroom.config.schema import Config
-from greenroom.config.sections.tenants import requests_per_minute
 
-# In the name and key of a row: what follows the name's beginning, such as a tenant.
-ANY: Final = "*"
 HIDDEN: Final = "(hidden)"
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One variable. `read` makes the key's value of its text, which is checked as one of the file is.
-
-    `read` raises ValueError with the rest of a sentence. A name that ends in * stands for all that begin so.
-    """
-
-    name: str
-    # Dotted; empty for a variable that is read elsewhere and belongs to no key.
-    key: str
-    sentence: str
-    read: Callable[[str], Value] = str
-    # Its text adds to what the key has (`with_folders`), instead of replacing it.
-    adds: bool = False
-    is_secret: bool = False
-
-    def where(self, name: str) -> Where:
-        """The key's place in the file, for a variable of this name."""
-        rest = name.removeprefix(self.name.removesuffix(ANY))
-        return tuple(rest if step == ANY else step for step in self.key.split("."))
-
-    def names_in(self, environ: Mapping[str, str]) -> list[str]:
-        """The variables of this row that are set, in a stable order."""
-        if not self.name.endswith(ANY):
-            return [self.name] if environ.get(self.name) else []
-        start = self.name.removesuffix(ANY)
-        return sorted(name for name, text in environ.items() if text and name.startswith(start))
-
-
-def _lower(text: str) -> str:
-    return text.lower()
-
-
-def _names(text: str) -> Value:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _level(text: str) -> str:
-    return {"warn": "warning"}.get(text.lower(), text.lower())
-
-
-def _seconds_of_ms(text: str) -> Value:
-    try:
-        return float(text) / 1000
-    except ValueError:
-        raise ValueError(f"milliseconds are wanted, not {text!r}") from None
-
-
-TABLE: Final[tuple[Variable, ...]] = (
-    Variable("HOST", "server.host", "Address to listen on."),
-    Variable("PORT", "server.port", "Port to listen on."),
-    Variable(
-        "ALLOWED_HOSTS",
-        "server.allowed_hosts",
-        "Names by which callers reach the gateway, separated by commas.",
-        _names,
-    ),
-    Variable("ENABLE_METRICS", "server.metrics", "Whether /metrics is served."),
-    Variable("METRICS_PORT", "server.metrics_port", "A second port, for /metrics and the health checks alone."),
-    Variable("METRICS_ALIASES", "server.metrics_aliases", "runner-api: the runner API's series, too.", _lower),
-    Variable("MAX_QUEUE_DEPTH", "scheduler.queue_depth_max", "Requests that may wait at once."),
-    Variable(
-        "QUEUE_TIMEOUT_MS",
-        "server.wait_max_s",
-        "How long a request that does not stream waits for its model, in milliseconds.",
-        _seconds_of_ms,
-    ),
-    Variable("MODEL_BASE_PATH", "library.roots", "Folders of models, separated as in PATH; added.", adds=True),
-    Variable("HF_HOME", "library.roots", "Its folder `hub` is added beside other folders of models.", adds=True),
-    Variable("HF_HUB_CACHE", "library.roots", "The same folder, named itself; wins over HF_HOME.", adds=True),
-    Variable("TRANSFORMERS_CACHE", "library.roots", "The same where neither of them is set.", adds=True),
-    Variable("ENABLE_DOWNLOADS", "library.download", "Whether a load by hub id fetches what is not on disk."),
+# Variables that belong to no key and are read elsewhere.
+_WITHOUT_KEY: Final = (
     Variable(
         "MODEL_REPO_ID",
-        "",
         "A repository of the hub, or a path below the folders of models: the first version of a model of this id. Not "
         "read where the file has a model with `versions`.",
     ),
-    Variable(
-        "HF_TOKEN", "", "Opens private repositories of the hub to downloads; engines never see it.", is_secret=True
-    ),
+    Variable("HF_TOKEN", "Opens private repositories of the hub to downloads; engines never see it.", is_secret=True),
     Variable(
         "MODEL_BOSS_ALLOW_CLOUD_FALLBACK",
-        "",
         "Whether requests may fall to remote models (true), until PUT /api/v1/config says it.",
     ),
-    Variable(
-        "SYNC_STATE_FILE",
-        "versions.state_file",
-        "The file in which a trainer says what to serve.",
-    ),
-    Variable(
-        "VLLM_MAX_MODEL_LEN", "vllm.ctx_size", "Context length of models of vLLM that have no ctx_size of their own."
-    ),
-    Variable(
-        "VLLM_GPU_MEMORY_UTILIZATION",
-        "vllm.gpu_memory_utilization",
-        "Share of a GPU for models of vLLM that have no memory_mib of their own.",
-    ),
-    Variable(
-        "VLLM_ENABLE_PREFIX_CACHING",
-        "vllm.prefix_caching",
-        "Whether models of vLLM that do not say it keep prefixes of prompts.",
-    ),
-    Variable(
-        "ENABLE_MULTI_TENANT",
-        "server.multi_tenant",
-        "Whether X-Tenant-ID of callers is honoured; tenants of API keys are kept apart in any case.",
-    ),
-    Variable(
-        "DEFAULT_RATE_LIMIT",
-        "tenants.default.requests_per_minute",
-        "Requests per minute of each tenant without a limit of its own, as in 100req/min.",
-        requests_per_minute,
-    ),
-    Variable(
-        "TENANT_RATE_LIMIT_*",
-        "tenants.*.requests_per_minute",
-        "The same for the tenant of this name; `default` wins over DEFAULT_RATE_LIMIT.",
-        requests_per_minute,
-    ),
-    Variable(
-        "VERIFIED_OP_TOKEN_KEY_PATH",
-        "governance.key_path",
-        "The file with the shared key of tokens; signed operations are on if it is set.",
-    ),
-    Variable("LOG_LEVEL", "log.level", "debug, info, warning or error.", _level),
-    Variable("LOG_FORMAT", "log.format", "text or json.", _lower),
-    Variable("CUDA_VISIBLE_DEVICES", "", "The GPUs that are seen: numbers or UUIDs, as for every CUDA program."),
+    Variable("CUDA_VISIBLE_DEVICES", "The GPUs that are seen: numbers or UUIDs, as for every CUDA program."),
 )
+
+
+def _of_keys(section: type[Section], *above: str) -> Iterator[Variable]:
+    """The variables of a section's keys, each with its whole key."""
+    for name, key in section.model_fields.items():
+        for variable in marks(key, Variable):
+            yield replace(variable, key=".".join(filter(None, (*above, name, variable.key))))
+        if not above and is_section(key.annotation):
+            yield from _of_keys(key.annotation, name)
+
+
+TABLE: Final = (*_of_keys(Config), *_WITHOUT_KEY)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -12,14 +12,22 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self, TypeGuard
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from greenroom.config.described import Described
-from greenroom.config.reader import Problem, Where
+from greenroom.config.reader import Problem, Where, break_on
 
 # One part of a path, without percent-encoding.
 _ROUTE_PART = re.compile(r"\*{1,2}|[A-Za-z0-9._~!$&'()+,=:@-]*")
@@ -319,6 +327,19 @@ class Section(Described):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        """What is wrong between its keys."""
+        yield from ()
+
+
+def is_section(kind: object) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
 
 STORE_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 _BRACKETS: Final = "needs [ ] around an IPv6 address, and nothing else in them, as in redis://[::1]:6379"
@@ -369,3 +390,12 @@ def _of_host(parts: SplitResult) -> str | None:
         return _NO_HOST
     host = parts.netloc.rpartition("@")[2]
     return _BRACKETS if host.count(":") > 1 and "[" not in host else _PORT
+
+
+def _store_address(url: str) -> str:
+    if why := store_address_problem(url):
+        raise ValueError(why)
+    return url
+
+
+StoreAddress = Annotated[str, AfterValidator(_store_address)]

@@ -6,10 +6,12 @@ Those of other packages are found by entry point when the configuration names th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Final
 
 from greenroom.config.plugins import POLICY_GROUP, SCHEDULER_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
-from greenroom.config.schema import Config, Model, StayWarm, TenantLimits
+from greenroom.config.schema import Config, Model, SchedulerSection, StayWarm, TenantLimits
 from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.tenants import DEFAULT_TENANT
 from greenroom.core.contract import Scheduler, SchedulerFactory
@@ -23,28 +25,25 @@ from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ConfigError
 
 
+# What the core has under the names of keys. It knows companies by their rules.
+_SAME: Final = SchedulerSection.model_fields.keys() & {field.name for field in fields(Limits)} - {"company"}
+
+
 def limits_of(config: Config) -> Limits:
     scheduler, latest_s = config.scheduler, _latest_s(config)
+    same: dict[str, Any] = {key: getattr(scheduler, key) for key in _SAME}
     return Limits(
-        policy=scheduler.policy,
-        swapper=scheduler.swapper,
+        **same,
         company=rules_of(scheduler.company),
-        tenant_weights={TenantId(name): weight for name, weight in scheduler.tenant_weights.items()},
-        queue_depth_max=scheduler.queue_depth_max,
         tenant_depths=_depths(config),
         tenant_depth_max=_depth(config.tenants.get(DEFAULT_TENANT), config) if config.tenants else None,
         others_share_depth=bool(config.tenants) and not config.server.has_keys,
-        away_share=scheduler.away_share,
         wait_max_s=latest_s,
-        lift_s=scheduler.lift_s,
         deadlines_s=(
             min(scheduler.deadline_high_s, latest_s),
             min(scheduler.deadline_normal_s, latest_s),
             min(scheduler.deadline_low_s, latest_s),
         ),
-        recency_s=scheduler.recency_s,
-        backoff_s=scheduler.backoff_s,
-        backoff_max_s=scheduler.backoff_max_s,
         green_room_mib=config.memory.green_room_mib,
     )
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from greenroom.config import environment, kinds, macros
 from greenroom.config.hub import WHISPER_SIZES, holds_whisper, hub_folder
+from greenroom.config.kinds import Section
 from greenroom.config.limits import limits_of, plugin_problems, scheduler_problems
+from greenroom.config.marks import PROGRAM, PathKind, marks
 from greenroom.config.mistakes import problems_of
 from greenroom.config.problems import clashing_recordings, holds_gguf, roots_that_are_files
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal
-from greenroom.config.schema import Config, Model, Remote
+from greenroom.config.schema import Config, Model
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.errors import ConfigError
 
@@ -74,6 +76,7 @@ def _plugin_problems(config: Config) -> list[Problem]:
 
 
 _Refusal = Callable[..., ConfigError]
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def _with_tasks(source: SourceFile, file: str) -> tuple[SourceFile, _Refusal]:
@@ -175,57 +178,43 @@ def _names(tree: dict[str, Value]) -> Iterator[tuple[str, list[str]]]:
         yield name, [str(alias) for alias in aliases] if isinstance(aliases, list) else []
 
 
-# A bare name in these is searched on PATH when the engine starts, as a shell does.
-_PROGRAM_KEYS = frozenset({"program", "python"})
-_SERVER_KEYS = ("key_file", "record_activity", "record_events")
-_MODEL_KEYS = ("path", "cwd", "mmproj", "draft_model", "workflow", "checkpoints", *sorted(_PROGRAM_KEYS))
-
-
 def resolved(config: Config, folder: Path) -> Config:
     """The same configuration with ~ expanded and paths relative to `folder`."""
-    models = {name: _model(model, folder) for name, model in config.models.items()}
-    records = {
-        key: _absolute(path, folder) for key in _SERVER_KEYS if (path := getattr(config.server, key)) is not None
-    }
-    server = config.server.model_copy(update=records)
-    memory, state_dir = config.memory, _absolute(config.state_dir, folder)
-    if memory.file is not None:
-        memory = memory.model_copy(update={"file": _absolute(memory.file, folder)})
-    roots = tuple(_absolute(root, folder) for root in config.model_roots)
-    shelves = tuple(_absolute(root, folder) for root in config.library.roots)
-    changed: dict[str, Any] = {"server": server, "memory": memory, "models": models, "state_dir": state_dir}
-    files = ("key_path", "audit_path")
-    paths = {key: _absolute(path, folder) for key in files if (path := getattr(config.governance, key)) is not None}
-    if config.versions.state_file is not None:
-        state_file = _absolute(config.versions.state_file, folder)
-        changed |= {"versions": config.versions.model_copy(update={"state_file": state_file})}
-    changed |= {"governance": config.governance.model_copy(update=paths)}
-    changed |= {"remotes": {name: _remote(remote, folder) for name, remote in config.remotes.items()}}
-    changed |= {"model_roots": roots, "library": config.library.model_copy(update={"roots": shelves})}
-    return config.model_copy(update=changed)
-
-
-def _remote(remote: Remote, folder: Path) -> Remote:
-    files = ("api_key_file", "ca_file")
-    paths = {key: _absolute(path, folder) for key in files if (path := getattr(remote, key)) is not None}
-    return remote.model_copy(update=paths)
+    changed: dict[str, Any] = {key: _resolved(value, folder) for key, value in config if isinstance(value, Section)}
+    changed["models"] = {name: _model(model, folder) for name, model in config.models.items()}
+    changed["remotes"] = {name: _resolved(remote, folder) for name, remote in config.remotes.items()}
+    return _resolved(config, folder).model_copy(update=changed)
 
 
 def _model(model: Model, folder: Path) -> Model:
-    said = {key: getattr(model, key) for key in _MODEL_KEYS}
-    paths: dict[str, Any] = {
-        key: _absolute(path, folder)
-        for key, path in said.items()
-        if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
-    }
+    made, changed = _resolved(model, folder), {}
     repository = WHISPER_SIZES.get(model.path or "") if model.engine == "whisper" else None
-    if repository is not None and not os.path.isdir(paths["path"]):
-        paths["path"] = hub_folder(repository, model.env)
-    if model.lora:
-        paths["lora"] = {_absolute(path, folder): scale for path, scale in model.lora.items()}
+    if repository is not None and not os.path.isdir(made.path or ""):
+        changed["path"] = hub_folder(repository, model.env)
     if model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING):
-        paths["chat_template"] = _absolute(model.chat_template, folder)
-    return model.model_copy(update=paths)
+        changed["chat_template"] = _absolute(model.chat_template, folder)
+    return made.model_copy(update=changed)
+
+
+def _resolved(section: AnySection, folder: Path) -> AnySection:
+    said = {key: (getattr(section, key), kind) for key, kind in _paths_of(type(section)).items()}
+    paths = {key: _paths(value, kind, folder) for key, (value, kind) in said.items() if value not in (None, (), {})}
+    return section.model_copy(update=paths)
+
+
+@cache
+def _paths_of(section: type[Section]) -> Mapping[str, PathKind]:
+    """The keys of a section that are paths."""
+    return {key: kind for key, field in section.model_fields.items() for kind in marks(field, PathKind)}
+
+
+def _paths(said: Any, kind: PathKind, folder: Path) -> Any:
+    """A path, several, or a mapping from paths, made absolute."""
+    if isinstance(said, str):
+        return said if kind is PROGRAM and _is_bare(said) else _absolute(said, folder)
+    if isinstance(said, Mapping):
+        return {_absolute(path, folder): value for path, value in said.items()}
+    return tuple(_absolute(path, folder) for path in said)
 
 
 def _with_engines_of_folders(tree: dict[str, Value], folder: Path) -> dict[str, Value]:

@@ -6,18 +6,15 @@ below. Unknown keys, wrong types and broken rules are refused, however a `Config
 does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue
 
 from greenroom.config import kinds
 from greenroom.config.kinds import (
     Count,
-    CountFromZero,
     EnginePort,
     LeaseSeconds,
     LookSeconds,
@@ -30,18 +27,20 @@ from greenroom.config.kinds import (
     Seconds,
     SecondsAboveZero,
     Section,
+    StoreAddress,
 )
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.marks import FILE, RESTART, Sample, Variable, lower
+from greenroom.config.reader import Problem
 from greenroom.config.sections import coresidency, tasks
 from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import ApiKey, equal_api_keys
-from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, GpuShare, Model
+from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, Model, Vllm
 from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.remotes import Remote, RemoteName
 from greenroom.config.sections.scheduler import Company, GroupSection, MatrixSection, SchedulerSection
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
-from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants
+from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants, requests_per_minute
 from greenroom.config.sections.versions import ModelVersions, Versions
 
 # Other packages import every section from here.
@@ -117,7 +116,7 @@ class Memory(Section):
 
     probe: Literal["auto", "nvml", "file", "none"] = "auto"
     """nvml: NVIDIA's own figures; file: GPUs described by a file; none: no GPUs; auto: nvml where it works."""
-    file: str | None = None
+    file: Annotated[str | None, FILE] = None
     """probe file: a JSON file that describes GPUs and their use by other programs, read at every look."""
     look_every_s: LookSeconds = 5
     """How often GPUs are looked at, besides after every event."""
@@ -149,7 +148,7 @@ class StayWarm(Section):
 class Leases(Section):
     """Memory for other programs, and GPUs shared with other gateways."""
 
-    store: str | None = None
+    store: StoreAddress | None = None
     """redis://… or rediss://… if several gateways or hosts share GPUs; kept by this gateway when not given."""
     host: Name | None = None
     """The name of this machine in that store; its own name when not given."""
@@ -157,12 +156,6 @@ class Leases(Section):
     """A holder that does not renew for this long loses its lease."""
     wait_max_s: Seconds = 3_600
     """The longest wait for a lease."""
-
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        if self.store is not None and (why := kinds.store_address_problem(self.store)):
-            break_on([Problem(("store",), why)])
-        return self
 
 
 class JobsSection(Section):
@@ -206,33 +199,31 @@ Folder = Annotated[str, AfterValidator(_folder)]
 class LibrarySection(Section):
     """Models on disk below model_roots, which can be asked for by path or hub id without being configured."""
 
-    roots: tuple[Folder, ...] = ()
+    roots: Annotated[
+        tuple[Folder, ...],
+        FILE,
+        Sample(["/srv/more-models"]),
+        Variable("MODEL_BASE_PATH", "Folders of models, separated as in PATH; added.", adds=True),
+        Variable("HF_HOME", "Its folder `hub` is added beside other folders of models.", adds=True),
+        Variable("HF_HUB_CACHE", "The same folder, named itself; wins over HF_HOME.", adds=True),
+        Variable("TRANSFORMERS_CACHE", "The same where neither of them is set.", adds=True),
+    ] = ()
     """Further folders whose models can be asked for; MODEL_BASE_PATH and `serve --models` add to them. Unlike
     model_roots, they do not restrict the paths in models."""
-    download: bool = False
+    download: Annotated[bool, Variable("ENABLE_DOWNLOADS", "Whether a load by hub id fetches what is not on disk.")] = (
+        False
+    )
     """A load by hub id may fetch what is not on disk. Keys with admin may order downloads in any case."""
-    hosts: tuple[Name, ...] = ()
+    hosts: Annotated[tuple[Name, ...], Sample(["files.example.org"])] = ()
     """Hosts besides the hub's own that the URL of a download may name."""
     downloads_max: Annotated[int, Field(ge=1, le=16), NotBool] = 2
     """Downloads at the same time; further ones wait."""
-    bandwidth_mib_s: MibPerSecond | None = None
+    bandwidth_mib_s: Annotated[MibPerSecond | None, Sample(50)] = None
     """MiB per second for all downloads together; unlimited when not given."""
     adhoc_models_max: Annotated[int, Field(ge=1, le=10_000), NotBool] = 100
     """Models outside of `models` that are remembered; those not used for longest leave."""
     exclusive: bool = True
     """Of these models, only one configuration of a path is ready at a time."""
-
-
-class Vllm(Section):
-    """What models of vLLM get that do not say it themselves, ad-hoc models included."""
-
-    ctx_size: CountFromZero | None = None
-    """Context length in tokens; 0 takes the model's own. As `ctx_size` of a model when not given."""
-    gpu_memory_utilization: GpuShare | None = None
-    """Share of a GPU for models without memory_mib. When not given, what a configured model is estimated to need, and
-    0.7 for an ad-hoc model."""
-    prefix_caching: bool = True
-    """Whether prefixes of prompts are kept."""
 
 
 class Runner(Section):
@@ -247,7 +238,7 @@ class Runner(Section):
 class Host(Section):
     """This machine's memory, which is the budget if there are no GPUs."""
 
-    memory_mib: MibAboveZero | None = None
+    memory_mib: Annotated[MibAboveZero | None, Sample(6144)] = None
     """Memory models may use; three quarters of the machine's when not given."""
     margin_mib: Mib = 0
     """Part of it that is never planned with."""
@@ -261,19 +252,21 @@ class Ports(Section):
     last: EnginePort = 21_999
     """Last port of the range."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
+    def _problems(self) -> Iterator[Problem]:
         if self.first > self.last:
-            break_on([Problem(("first",), f"may not be more than last ({self.last})")])
-        return self
+            yield Problem(("first",), f"may not be more than last ({self.last})")
+
+
+def _level(text: str) -> str:
+    return {"warn": "warning"}.get(text.lower(), text.lower())
 
 
 class Log(Section):
     """Logging to standard error."""
 
-    level: LogLevel = LogLevel.INFO
+    level: Annotated[LogLevel, Variable("LOG_LEVEL", "debug, info, warning or error.", _level)] = LogLevel.INFO
     """debug, info, warning or error."""
-    format: LogFormat = LogFormat.TEXT
+    format: Annotated[LogFormat, Variable("LOG_FORMAT", "text or json.", lower)] = LogFormat.TEXT
     """text for people, json for machines."""
 
 
@@ -282,18 +275,36 @@ class Config(Section):
 
     server: Server = Server()
     scheduler: SchedulerSection = SchedulerSection()
-    gpus: tuple[Gpu, ...] = ()
+    gpus: Annotated[tuple[Gpu, ...], RESTART] = ()
     """Simulated GPUs, gpu0, gpu1 …, instead of those found by memory.probe; a budget without hardware."""
-    memory: Memory = Memory()
+    memory: Annotated[Memory, RESTART] = Memory()
     stay_warm: StayWarm = StayWarm()
-    limits: LimitStore = LimitStore()
-    tenants: Tenants = {}
+    limits: Annotated[LimitStore, RESTART] = LimitStore()
+    tenants: Annotated[
+        Tenants,
+        Sample({"default": {"requests_per_minute": 50}, "lab": {"requests_per_minute": 500, "queue_depth_max": 100}}),
+        Variable(
+            "DEFAULT_RATE_LIMIT",
+            "Requests per minute of each tenant without a limit of its own, as in 100req/min.",
+            requests_per_minute,
+            key="default.requests_per_minute",
+        ),
+        Variable(
+            "TENANT_RATE_LIMIT_*",
+            "The same for the tenant of this name; `default` wins over DEFAULT_RATE_LIMIT.",
+            requests_per_minute,
+            key="*.requests_per_minute",
+        ),
+    ] = {}
     """What each tenant may use, by its name; `default` is for tenants that are not named. Each of those has the limits
     to itself if callers have keys; without keys, where anyone can make up a name, they share them."""
-    profiles: dict[Name, Profile] = {}
+    profiles: Annotated[
+        dict[Name, Profile],
+        Sample({"editors": {"keys": ["team-*"], "default_model": "chat", "clients": {"bot-*": {"priority": "low"}}}}),
+    ] = {}
     """What callers get without asking and may ask at most, by key, tenant and client; see docs/profiles.md."""
     clients: Clients = Clients()
-    leases: Leases = Leases()
+    leases: Annotated[Leases, RESTART] = Leases()
     governance: Governance = Governance()
     jobs: JobsSection = JobsSection()
     images: Images = Images()
@@ -303,17 +314,20 @@ class Config(Section):
     remotes: dict[RemoteName, Remote] = {}
     """Providers of models that run elsewhere, by a name of your own (see docs/remote.md)."""
     runner: Runner = Runner()
-    host: Host = Host()
-    ports: Ports = Ports()
+    host: Annotated[Host, RESTART] = Host()
+    ports: Annotated[Ports, RESTART] = Ports()
     log: Log = Log()
-    state_dir: str = "~/.local/state/greenroom"
+    state_dir: Annotated[str, RESTART, FILE] = "~/.local/state/greenroom"
     """A directory of its own for the gateway's lock, identity, sockets, jobs and pictures; one gateway a directory."""
-    model_roots: tuple[Folder, ...] = ()
+    model_roots: Annotated[tuple[Folder, ...], FILE, Sample(["/srv/models"])] = ()
     """Model files must be below one of these folders once links are resolved; anywhere when empty. What is below them
     can be asked for by path or hub id without an entry in models (see library)."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
-    tasks: Tasks = {}
+    tasks: Annotated[
+        Tasks,
+        Sample({"coding": {"candidates": ["chat", "writer"], "prefer_first_s": 10, "set_params": {"temperature": 0}}}),
+    ] = {}
     """Names for purposes, which callers ask for like models, each with the models that can serve it; also read from
     tasks.yaml beside this file."""
     models: dict[ModelId, Model] = {}
@@ -324,25 +338,19 @@ class Config(Section):
         """Folders whose models can be asked for without being configured."""
         return (*self.model_roots, *self.library.roots)
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
-
-
-def _problems(config: Config) -> Iterator[Problem]:
-    yield from kinds.clashes((name, model.aliases) for name, model in config.models.items())
-    for problem in equal_api_keys(config.server.api_keys):
-        yield Problem(("server", "api_keys", *problem.where), problem.message)
-    yield from _company_problems(config)
-    yield from _memory_problems(config)
-    yield from _version_problems(config)
-    for name, model in config.models.items():
-        if model.remote is not None and model.remote not in config.remotes:
-            known = ", ".join(config.remotes) or "none"
-            yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
-    for problem in tasks.of_models(config.tasks, config.models, config.remotes):
-        yield Problem(("tasks", *problem.where), problem.message)
+    def _problems(self) -> Iterator[Problem]:
+        yield from kinds.clashes((name, model.aliases) for name, model in self.models.items())
+        for problem in equal_api_keys(self.server.api_keys):
+            yield Problem(("server", "api_keys", *problem.where), problem.message)
+        yield from _company_problems(self)
+        yield from _memory_problems(self)
+        yield from _version_problems(self)
+        for name, model in self.models.items():
+            if model.remote is not None and model.remote not in self.remotes:
+                known = ", ".join(self.remotes) or "none"
+                yield Problem(("models", name, "remote"), f"there is no {model.remote} in remotes; there are: {known}")
+        for problem in tasks.of_models(self.tasks, self.models, self.remotes):
+            yield Problem(("tasks", *problem.where), problem.message)
 
 
 def _company_problems(config: Config) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import PRIORITY_NAMES, Ability, Config, Model, Require, Task
-from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
+from greenroom.config.sections.model import KEYS_OF_ENGINES
 from greenroom.core.events import Choice
 from greenroom.core.model import ModelId
 from greenroom.errors import ModelNotFound, NoCandidate

@@ -101,8 +101,7 @@ def model_of(
     if options.n_gpu_layers is not None:
         said["n_gpu_layers"] = options.n_gpu_layers
     if engine == "vllm":
-        said |= {"prefix_caching": vllm.prefix_caching}
-        said |= {} if vllm.ctx_size is None else {"ctx_size": vllm.ctx_size}
+        said |= vllm.model_dump(exclude_none=True, exclude={"gpu_memory_utilization"})
     said |= {} if options.ctx_size is None else {"ctx_size": options.ctx_size}
     said |= {} if dtype is None else {"dtype": dtype}
     if options.ttl_s is not None:

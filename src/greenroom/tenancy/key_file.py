@@ -44,10 +44,8 @@ class _Document(Section):
     version: Literal[1]
     keys: tuple[FileKey, ...]
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(Problem(("keys", *problem.where), problem.message) for problem in equal_api_keys(self.keys))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        yield from (Problem(("keys", *problem.where), problem.message) for problem in equal_api_keys(self.keys))
 
 
 def read_keys(path: str | Path) -> tuple[FileKey, ...]:

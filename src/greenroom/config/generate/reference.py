@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from greenroom.config.described import descriptions
-from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
+from greenroom.config.diff import COMPARED_ELSEWHERE
 from greenroom.config.environment import TABLE
 from greenroom.config.generate.example import example, said
+from greenroom.config.kinds import is_section
+from greenroom.config.marks import reload_of
 from greenroom.config.schema import (
     ApiKey,
     ClientProfile,
@@ -45,16 +49,29 @@ END = "<!-- end of the reference -->"
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA_ID = "urn:greenroom:config.schema.json"
 
-# Nested sections: the section they follow, their title, and the key that a reload compares.
-_INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
-    "server": (("`server.api_keys[]`", ApiKey, "server.api_keys"),),
-    "governance": (("`governance.rules[]`", Quorum, "governance.rules"),),
+# Nested sections, by the section they follow: their title, and their class.
+_INSIDE: Mapping[str, tuple[tuple[str, type[Section]], ...]] = {
+    "server": (("`server.api_keys[]`", ApiKey),),
+    "governance": (("`governance.rules[]`", Quorum),),
     "scheduler": (
-        ("`scheduler.company`", Company, "scheduler.company"),
-        ("`scheduler.company.groups.<name>`", GroupSection, "scheduler.company"),
-        ("`scheduler.company.matrix`", MatrixSection, "scheduler.company"),
+        ("`scheduler.company`", Company),
+        ("`scheduler.company.groups.<name>`", GroupSection),
+        ("`scheduler.company.matrix`", MatrixSection),
     ),
 }
+# Sections that stand in lists and mappings.
+_OTHERS: tuple[tuple[str, type[Section]], ...] = (
+    ("`limits` of a key or a model", RateLimits),
+    ("`tenants.<name>`", TenantLimits),
+    ("`profiles.<name>`", Profile),
+    ("`profiles.<name>.clients.<pattern>`", ClientProfile),
+    ("`tasks.<name>`", Task),
+    ("`tasks.<name>.require`", Require),
+    ("`gpus[]`", Gpu),
+    ("`remotes.<name>`", Remote),
+    ("`cost` of a provider", TokenCost),
+    ("`models.<id>`", Model),
+)
 _WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
 
 
@@ -105,22 +122,14 @@ def json_schema() -> dict[str, Any]:
 
 def tables() -> str:
     """One table for each section, in the order of the file."""
-    parts = [_table("Top level", Config, "", [name for name in Config.model_fields if not _is_section(name)])]
-    for name in filter(_is_section, Config.model_fields):
-        section = Config.model_fields[name].annotation
-        assert isinstance(section, type) and issubclass(section, Section)
-        parts.append(_table(f"`{name}`", section, f"{name}."))
-        parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
-    parts.append(_table("`limits` of a key or a model", RateLimits, "tenants"))
-    parts.append(_table("`tenants.<name>`", TenantLimits, "tenants"))
-    parts.append(_table("`profiles.<name>`", Profile, "profiles"))
-    parts.append(_table("`profiles.<name>.clients.<pattern>`", ClientProfile, "profiles"))
-    parts.append(_table("`tasks.<name>`", Task, "tasks"))
-    parts.append(_table("`tasks.<name>.require`", Require, "tasks"))
-    parts.append(_table("`gpus[]`", Gpu, "gpus"))
-    parts.append(_table("`remotes.<name>`", Remote, "remotes"))
-    parts.append(_table("`cost` of a provider", TokenCost, "remotes"))
-    parts.append(_table("`models.<id>`", Model, "models."))
+    tops = {name: field for name, field in Config.model_fields.items() if not is_section(field.annotation)}
+    parts = [_table("Top level", Config, tops)]
+    for name, field in Config.model_fields.items():
+        if is_section(field.annotation):
+            parts.append(_table(f"`{name}`", field.annotation, above=(field,)))
+            parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
+    gpus = Config.model_fields["gpus"]
+    parts += [_table(title, section, above=(gpus,) if section is Gpu else ()) for title, section in _OTHERS]
     parts.append(_environment())
     return "\n\n".join(parts)
 
@@ -131,39 +140,23 @@ def _environment() -> str:
     return "\n".join([*head, "", "| variable | key | meaning |", "|---|---|---|", *rows])
 
 
-def _is_section(name: str) -> bool:
-    kind = Config.model_fields[name].annotation
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
-def _table(title: str, section: type[Section], prefix: str, keys: list[str] | None = None) -> str:
+def _table(
+    title: str, section: type[Section], keys: Iterable[str] | None = None, above: tuple[FieldInfo, ...] = ()
+) -> str:
     head = [f"### {title}", "", section.__doc__ or "", "", "| key | value | default | on reload | meaning |"]
-    return "\n".join([*head, "|---|---|---|---|---|", *_rows(section, prefix, keys or list(section.model_fields))])
+    return "\n".join([*head, "|---|---|---|---|---|", *_rows(section, keys or section.model_fields, above)])
 
 
-def _rows(section: type[Section], prefix: str, keys: list[str]) -> Iterator[str]:
+def _rows(section: type[Section], keys: Iterable[str], above: tuple[FieldInfo, ...]) -> Iterator[str]:
     schema = section.model_json_schema()
     for key in keys:
         field = section.model_fields[key]
         default = "needed" if field.is_required() else "" if field.default is None else f"`{said(field.default)}`"
         kind = _kind(schema["properties"][key], schema.get("$defs", {}))
-        cells = (
-            f"`{key}`",
-            kind,
-            default,
-            _on_reload(prefix, key),
-            " ".join(descriptions(section).get(key, "").split()),
-        )
+        is_apart = section is Config and key in COMPARED_ELSEWHERE
+        on_reload = "as a diff" if is_apart else reload_of(field, *above).value
+        cells = (f"`{key}`", kind, default, on_reload, " ".join(descriptions(section).get(key, "").split()))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _on_reload(prefix: str, key: str) -> str:
-    if prefix == "models.":
-        return "new engine" if key in NEW_SLOT_KEYS else "at once"
-    full = prefix if prefix and not prefix.endswith(".") else prefix + key
-    if full in RESTART_KEYS:
-        return "restart"
-    return "at once" if full in AT_ONCE_KEYS else "as a diff"
 
 
 def _kind(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:

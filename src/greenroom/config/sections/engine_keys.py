@@ -1,6 +1,6 @@
-"""Which engine each key of a model belongs to, and which engine a model has that names none.
+"""Which engine a model has that names none, and what is wrong with keys of other engines.
 
-Keys in no set belong to every engine. Looks at the names of installed engines and at nothing else of the machine.
+Looks at the names of installed engines and at nothing else of the machine.
 """
 
 from __future__ import annotations
@@ -9,58 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Final
 
+from pydantic import BaseModel
+
+from greenroom.config.marks import engines_of
 from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem
 
-LLAMACPP_KEYS: Final = frozenset(
-    (
-        *("path", "program", "python", "args", "ctx_size", "parallel", "threads", "n_gpu_layers", "flash_attn"),
-        *("cache_type_k", "cache_type_v", "embedding", "reranking", "mmproj", "lora", "draft_model"),
-        *("chat_template", "reasoning", "reasoning_format", "reasoning_budget"),
-    )
-)
-TRANSFORMERS_KEYS: Final = frozenset(
-    (
-        *("path", "python", "ctx_size", "threads", "embedding", "dtype", "cache_tokens"),
-        *("chat_template", "isolate", "trust_remote_code", "allow_pickle", "skip_check"),
-    )
-)
-DIFFUSERS_KEYS: Final = frozenset(
-    ("path", "python", "threads", "dtype", "device_map", "isolate", "trust_remote_code", "allow_pickle")
-)
-# Servers that have their own process for each model and their own command line.
-SERVER_KEYS: Final = frozenset(
-    (
-        *("path", "program", "python", "args", "ctx_size", "embedding", "dtype", "quantization", "cache_tokens"),
-        *("chat_template", "trust_remote_code", "gpu_memory_utilization", "prefix_caching"),
-    )
-)
-COMFYUI_KEYS: Final = frozenset({"path", "python", "args", "cmd", "workflow", "inputs", "checkpoints"})
-WHISPER_KEYS: Final = frozenset({"path", "python", "threads", "compute_type", "beam_size"})
-COMMAND_KEYS: Final = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener", "sizes_itself"})
-REMOTE_KEYS: Final = frozenset({"remote"})
-KEYS_OF_ENGINES: Final = {
-    "llamacpp": LLAMACPP_KEYS,
-    "transformers": TRANSFORMERS_KEYS,
-    "diffusers": DIFFUSERS_KEYS,
-    "vllm": SERVER_KEYS,
-    "sglang": SERVER_KEYS,
-    "comfyui": COMFYUI_KEYS,
-    "whisper": WHISPER_KEYS,
-    "command": COMMAND_KEYS,
-    "remote": REMOTE_KEYS,
-}
-# Keys of models that run on this machine, by a process of ours.
-LOCAL_KEYS: Final = frozenset(
-    (
-        *("env", "cwd", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "isolate_tenants", "device"),
-        *("devices", "exclusive", "ttl_s", "pinned", "preload", "load_timeout_s", "stop_timeout_s", "versions"),
-        "routes",
-    )
-)
-# The engines that cannot do without `path`, and those that can be told to embed.
+KeysOfEngines = Mapping[str, frozenset[str]]
+# The engines that cannot do without `path`.
 WITH_PATH: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "whisper")
-WITH_EMBEDDING: Final = ("llamacpp", "transformers", "vllm", "sglang")
 # The engine of a model whose path is not a .gguf file, where its category tells more than the path.
 _ENGINE_OF_CATEGORY = {"diffusion": "diffusers", "transcription": "whisper"}
 # Engines that take what a key says as arguments instead.
@@ -91,25 +48,31 @@ def _path_like(versions: object) -> str | None:
     return f"{repo_id}.gguf" if ":" in repo_id or repo_id.lower().endswith("gguf") else repo_id
 
 
-def unknown_engine(engine: str) -> Problem | None:
+def keys_of_engines(model: type[BaseModel]) -> KeysOfEngines:
+    """The keys of each engine, as their fields say it; in no set are keys that belong to every engine."""
+    keys = [(engine, key) for key, field in model.model_fields.items() for engine in engines_of(field)]
+    return {engine: frozenset(key for owner, key in keys if owner == engine) for engine, _ in keys}
+
+
+def unknown_engine(engine: str, ours: KeysOfEngines) -> Problem | None:
     """The problem of a name that is no engine, neither ours nor of a package that is installed."""
-    if engine in KEYS_OF_ENGINES:
+    if engine in ours:
         return None
-    others = sorted({entry.name for entry in entry_points(group=ENGINE_GROUP)} - KEYS_OF_ENGINES.keys())
+    others = sorted({entry.name for entry in entry_points(group=ENGINE_GROUP)} - ours.keys())
     if engine in others:
         return None
-    known = ", ".join(sorted([*KEYS_OF_ENGINES, *others]))
+    known = ", ".join(sorted([*ours, *others]))
     return Problem(("engine",), f"there is no engine {engine!r}; there are {known}")
 
 
-def keys_of_other_engines(engine: str, given: Iterable[str]) -> Iterator[Problem]:
+def keys_of_other_engines(engine: str, given: Iterable[str], ours: KeysOfEngines) -> Iterator[Problem]:
     """Keys that are given and that this engine does not have. An engine of another package may read any key."""
-    if engine not in KEYS_OF_ENGINES:
+    if engine not in ours:
         return
-    strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
+    strange = frozenset().union(*ours.values()) - ours[engine]
     for key in sorted(strange.intersection(given)):
-        owners = _either([name for name, keys in KEYS_OF_ENGINES.items() if key in keys])
-        yield Problem((key,), f"{key} is for engine {owners}; {_instead(key, engine)}")
+        owners = [name for name, keys in ours.items() if key in keys]
+        yield Problem((key,), f"{key} is for engine {_either(owners)}; {_instead(owners, engine)}")
 
 
 def _either(names: list[str]) -> str:
@@ -117,9 +80,9 @@ def _either(names: list[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _instead(key: str, engine: str) -> str:
+def _instead(owners: list[str], engine: str) -> str:
     """Where to say the same for an engine that does not have the key."""
-    is_about_the_process = key in COMMAND_KEYS and key != "cmd"
+    is_about_the_process = owners == ["command"]
     if engine not in _ARGUMENTS_IN or is_about_the_process:
         return f"{engine} has nothing like it"
     return f"{engine} takes its arguments in {_ARGUMENTS_IN[engine]}"

@@ -1,15 +1,13 @@
 """The options of signed operations: which keys sign, how many signers an operation needs, how long a token lives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from greenroom.config import kinds
-from greenroom.config.kinds import HEX_64, Name, NotBool, Section
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.kinds import HEX_64, Name, NotBool, Section, StoreAddress
+from greenroom.config.marks import FILE, RESTART, Sample, Variable
+from greenroom.config.reader import Problem
 
 Operation = Literal[
     "model-load",
@@ -45,25 +43,35 @@ class Governance(Section):
 
     enabled: bool | None = None
     """Whether tokens are needed; when not given, if there is a key_path or a signer."""
-    key_path: str | None = None
+    key_path: Annotated[
+        str | None,
+        FILE,
+        Sample("/etc/safebox/model-api.key"),
+        Variable(
+            "VERIFIED_OP_TOKEN_KEY_PATH",
+            "The file with the shared key of tokens; signed operations are on if it is set.",
+        ),
+    ] = None
     """A file with the shared key of tokens by HMAC-SHA256, at least 32 bytes, closed to other users. When neither this
     nor signers is given it is /etc/safebox/model-api.key."""
-    signers: dict[Name, PublicKey | None] = {}
+    signers: Annotated[
+        dict[Name, PublicKey | None], Sample({"alice": "0123456789abcdef" * 4, "bob": "fedcba9876543210" * 4})
+    ] = {}
     """Signers by name with their Ed25519 public keys in hex (`greenroom token keygen`). One without a key may be named
     by tokens of the shared key; where there are no signers, those may name anyone."""
-    signer_groups: dict[Name, tuple[Name, ...]] = {}
+    signer_groups: Annotated[dict[Name, tuple[Name, ...]], Sample({"operators": ["alice", "bob"]})] = {}
     """Named sets of signers, for rules."""
     rules: tuple[Quorum, ...] = ()
     """How many signers operations need; one where no rule fits."""
     window_s: Annotated[float, Field(ge=1, le=86_400), NotBool] = 300
     """How long a token may be used after it was issued."""
-    clock_skew_s: Annotated[float, Field(ge=0, le=300), NotBool] = 10
+    clock_skew_s: Annotated[float, Field(ge=0, le=300), NotBool, RESTART] = 10
     """How far clocks of signers and gateways may differ; a token may be so much older, or from so far ahead."""
     require_body_hash: bool = False
     """Refuse tokens of the shared key without bodySha256 too; those by Ed25519 always need it."""
-    store: str | None = None
+    store: Annotated[StoreAddress | None, RESTART] = None
     """redis://… where gateways share which tokens were used; leases.store when not given, else a file in state_dir."""
-    audit_path: str | None = None
+    audit_path: Annotated[str | None, RESTART, FILE, Sample("/var/log/greenroom/audit.jsonl")] = None
     """The audit log; governance/audit.jsonl in state_dir when not given."""
 
     @property
@@ -77,34 +85,28 @@ class Governance(Section):
         has_public = any(key is not None for key in self.signers.values())
         return self.key_path or (None if has_public else DEFAULT_KEY_PATH)
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
-
-
-def _problems(section: Governance) -> Iterator[Problem]:
-    if section.store is not None and (why := kinds.store_address_problem(section.store)):
-        yield Problem(("store",), why)
-    for name, key in section.signers.items():
-        if key is not None and _has_small_order(key):
-            yield Problem(("signers", name), "is no key: anyone could sign for it. `greenroom token keygen` makes one")
-    if len(section.signers) > SIGNERS_MAX:
-        yield Problem(("signers",), f"may be at most {SIGNERS_MAX}")
-    owner_of: dict[str, str] = {}
-    for name, key in section.signers.items():
-        if key is not None and owner_of.setdefault(key, name) != name:
-            yield Problem(("signers", name), f"has the key of {owner_of[key]}: one signer would count twice")
-    for name, members in section.signer_groups.items():
-        for position, member in enumerate(members):
-            if member not in section.signers:
-                yield Problem(("signer_groups", name, position), f"{member} is not one of signers")
-            elif member in members[:position]:
-                yield Problem(("signer_groups", name, position), f"{member} is named twice")
-    for position, rule in enumerate(section.rules):
-        yield from (
-            Problem(("rules", position, *problem.where), problem.message) for problem in _of_rule(section, rule)
-        )
+    def _problems(self) -> Iterator[Problem]:
+        for name, key in self.signers.items():
+            if key is not None and _has_small_order(key):
+                yield Problem(
+                    ("signers", name), "is no key: anyone could sign for it. `greenroom token keygen` makes one"
+                )
+        if len(self.signers) > SIGNERS_MAX:
+            yield Problem(("signers",), f"may be at most {SIGNERS_MAX}")
+        owner_of: dict[str, str] = {}
+        for name, key in self.signers.items():
+            if key is not None and owner_of.setdefault(key, name) != name:
+                yield Problem(("signers", name), f"has the key of {owner_of[key]}: one signer would count twice")
+        for name, members in self.signer_groups.items():
+            for position, member in enumerate(members):
+                if member not in self.signers:
+                    yield Problem(("signer_groups", name, position), f"{member} is not one of signers")
+                elif member in members[:position]:
+                    yield Problem(("signer_groups", name, position), f"{member} is named twice")
+        for position, rule in enumerate(self.rules):
+            yield from (
+                Problem(("rules", position, *problem.where), problem.message) for problem in _of_rule(self, rule)
+            )
 
 
 def _of_rule(section: Governance, rule: Quorum) -> Iterator[Problem]:

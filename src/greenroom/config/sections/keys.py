@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from greenroom.config.kinds import HEX_64, ID_CHARS_MAX, NO_CONTROLS, Name, RoutePattern, Section
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.reader import Problem
 from greenroom.config.sections.tenants import RateLimits
 
 PATTERNS_MAX: Final = 100
@@ -121,25 +121,21 @@ class ApiKey(Section):
     limits: RateLimits | None = None
     """What its requests may use, besides what its tenant may."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
-
-
-def _problems(key: ApiKey) -> Iterator[Problem]:
-    if (key.key is None) == (key.sha256 is None):
-        yield Problem((), f"give exactly one of key and sha256 for {key.name}")
-    if key.key is not None and (not key.key or not key.key.isascii() or any(c <= " " or c == "\x7f" for c in key.key)):
-        # Such a key cannot be sent in a header, or is no secret.
-        yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
-    if key.models is None:
-        return
-    of_all = ["admin"] if key.admin else [verb.value for verb in key.verbs if verb in _OF_ALL_MODELS]
-    # A lease may evict any model.
-    of_all += ["leases"] if key.leases else []
-    if of_all:
-        yield Problem(("models",), f"cannot be had beside {', '.join(of_all)}, which concerns every model")
+    def _problems(self) -> Iterator[Problem]:
+        if (self.key is None) == (self.sha256 is None):
+            yield Problem((), f"give exactly one of key and sha256 for {self.name}")
+        if self.key is not None and (
+            not self.key or not self.key.isascii() or any(c <= " " or c == "\x7f" for c in self.key)
+        ):
+            # Such a key cannot be sent in a header, or is no secret.
+            yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
+        if self.models is None:
+            return
+        of_all = ["admin"] if self.admin else [verb.value for verb in self.verbs if verb in _OF_ALL_MODELS]
+        # A lease may evict any model.
+        of_all += ["leases"] if self.leases else []
+        if of_all:
+            yield Problem(("models",), f"cannot be had beside {', '.join(of_all)}, which concerns every model")
 
 
 def equal_api_keys(keys: Sequence[ApiKey]) -> Iterator[Problem]:

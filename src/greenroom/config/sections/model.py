@@ -1,13 +1,11 @@
 """What an operator can say about one model, and the rules between its keys.
 
-Owns the keys; `engine_keys.py` says which engine each belongs to. Looks at nothing of the machine: see `problems.py`.
+Owns the keys; each is marked with the engines that have it. Looks at nothing of the machine: see `problems.py`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -26,13 +24,12 @@ from greenroom.config.kinds import (
     Section,
     unsplittable,
 )
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.marks import AT_ONCE, FILE, LOCAL, NEW_SLOT, PROGRAM, Engines, Sample, Variable, engines_of
+from greenroom.config.reader import Problem
 from greenroom.config.sections.engine_keys import (
-    KEYS_OF_ENGINES,
-    LOCAL_KEYS,
-    WITH_EMBEDDING,
     WITH_PATH,
     inferred_engine,
+    keys_of_engines,
     keys_of_other_engines,
     unknown_engine,
 )
@@ -71,181 +68,199 @@ class Ability(StrEnum):
 class Model(Section):
     """One model: what callers ask for, which engine runs it, what it needs."""
 
-    engine: str | None = None
+    engine: Annotated[str | None, NEW_SLOT] = None
     """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper, command, remote, or one of another package
     (see `greenroom engines`); inferred from category, path (a .gguf file or a folder), versions.repo_id, cmd or remote
     when not given."""
-    options: dict[str, JsonValue] = {}
+    options: Annotated[dict[str, JsonValue], NEW_SLOT] = {}
     """Engines of other packages: their own options, as their documentation says."""
-    path: str | None = None
-    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper: the model file, or the folder with config.json
+    path: Annotated[
+        str | None, Engines("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper"), FILE
+    ] = None
+    """the model file, or the folder with config.json
     and safetensors, with model_index.json, with one GGUF, or with a Whisper model of CTranslate2; of ComfyUI its
     installation. Relative paths start at the folder of the configuration file. whisper also takes a size in the Hugging
     Face cache: tiny, base, small, medium (also with .en), large (the newest) or turbo."""
-    cmd: str | tuple[str, ...] | None = None
-    """comfyui, command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free
+    cmd: Annotated[str | tuple[str, ...] | None, Engines("comfyui", "command")] = None
+    """the program and its arguments, split like a shell would, never run by one. ${PORT} is a free
     port; ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without
     any of these is never spread over several."""
-    remote: str | None = None
-    """remote: the entry of `remotes` whose model it is. `use_model_name` is its name there."""
-    cmd_stop: str | tuple[str, ...] | None = None
-    """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
-    check_endpoint: str = "/health"
-    """command: path that answers 200 once the engine is ready; "none" if a running process is ready."""
-    listener: Literal["own", "any"] = "own"
-    """command: own: only the engine's own process tree may hold the port; any: any process (containers of a daemon)."""
-    sizes_itself: bool | None = None
-    """command: it takes as much GPU memory as it finds free, so its start waits for other moves on its GPUs,
+    remote: Annotated[str | None, Engines("remote")] = None
+    """the entry of `remotes` whose model it is. `use_model_name` is its name there."""
+    cmd_stop: Annotated[str | tuple[str, ...] | None, Engines("command"), AT_ONCE, Sample("docker stop whisper")] = None
+    """a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
+    check_endpoint: Annotated[str, Engines("command")] = "/health"
+    """path that answers 200 once the engine is ready; "none" if a running process is ready."""
+    listener: Annotated[Literal["own", "any"], Engines("command")] = "own"
+    """own: only the engine's own process tree may hold the port; any: any process (containers of a daemon)."""
+    sizes_itself: Annotated[bool | None, Engines("command"), AT_ONCE] = None
+    """it takes as much GPU memory as it finds free, so its start waits for other moves on its GPUs,
     and other starts there wait for it. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and TGI, as far
     as cmd shows them."""
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], NEW_SLOT, LOCAL, Sample({"OMP_NUM_THREADS": "4"})] = {}
     """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
-    cwd: str | None = None
+    cwd: Annotated[str | None, NEW_SLOT, LOCAL, FILE, Sample("/srv/models")] = None
     """Working directory of the engine."""
-    program: str | None = None
-    """llamacpp, vllm, sglang: the program to run (llama-server, vllm or sglang); otherwise the one on PATH, otherwise
+    program: Annotated[
+        str | None, Engines("llamacpp", "vllm", "sglang"), PROGRAM, Sample("/opt/llama.cpp/bin/llama-server")
+    ] = None
+    """the program to run (llama-server, vllm or sglang); otherwise the one on PATH, otherwise
     the packages of `python`."""
-    python: str | None = None
-    """llamacpp, transformers, diffusers, vllm, sglang, comfyui, whisper: Python that has the engine's packages; the
+    python: Annotated[
+        str | None,
+        Engines("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper"),
+        PROGRAM,
+        Sample("/opt/llama/bin/python"),
+    ] = None
+    """Python that has the engine's packages; the
     gateway's own when not given (of ComfyUI: the one in its folder)."""
-    ctx_size: CountFromZero = 4096
-    """llamacpp, transformers, vllm, sglang: context length in tokens; 0 takes the model's own."""
-    cache_type_k: CacheType = "f16"
-    """llamacpp: how the keys of the KV cache are kept."""
-    cache_type_v: CacheType = "f16"
-    """llamacpp: how its values are kept; anything but f16, bf16 and f32 needs flash attention."""
-    n_gpu_layers: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
-    """llamacpp: layers on the GPU; -1 puts all there if there is one."""
-    flash_attn: Literal["auto", "on", "off"] = "auto"
-    """llamacpp: flash attention."""
-    parallel: Annotated[int, Field(ge=1, le=256), NotBool] = 4
-    """llamacpp: requests answered at once; they share the context."""
-    threads: Count | None = None
-    """llamacpp, transformers, diffusers, whisper: CPU threads; the engine's own choice when not given."""
-    embedding: bool = False
-    """llamacpp, transformers, vllm, sglang: serve embeddings instead of text. When not given, as the model's files
+    ctx_size: Annotated[CountFromZero, Engines("llamacpp", "transformers", "vllm", "sglang")] = 4096
+    """context length in tokens; 0 takes the model's own."""
+    cache_type_k: Annotated[CacheType, Engines("llamacpp")] = "f16"
+    """how the keys of the KV cache are kept."""
+    cache_type_v: Annotated[CacheType, Engines("llamacpp")] = "f16"
+    """how its values are kept; anything but f16, bf16 and f32 needs flash attention."""
+    n_gpu_layers: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool, Engines("llamacpp")] = -1
+    """layers on the GPU; -1 puts all there if there is one."""
+    flash_attn: Annotated[Literal["auto", "on", "off"], Engines("llamacpp")] = "auto"
+    """flash attention."""
+    parallel: Annotated[int, Field(ge=1, le=256), NotBool, Engines("llamacpp")] = 4
+    """requests answered at once; they share the context."""
+    threads: Annotated[Count | None, Engines("llamacpp", "transformers", "diffusers", "whisper"), Sample(8)] = None
+    """CPU threads; the engine's own choice when not given."""
+    embedding: Annotated[bool, Engines("llamacpp", "transformers", "vllm", "sglang")] = False
+    """serve embeddings instead of text. When not given, as the model's files
     say."""
-    reranking: bool = False
-    """llamacpp: serve /v1/rerank instead of text. When not given, as the file says."""
-    mmproj: str | None = None
-    """llamacpp: the projector (a GGUF file) by which it takes images or sound; in a folder the one that is there."""
-    lora: dict[str, Annotated[float, Field(ge=-100, le=100), NotBool]] = {}
-    """llamacpp: LoRA adapters (GGUF files), each with its scale; 1 applies it as it was trained."""
-    draft_model: str | None = None
-    """llamacpp: a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
-    chat_template: str | None = None
-    """llamacpp, transformers, vllm, sglang: a file with a Jinja template (its name ends in .jinja), or, but for
+    reranking: Annotated[bool, Engines("llamacpp")] = False
+    """serve /v1/rerank instead of text. When not given, as the file says."""
+    mmproj: Annotated[str | None, Engines("llamacpp"), FILE, Sample("models/mmproj.gguf")] = None
+    """the projector (a GGUF file) by which it takes images or sound; in a folder the one that is there."""
+    lora: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100), NotBool]],
+        Engines("llamacpp"),
+        FILE,
+        Sample({"models/lora.gguf": 0.5}),
+    ] = {}
+    """LoRA adapters (GGUF files), each with its scale; 1 applies it as it was trained."""
+    draft_model: Annotated[str | None, Engines("llamacpp"), FILE, Sample("models/draft.gguf")] = None
+    """a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
+    chat_template: Annotated[str | None, Engines("llamacpp", "transformers", "vllm", "sglang"), Sample("chatml")] = None
+    """a file with a Jinja template (its name ends in .jinja), or, but for
     transformers, the name of one that the engine knows, such as chatml; the model's own when not given."""
-    reasoning: Literal["auto", "on", "off"] = "auto"
-    """llamacpp: whether a model that can reason before it answers does; auto leaves it to its chat template."""
-    reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] = "auto"
-    """llamacpp: where thoughts go: none leaves them in the text, deepseek puts them in reasoning_content."""
-    reasoning_budget: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
-    """llamacpp: tokens it may think for; -1 has no limit, 0 ends thinking at once."""
-    args: tuple[str, ...] = ()
-    """llamacpp, vllm, sglang, comfyui: further arguments for the server, as they are."""
-    workflow: str | None = None
-    """comfyui: a file with the workflow that makes a picture, in ComfyUI's API format."""
-    inputs: dict[str, str | tuple[str, ...]] = {}
-    """comfyui: where in the workflow the fields of a request belong, as NODE.INPUT: prompt, negative_prompt, seed,
+    reasoning: Annotated[Literal["auto", "on", "off"], Engines("llamacpp")] = "auto"
+    """whether a model that can reason before it answers does; auto leaves it to its chat template."""
+    reasoning_format: Annotated[Literal["auto", "none", "deepseek", "deepseek-legacy"], Engines("llamacpp")] = "auto"
+    """where thoughts go: none leaves them in the text, deepseek puts them in reasoning_content."""
+    reasoning_budget: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool, Engines("llamacpp")] = -1
+    """tokens it may think for; -1 has no limit, 0 ends thinking at once."""
+    args: Annotated[
+        tuple[str, ...], Engines("llamacpp", "vllm", "sglang", "comfyui"), Sample(["--cache-ram", "0"])
+    ] = ()
+    """further arguments for the server, as they are."""
+    workflow: Annotated[str | None, Engines("comfyui"), FILE] = None
+    """a file with the workflow that makes a picture, in ComfyUI's API format."""
+    inputs: Annotated[dict[str, str | tuple[str, ...]], Engines("comfyui")] = {}
+    """where in the workflow the fields of a request belong, as NODE.INPUT: prompt, negative_prompt, seed,
     width, height, steps, guidance_scale, n, or names of your own."""
-    checkpoints: str | None = None
-    """comfyui: the folder with its checkpoints, in which those of the workflow must be; models/checkpoints of path
+    checkpoints: Annotated[str | None, Engines("comfyui"), FILE, Sample("/opt/comfyui/models/checkpoints")] = None
+    """the folder with its checkpoints, in which those of the workflow must be; models/checkpoints of path
     when not given."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """transformers, diffusers, vllm, sglang: the dtype of its weights; auto takes that of the files."""
-    quantization: str | None = None
-    """vllm, sglang: how weights are quantized (fp8, awq, gptq …), where the files do not tell."""
-    cache_tokens: Count | None = None
-    """transformers, vllm, sglang: tokens in the KV cache for all requests together. When not given, four contexts;
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], Engines("transformers", "diffusers", "vllm", "sglang")
+    ] = "auto"
+    """the dtype of its weights; auto takes that of the files."""
+    quantization: Annotated[str | None, Engines("vllm", "sglang"), Sample("fp8")] = None
+    """how weights are quantized (fp8, awq, gptq …), where the files do not tell."""
+    cache_tokens: Annotated[Count | None, Engines("transformers", "vllm", "sglang"), Sample(32768)] = None
+    """tokens in the KV cache for all requests together. When not given, four contexts;
     vllm, sglang: one for each of `concurrency` requests."""
-    device_map: Literal["balanced", "one"] = "balanced"
-    """diffusers: balanced: if no GPU can hold the pipeline, or `devices` names several, its components are spread over
+    device_map: Annotated[Literal["balanced", "one"], Engines("diffusers")] = "balanced"
+    """balanced: if no GPU can hold the pipeline, or `devices` names several, its components are spread over
     GPUs, each whole on one; one: it is never spread."""
-    isolate: bool = False
-    """transformers, diffusers: a worker process of its own, so that crashes of it or of other models stay apart. Models
+    isolate: Annotated[bool, Engines("transformers", "diffusers")] = False
+    """a worker process of its own, so that crashes of it or of other models stay apart. Models
     with `versions` always have one."""
-    trust_remote_code: bool = False
-    """transformers, diffusers, vllm, sglang: run Python code from the model's folder. Only for folders you trust like
+    trust_remote_code: Annotated[bool, Engines("transformers", "diffusers", "vllm", "sglang")] = False
+    """run Python code from the model's folder. Only for folders you trust like
     a program."""
-    allow_pickle: bool = False
-    """transformers, diffusers: load .bin files, which can run any code. Only for folders you trust like a program."""
-    skip_check: bool = False
-    """transformers: skip the comparison with plain Transformers, which refuses a model whose answers differ."""
-    compute_type: ComputeType = "default"
-    """whisper: the type that is computed with; default takes that of the files, or the nearest the device has."""
-    beam_size: Annotated[int, Field(ge=1, le=100), NotBool] = 5
-    """whisper: texts that are followed at the same time; 1 is quicker, more are sometimes better."""
-    aliases: tuple[ModelId, ...] = ()
+    allow_pickle: Annotated[bool, Engines("transformers", "diffusers")] = False
+    """load .bin files, which can run any code. Only for folders you trust like a program."""
+    skip_check: Annotated[bool, Engines("transformers")] = False
+    """skip the comparison with plain Transformers, which refuses a model whose answers differ."""
+    compute_type: Annotated[ComputeType, Engines("whisper")] = "default"
+    """the type that is computed with; default takes that of the files, or the nearest the device has."""
+    beam_size: Annotated[int, Field(ge=1, le=100), NotBool, Engines("whisper")] = 5
+    """texts that are followed at the same time; 1 is quicker, more are sometimes better."""
+    aliases: Annotated[tuple[ModelId, ...], Sample(["gpt-4o-mini", "default"])] = ()
     """Other ids this model answers to."""
-    exclusive: bool = False
+    exclusive: Annotated[bool, LOCAL] = False
     """Never in memory together with another configuration of the same path that is exclusive, too: one makes room for
     the other, between answers."""
-    name: str | None = None
+    name: Annotated[str | None, Sample("Qwen 7B")] = None
     """A name for people, shown in listings."""
-    description: str | None = None
+    description: Annotated[str | None, Sample("Good at code.")] = None
     """A sentence for people, shown in listings."""
     unlisted: bool = False
     """Leave it out of /v1/models; it can still be asked for."""
-    metadata: dict[str, JsonValue] = {}
+    metadata: Annotated[dict[str, JsonValue], Sample({"licence": "apache-2.0"})] = {}
     """Anything; copied to listings."""
-    use_model_name: str | None = None
+    use_model_name: Annotated[str | None, Sample("Qwen/Qwen2.5-7B-Instruct")] = None
     """The model name sent to the engine instead of the id asked for."""
-    strip_params: tuple[str, ...] = ()
+    strip_params: Annotated[tuple[str, ...], Sample(["logit_bias"])] = ()
     """Top-level request fields removed before the engine sees them."""
-    set_params: dict[str, JsonValue] = {}
+    set_params: Annotated[dict[str, JsonValue], Sample({"temperature": 0.7})] = {}
     """Top-level request fields set to these values whatever the caller sent."""
-    strict_json: bool | None = None
+    strict_json: Annotated[bool | None, Sample(True)] = None
     """Whether it keeps to a response_format of JSON, for tasks that need that; as its engine does when not given:
     llamacpp, transformers, vllm and sglang do."""
-    routes: tuple[RoutePattern, ...] = ()
+    routes: Annotated[tuple[RoutePattern, ...], LOCAL, Sample(["/tokenize", "/v1/images/*"])] = ()
     """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
     Keys with admin may use all."""
-    media_hosts: tuple[HostName, ...] = ()
+    media_hosts: Annotated[tuple[HostName, ...], NEW_SLOT, Sample(["pictures.example.org"])] = ()
     """Hosts from which it may fetch pictures, sound and films that callers name by URL; from no other. Callers may
     always send them as data: URLs."""
-    memory_mib: Mib | None = None
+    memory_mib: Annotated[Mib | None, NEW_SLOT, LOCAL, Sample(6144)] = None
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
-    host_memory_mib: Mib = 0
+    host_memory_mib: Annotated[Mib, NEW_SLOT, LOCAL] = 0
     """Host memory it needs in addition when it is on a GPU."""
-    gpu_memory_budget_mib: MibAboveZero | None = None
+    gpu_memory_budget_mib: Annotated[MibAboveZero | None, NEW_SLOT, LOCAL] = None
     """Upper bound of the GPU memory planned for it, whatever was estimated or measured."""
-    gpu_memory_utilization: GpuShare | None = None
-    """vllm, sglang: the share of each of its GPUs that is planned for it, instead of memory_mib."""
-    prefix_caching: bool = True
-    """vllm, sglang: keep prefixes of prompts, apart for each tenant and cache tag."""
-    isolate_tenants: Literal["process", "off"] | None = None
+    gpu_memory_utilization: Annotated[GpuShare | None, Engines("vllm", "sglang")] = None
+    """the share of each of its GPUs that is planned for it, instead of memory_mib."""
+    prefix_caching: Annotated[bool, Engines("vllm", "sglang")] = True
+    """keep prefixes of prompts, apart for each tenant and cache tag."""
+    isolate_tenants: Annotated[Literal["process", "off"] | None, NEW_SLOT, LOCAL] = None
     """How prompts of tenants are kept apart: as the engine can, if not given (`greenroom check --json` tells how).
     process: each tenant has a process of its own, for engines that cannot, such as a command. off: tenants may share
     what was computed for their prompts, and `args` may have a cache that they share."""
-    device: Literal["auto", "cpu"] = "auto"
+    device: Annotated[Literal["auto", "cpu"], NEW_SLOT, LOCAL] = "auto"
     """cpu: run it on the host only, even if there are GPUs."""
-    devices: tuple[str, ...] = ()
+    devices: Annotated[tuple[str, ...], NEW_SLOT, LOCAL, Sample(["gpu0"])] = ()
     """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
-    concurrency: Count | None = None
+    concurrency: Annotated[Count | None, NEW_SLOT, Sample(4)] = None
     """Requests it answers at once; further ones wait. The engine's own number when not given; of llamacpp at most
     `parallel`."""
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
-    limits: RateLimits | None = None
+    limits: Annotated[RateLimits | None, Sample({"requests_per_minute": 600, "concurrent_max": 8})] = None
     """What all of its requests together may use."""
     category: Literal["llm", "vision", "embedding", "diffusion", "transcription", "speech"] = "llm"
     """The kind of model. It decides how long it stays ready (see stay_warm) and, where nothing else says it, its engine
     and its abilities."""
-    abilities: tuple[Ability, ...] | None = None
+    abilities: Annotated[tuple[Ability, ...] | None, Sample(["chat", "vision"])] = None
     """What it can be asked for; other routes are refused before it is loaded. When not given, what its files and
     category tell; if they tell nothing, it is asked for anything."""
-    ttl_s: Seconds | None = None
+    ttl_s: Annotated[Seconds | None, LOCAL] = None
     """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
-    pinned: bool = False
+    pinned: Annotated[bool, LOCAL] = False
     """Never evicted and never unloaded for being idle."""
-    versions: ModelVersions | None = None
+    versions: Annotated[ModelVersions | None, LOCAL, Sample({"repo_id": "org/name", "keep": 2})] = None
     """Put it under version control: `path` is its first version, and updates replace it while it serves."""
-    preload: bool = False
+    preload: Annotated[bool, LOCAL] = False
     """Loaded at start, and again after a crash, as long as there is room."""
-    load_timeout_s: SecondsAboveZero = 600
+    load_timeout_s: Annotated[SecondsAboveZero, LOCAL] = 600
     """A load that is not ready by then has failed."""
-    stop_timeout_s: SecondsAboveZero = 10
+    stop_timeout_s: Annotated[SecondsAboveZero, LOCAL] = 10
     """How long the engine may take to stop before it is killed."""
     grace_s: Seconds = 30
     """How long running answers may go on when the model is unloaded by an operator or a changed configuration."""
@@ -258,14 +273,52 @@ class Model(Section):
             return said
         if said.get("engine") is None and (engine := inferred_engine(said)):
             said = {**said, "engine": engine}
-        if said.get("category") == "embedding" and said.get("engine") in WITH_EMBEDDING:
+        if said.get("category") == "embedding" and said.get("engine") in engines_of(cls.model_fields["embedding"]):
             said = {"embedding": not said.get("reranking"), **said}
         return said
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if self.engine is None:
+            yield _engine_in_doubt(self)
+            return
+        if (problem := unknown_engine(self.engine, KEYS_OF_ENGINES)) is not None:
+            yield problem
+            return
+        if self.options and self.engine in KEYS_OF_ENGINES:
+            yield Problem(("options",), f"is for engines of other packages; {self.engine} has keys of its own")
+        given = (key for key in self.model_fields_set if getattr(self, key) is not None)
+        yield from keys_of_other_engines(self.engine, given, KEYS_OF_ENGINES)
+        yield from _params(self)
+        yield from _environment(self)
+        if self.isolate_tenants is None:
+            yield from sharing_problems(self.engine, self.args, self.env)
+        for path in self.lora:
+            if any(letter in path for letter in ':,"'):
+                yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
+        template = self.chat_template
+        if self.engine == "transformers" and template is not None and not template.endswith(TEMPLATE_ENDING):
+            yield Problem(("chat_template",), "transformers knows no template by name; give a file that ends in .jinja")
+        if self.abilities == ():
+            yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
+        is_fetched = self.versions is not None and self.versions.repo_id is not None
+        if self.engine in WITH_PATH and not self.path and not is_fetched:
+            yield Problem((), f"engine {self.engine} needs path")
+        if self.versions is not None and self.engine not in WITH_PATH:
+            yield Problem(("versions",), f"needs an engine that runs a `path`; {self.engine} does not")
+        if self.versions is not None and self.isolate_tenants == "process":
+            yield Problem(
+                ("versions",),
+                "does not go together with isolate_tenants: process: an update loads one process beside the old one, "
+                "and there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
+            )
+        if self.engine == "remote":
+            yield from _remote(self)
+        if self.engine == "command":
+            yield from _command(self)
+        if self.engine == "comfyui":
+            yield from _comfyui(self)
+        if self.device == "cpu" and any(device != "host" for device in self.devices):
+            yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
     @property
     def says_mode(self) -> bool:
@@ -278,56 +331,40 @@ class Model(Section):
         return self.device == "cpu" or self.n_gpu_layers == 0 or set(self.devices) == {"host"}
 
 
+class Vllm(Section):
+    """What models of vLLM get that do not say it themselves, ad-hoc models included."""
+
+    ctx_size: Annotated[
+        CountFromZero | None,
+        Variable("VLLM_MAX_MODEL_LEN", "Context length of models of vLLM that have no ctx_size of their own."),
+    ] = None
+    """Context length in tokens; 0 takes the model's own. As `ctx_size` of a model when not given."""
+    gpu_memory_utilization: Annotated[
+        GpuShare | None,
+        Variable(
+            "VLLM_GPU_MEMORY_UTILIZATION", "Share of a GPU for models of vLLM that have no memory_mib of their own."
+        ),
+    ] = None
+    """Share of a GPU for models without memory_mib. When not given, what a configured model is estimated to need, and
+    0.7 for an ad-hoc model."""
+    prefix_caching: Annotated[
+        bool,
+        Variable("VLLM_ENABLE_PREFIX_CACHING", "Whether models of vLLM that do not say it keep prefixes of prompts."),
+    ] = True
+    """Whether prefixes of prompts are kept."""
+
+
+# Which engine has which keys, by its name. Keys in no set belong to every engine.
+KEYS_OF_ENGINES: Final = keys_of_engines(Model)
+# Keys of models that run on this machine, by a process of ours.
+LOCAL_KEYS: Final = frozenset(key for key, field in Model.model_fields.items() if LOCAL in field.metadata)
+
 # --- the rules between keys -----------------------------------------------------------------------------------------
 
 NO_CHECK = "none"
 
 # `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
-
-
-def _problems(model: Model) -> Iterator[Problem]:
-    if model.engine is None:
-        yield _engine_in_doubt(model)
-        return
-    if (problem := unknown_engine(model.engine)) is not None:
-        yield problem
-        return
-    if model.options and model.engine in KEYS_OF_ENGINES:
-        yield Problem(("options",), f"is for engines of other packages; {model.engine} has keys of its own")
-    given = (key for key in model.model_fields_set if getattr(model, key) is not None)
-    yield from keys_of_other_engines(model.engine, given)
-    yield from _params(model)
-    yield from _environment(model)
-    if model.isolate_tenants is None:
-        yield from sharing_problems(model.engine, model.args, model.env)
-    for path in model.lora:
-        if any(letter in path for letter in ':,"'):
-            yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
-    template = model.chat_template
-    if model.engine == "transformers" and template is not None and not template.endswith(TEMPLATE_ENDING):
-        yield Problem(("chat_template",), "transformers knows no template by name; give a file that ends in .jinja")
-    if model.abilities == ():
-        yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
-    is_fetched = model.versions is not None and model.versions.repo_id is not None
-    if model.engine in WITH_PATH and not model.path and not is_fetched:
-        yield Problem((), f"engine {model.engine} needs path")
-    if model.versions is not None and model.engine not in WITH_PATH:
-        yield Problem(("versions",), f"needs an engine that runs a `path`; {model.engine} does not")
-    if model.versions is not None and model.isolate_tenants == "process":
-        yield Problem(
-            ("versions",),
-            "does not go together with isolate_tenants: process: an update loads one process beside the old one, and "
-            "there every tenant has its own. Remove isolate_tenants, or configure a model for each tenant",
-        )
-    if model.engine == "remote":
-        yield from _remote(model)
-    if model.engine == "command":
-        yield from _command(model)
-    if model.engine == "comfyui":
-        yield from _comfyui(model)
-    if model.device == "cpu" and any(device != "host" for device in model.devices):
-        yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
 
 def _engine_in_doubt(model: Model) -> Problem:

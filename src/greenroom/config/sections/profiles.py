@@ -4,14 +4,13 @@ Owns these keys. A client's id is chosen by its caller, so what a client gets ca
 `tenancy/profiles.py` finds the profile of a request, `tenancy/requestors.py` counts and cools down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from greenroom.config.kinds import NO_CONTROLS, SECONDS_MAX, ModelId, Name, NotBool, SecondsAboveZero, Section
+from greenroom.config.marks import Sample
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.keys import PATTERNS_MAX, ModelPattern
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
@@ -48,10 +47,15 @@ class ClientProfile(Section):
     thinking: bool | None = None
     """Whether models that can think do so: the switch enable_thinking of chat templates."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & set(self.set_params)):
+            yield Problem(("set_params", name), f"{name} cannot be set; it has been acted on already")
+        if TEMPLATE_SWITCHES in self.set_params:
+            yield Problem(("set_params", TEMPLATE_SWITCHES), "is a key of its own beside set_params")
+        if THINKING in self.chat_template_kwargs and self.thinking is not None:
+            yield Problem(("thinking",), f"is the same as {THINKING} in chat_template_kwargs; give one of them")
+        if self.keep_alive_s is not None and -1 < self.keep_alive_s < 0:
+            yield Problem(("keep_alive_s",), "is a number of seconds, 0 or -1")
 
     @property
     def template_switches(self) -> dict[str, JsonValue]:
@@ -81,7 +85,7 @@ class Profile(ClientProfile):
 class Clients(Section):
     """What is kept of callers' programs (/api/v1/clients), and cooldown of those that only make mistakes."""
 
-    errors_max: ErrorCount | None = None
+    errors_max: Annotated[ErrorCount | None, Sample(50)] = None
     """Mistakes (400, 403, 404, 405, 413, 415, 422 and the like) that a client of a key may make within window_s. One
     more, and its requests are answered 429 cooling_down for cooldown_s. Failures of ours never count. No cooldown when
     not given."""
@@ -91,14 +95,3 @@ class Clients(Section):
     """How long the first cooldown lasts. Each that follows soon lasts twice as long as the one before."""
     cooldown_max_s: SecondsAboveZero = 3_600
     """The longest cooldown."""
-
-
-def _problems(profile: ClientProfile) -> Iterator[Problem]:
-    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & set(profile.set_params)):
-        yield Problem(("set_params", name), f"{name} cannot be set; it has been acted on already")
-    if TEMPLATE_SWITCHES in profile.set_params:
-        yield Problem(("set_params", TEMPLATE_SWITCHES), "is a key of its own beside set_params")
-    if THINKING in profile.chat_template_kwargs and profile.thinking is not None:
-        yield Problem(("thinking",), f"is the same as {THINKING} in chat_template_kwargs; give one of them")
-    if profile.keep_alive_s is not None and -1 < profile.keep_alive_s < 0:
-        yield Problem(("keep_alive_s",), "is a number of seconds, 0 or -1")

@@ -1,11 +1,7 @@
 """The options of the scheduler: order, limits, evictions, and which models may be ready together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Self
-
-from pydantic import model_validator
+from typing import Annotated
 
 from greenroom.config.kinds import (
     AwayShare,
@@ -18,7 +14,8 @@ from greenroom.config.kinds import (
     Section,
     TenantWeight,
 )
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.marks import RESTART, Variable
+from greenroom.config.reader import Problem
 from greenroom.core.events import Limits
 
 # The defaults of these limits are the core's.
@@ -62,22 +59,23 @@ class Company(Section):
     matrix: MatrixSection | None = None
     """Sets of models. A model in no set is ready alone."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_company_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if (self.groups is None) == (self.matrix is None):
+            yield Problem((), "give groups or matrix" + ("" if self.groups is None else ", not both"))
 
 
 class SchedulerSection(Section):
     """The order of requests, and how many may wait."""
 
-    implementation: str = "default"
+    implementation: Annotated[str, RESTART] = "default"
     """The scheduler: default, plain (in the order of arrival alone), or one that an installed package registers."""
     policy: str = DEFAULTS.policy
     """Orders requests and decides when models swap: default, fifo, or one that an installed package registers."""
     swapper: str = DEFAULTS.swapper
     """Chooses which models are evicted: memory, coordinator (idle ones only), or one of an installed package."""
-    queue_depth_max: Count = DEFAULTS.queue_depth_max
+    queue_depth_max: Annotated[Count, Variable("MAX_QUEUE_DEPTH", "Requests that may wait at once.")] = (
+        DEFAULTS.queue_depth_max
+    )
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
     away_share: AwayShare = _written(DEFAULTS.away_share)
     """A busy model is sent away for requests that wait for others at most this share of the time."""
@@ -104,25 +102,14 @@ class SchedulerSection(Section):
     company: Company | None = None
     """Rules about which models may be ready together, as groups or a matrix; without any only memory counts."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_scheduler_problems(self))
-        return self
-
-
-def _scheduler_problems(scheduler: SchedulerSection) -> Iterator[Problem]:
-    if scheduler.backoff_s > scheduler.backoff_max_s:
-        yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({scheduler.backoff_max_s:g})")
-    if scheduler.deadline_high_s > scheduler.deadline_normal_s:
-        yield Problem(("deadline_high_s",), f"may not be more than deadline_normal_s ({scheduler.deadline_normal_s:g})")
-    if scheduler.deadline_normal_s > scheduler.deadline_low_s:
-        yield Problem(("deadline_normal_s",), f"may not be more than deadline_low_s ({scheduler.deadline_low_s:g})")
-    if not scheduler.fit_memory and scheduler.company is None:
-        yield Problem(
-            ("fit_memory",), "may only be false with company; nothing else says which models may be ready together"
-        )
-
-
-def _company_problems(company: Company) -> Iterator[Problem]:
-    if (company.groups is None) == (company.matrix is None):
-        yield Problem((), "give groups or matrix" + ("" if company.groups is None else ", not both"))
+    def _problems(self) -> Iterator[Problem]:
+        if self.backoff_s > self.backoff_max_s:
+            yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({self.backoff_max_s:g})")
+        if self.deadline_high_s > self.deadline_normal_s:
+            yield Problem(("deadline_high_s",), f"may not be more than deadline_normal_s ({self.deadline_normal_s:g})")
+        if self.deadline_normal_s > self.deadline_low_s:
+            yield Problem(("deadline_normal_s",), f"may not be more than deadline_low_s ({self.deadline_low_s:g})")
+        if not self.fit_memory and self.company is None:
+            yield Problem(
+                ("fit_memory",), "may only be false with company; nothing else says which models may be ready together"
+            )

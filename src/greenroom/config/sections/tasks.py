@@ -3,15 +3,13 @@
 Owns these keys and the rules between them. Resolves nothing: `routing/` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from greenroom.config.kinds import SECONDS_MAX, Count, ModelId, NotBool, Seconds, SecondsAboveZero, Section
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.reader import Problem
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE, Ability, Model
 
 CANDIDATES_MAX: Final = 16
@@ -53,20 +51,14 @@ class Task(Section):
     unlisted: bool = False
     """Leave it out of /v1/models; it can still be asked for."""
 
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        break_on(_problems(self))
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & self.set_params.keys()):
+            yield Problem(("set_params", name), "cannot be set: it decides the model or the shape of the answer")
+        if self.keep_alive_s is not None and -1 < self.keep_alive_s < 0:
+            yield Problem(("keep_alive_s",), "is seconds, or -1 to stay")
 
 
 Tasks = dict[ModelId, Task]
-
-
-def _problems(task: Task) -> Iterator[Problem]:
-    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & task.set_params.keys()):
-        yield Problem(("set_params", name), "cannot be set: it decides the model or the shape of the answer")
-    if task.keep_alive_s is not None and -1 < task.keep_alive_s < 0:
-        yield Problem(("keep_alive_s",), "is seconds, or -1 to stay")
 
 
 def of_models(tasks: Mapping[str, Task], models: Mapping[str, Model], remotes: Collection[str]) -> Iterator[Problem]:

@@ -4,16 +4,10 @@ Owns these keys; TENANT_RATE_LIMIT_<tenant> and DEFAULT_RATE_LIMIT in the enviro
 `tenancy/limits.py` does.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Final, Self
+from typing import Final
 
-from pydantic import model_validator
-
-from greenroom.config import kinds
-from greenroom.config.kinds import Count, Name, Section
-from greenroom.config.reader import Problem, break_on
+from greenroom.config.kinds import Count, Name, Section, StoreAddress
 
 # Tenants that are not named go by the limits of this one.
 DEFAULT_TENANT: Final = "default"
@@ -42,15 +36,9 @@ class TenantLimits(RateLimits):
 class LimitStore(Section):
     """Where requests and tokens are counted."""
 
-    store: str | None = None
+    store: StoreAddress | None = None
     """redis://…, rediss://… or unix://… to count together with other gateways; leases.store when not given, else each
     gateway counts for itself."""
-
-    @model_validator(mode="after")
-    def _obeys_rules(self) -> Self:
-        if self.store is not None and (why := kinds.store_address_problem(self.store)):
-            break_on([Problem(("store",), why)])
-        return self
 
 
 Tenants = dict[Name, TenantLimits]

@@ -1,12 +1,11 @@
 """The options of models under version control: where versions come from, how they prove themselves, which are kept."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field
 
 from greenroom.config.kinds import ModelId, NotBool, SecondsAboveZero, Section
+from greenroom.config.marks import FILE, Variable
 
 
 class ModelVersions(Section):
@@ -34,6 +33,10 @@ class Versions(Section):
     default: ModelId | None = None
     """The model that /status, /generate and /update-model mean where several are under version control and the call
     names none by ?model=."""
-    state_file: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
+    state_file: Annotated[
+        Annotated[str, Field(min_length=1, max_length=4_096)] | None,
+        FILE,
+        Variable("SYNC_STATE_FILE", "The file in which a trainer says what to serve."),
+    ] = None
     """A file in which a trainer says what to serve, as /models/sync_state.json on a volume that all replicas share.
     Whoever can write it can change the model."""

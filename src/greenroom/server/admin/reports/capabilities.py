@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import greenroom
-from greenroom.config.sections.engine_keys import KEYS_OF_ENGINES
-from greenroom.config.sections.model import Ability
+from greenroom.config.sections.model import KEYS_OF_ENGINES, Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.library.records import LibraryRecord
