@@ -1,7 +1,6 @@
 """Runs an ASGI application behind our edge, for the management API: rare, small requests with a published schema.
 
-Owns the translation between an exchange and ASGI's messages, back-pressure and a leaving client included, and routes
-that cost next to nothing until they are used.
+Owns the translation between an exchange and ASGI's messages, back-pressure and a leaving client included.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.routing import compile_path
 
 from greenroom.errors import BadRequest, GatewayBug, NotAllowed
 from greenroom.http.body import Body
@@ -183,30 +180,3 @@ def scope_of(head: Head, path: bytes, state: dict[str, Any]) -> MutableMapping[s
         "server": None,
         "state": state,
     }
-
-
-class LazyRoute(APIRoute):
-    """A route that is analysed when it first answers, or is first described. Until then it can only be matched.
-
-    The framework analyses the signature of every route and compiles a schema for each of its parameters and its answer.
-    For all routes together that takes a tenth of a second, longer than the rest of a gateway's start.
-    """
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        self.path, self.endpoint = path, endpoint
-        self.path_regex, self.path_format, self.param_convertors = compile_path(path)
-        self.methods = set(options["methods"] or ("GET",))
-        self._options = options
-
-    def analyse(self) -> None:
-        """Analyse it now, unless that was done."""
-        options = self.__dict__.pop("_options", None)
-        if options is not None:
-            super().__init__(self.path, self.endpoint, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what only an analysed route has."""
-        if "_options" not in self.__dict__:
-            raise AttributeError(name)
-        self.analyse()
-        return getattr(self, name)

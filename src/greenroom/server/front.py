@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -43,8 +43,6 @@ OWN_SITES: Final = (b"same-origin", b"none")
 PREFER: Final = b"prefer"
 GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key", PREFER))
 READING: Final = (b"GET", b"HEAD")
-# Paths whose GET does more than read.
-ACTING_GETS: Final = frozenset((b"/unload",))
 METRICS_PATH: Final = b"/metrics"
 
 
@@ -58,6 +56,18 @@ class Answering(Protocol):
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None: ...
 
 
+class RouteRules(Protocol):
+    """What the routes of the management API say of a request."""
+
+    def needs(self, head: Head, path: bytes) -> Permission:
+        """The permission that it requires."""
+        ...
+
+    def acts(self, head: Head, path: bytes) -> bool:
+        """True if it is signed where operations are, whatever its method."""
+        ...
+
+
 class FrontDoor:
     """`jobs` takes the requests whose callers prefer the answer later; without it they are answered like all others."""
 
@@ -65,12 +75,11 @@ class FrontDoor:
         self,
         inference: Inference,
         management: AsgiBridge,
-        needs: Callable[[Head, bytes], Permission],
+        rules: RouteRules,
     ) -> None:
-        """`needs` returns the permission that the management API requires for a path."""
         self._inference = inference
         self._management = management
-        self._needs = needs
+        self._rules = rules
         self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
@@ -160,7 +169,7 @@ class FrontDoor:
         if site in OWN_SITES or (site is None and referer is None) or is_picture(head.path):
             return
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
-        only_reads = not asks_model and head.method in READING and routed_path(head) not in ACTING_GETS
+        only_reads = not asks_model and head.method in READING and not self._rules.acts(head, routed_path(head))
         if site is not None:
             # Links to pages that only read are allowed: the user sees the answer, the other page does not.
             if not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
@@ -186,7 +195,7 @@ class FrontDoor:
                 # A server may ignore an offered upgrade.
                 head.upgrade = None
             return
-        needed = self._needs(head, routed_path(head))
+        needed = self._rules.needs(head, routed_path(head))
         if not caller.may(needed):
             raise _not_allowed(caller, needed)
 

@@ -168,7 +168,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     reader.meant = lambda name, caller: meant(gateway.config, name, caller)
     application = make_management(gateway)
     management = AsgiBridge(application)
-    door = FrontDoor(inference, management, application.needs)
+    door = FrontDoor(inference, management, application)
     edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
     table = _operations(common, gateway)
     jobs = _jobs(table, inference, edge, door, common, gateway)

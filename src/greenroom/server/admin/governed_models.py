@@ -20,37 +20,19 @@ from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.config.sections.governance import Operation
 from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
-from greenroom.library.orders import DownloadOrder, OrderRules, place_of, read_order
+from greenroom.library.orders import DownloadOrder, place_of, read_order
 from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.versions import meant
+from greenroom.server.declared import NeededOperation
 from greenroom.tenancy.governance.gate import Done
 from greenroom.tenancy.keys import Caller
 
 LOOK_MAX_S: Final = 20.0
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class NeededOperation:
-    """The operation that a call is, the model it names, and models that leave for it.
-
-    `read_fetch` reads what it may fetch; it raises BadRequest if it can fetch nothing of that name.
-    """
-
-    operation: Operation
-    model: str | None
-    evicted: tuple[str, ...] = ()
-    unbound: tuple[str, ...] = ()
-    """Fields that no token is signed for, because they are known only when the call is made."""
-    read_fetch: Callable[[OrderRules], DownloadOrder] | None = None
-    quantization: str | None = None
-    """Which of the models that its name could mean; the handler of few routes reads it."""
-    is_rollback: bool = False
-    """An update to weights that are kept: those of the field `version`, else the last."""
 
 
 @dataclass(frozen=True, slots=True)

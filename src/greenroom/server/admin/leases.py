@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Annotated, Literal, cast
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
@@ -28,7 +28,8 @@ from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, 
 from greenroom.runtime.leases.local import LEASES_MAX
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, GovernedOrder, Order, Priority, View
-from greenroom.tenancy.keys import Caller, cap, parse_priority
+from greenroom.server.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
+from greenroom.tenancy.keys import Caller, Permission, cap, parse_priority
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
 _PID_MAX = 2**22
@@ -126,19 +127,20 @@ class _CallerLeft(LeaseDenied):
     """Ends the call; its caller is gone."""
 
 
-class LeaseRoutes:
+def _lease(call: SignedCall) -> NeededOperation | None:
+    """A lease that does not wait takes free memory only; any other may evict models, and the scheduler says which."""
+    wait_s = call.fields.get("wait_s", 0)
+    takes_free = isinstance(wait_s, int | float) and not isinstance(wait_s, bool) and wait_s == 0
+    return None if takes_free else NeededOperation("model-unload", None, unbound=("id", "pid", "holder"))
+
+
+class LeaseRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         # The ids of leases that are being asked for.
         self._asked: Counter[str] = Counter()
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(PATH, status_code=201)(self.acquire_lease)
-        app.get(PATH)(self.list_leases)
-        app.get(_ONE)(self.show_lease)
-        app.delete(_ONE, status_code=204)(self.release_lease)
-        app.post(f"{_ONE}/renew")(self.renew_lease)
-
+    @post(PATH, needs=Permission.LEASE, signed=_lease, status_code=201)
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
         """Get memory for another program. Held until it is released, its holder ends, or it is not renewed."""
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
@@ -170,6 +172,7 @@ class LeaseRoutes:
                 retry_after_s=30.0,
             )
 
+    @get(PATH, needs=Permission.LEASE)
     async def list_leases(self, request: Request) -> LeaseList:
         """Leases held or waited for, and models that hold memory; without an admin's key only the tenant's leases."""
         leasing, own = self._gateway.leasing, own_prefix(request)
@@ -179,16 +182,19 @@ class LeaseRoutes:
         slots = self._gateway.loop.scheduler.view.slots.values()
         return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
 
+    @get(_ONE, needs=Permission.LEASE)
     async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
         """One lease as it is now, also one that still waits."""
         own = own_prefix(request)
         with _called_as_asked(own):
             return shown(await self._gateway.leasing.find(own + lease_id), own)
 
+    @delete(_ONE, needs=Permission.LEASE, signed=NEVER, status_code=204)
     async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
         """Release a lease. Releasing it again, or with a wrong token, changes nothing."""
         await self._gateway.leasing.release(own_prefix(request) + lease_id, token)
 
+    @post(f"{_ONE}/renew", needs=Permission.LEASE, signed=NEVER)
     async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
         """Renew a lease. The answer says whether it was recalled."""
         own = own_prefix(request)

@@ -8,7 +8,7 @@ that owns the scheduler's state; none runs in a thread, where that state could c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 
 import greenroom
 from greenroom.base.detached import run_detached
@@ -42,6 +42,7 @@ from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.remote import RemoteRoutes
 from greenroom.server.admin.reports.capabilities import CapabilityRoutes
 from greenroom.server.admin.reports.clients import ClientRoutes, LimitRoutes
+from greenroom.server.admin.reports.configuration import ConfigRoutes
 from greenroom.server.admin.reports.explaining import Explaining
 from greenroom.server.admin.reports.history import HistoryRoutes
 from greenroom.server.admin.reports.memory import Gpus
@@ -52,7 +53,8 @@ from greenroom.server.admin.reports.usage import UsageRoutes
 from greenroom.server.admin.reports.watching import Watching
 from greenroom.server.admin.simulating import Simulating
 from greenroom.server.admin.views import ErrorBody
-from greenroom.server.asgi import LazyRoute, Message, scope_of
+from greenroom.server.asgi import Message, scope_of
+from greenroom.server.declared import DeclaredRoute, Routes, declared_routes, get, route_of
 from greenroom.server.inference.jobs.routes import JobRoutes
 from greenroom.server.inference.pictures import PictureRoutes
 from greenroom.server.inference.routes import dialect_of
@@ -151,91 +153,6 @@ def _param(mistake: Mapping[str, Any]) -> str:
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 DOCS_PATH = "/api/v1/docs"
-# The permission that each route requires. Routes that are not named here require an admin's key.
-_NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
-    ("GET", "/health"): Permission.ASK,
-    ("GET", "/healthz"): Permission.ASK,
-    ("GET", "/readyz"): Permission.ASK,
-    ("GET", "/metrics"): Permission.ASK,
-    ("GET", "/v1/capabilities"): Permission.ASK,
-    ("GET", "/v1/models"): Permission.ASK,
-    ("GET", "/models"): Permission.ASK,
-    ("GET", "/props"): Permission.ASK,
-    ("GET", "/slots"): Permission.ASK,
-    ("POST", "/models/load"): Permission.LOAD,
-    ("POST", "/models/unload"): Permission.LOAD,
-    ("GET", "/running"): Permission.ASK,
-    ("GET", "/unload"): Permission.LOAD,
-    ("POST", "/api/models/unload"): Permission.LOAD,
-    ("POST", "/api/models/unload/{model_id:path}"): Permission.LOAD,
-    ("GET", "/logs"): Permission.READ,
-    ("GET", "/logs/stream"): Permission.READ,
-    ("GET", "/logs/stream/{model_id:path}"): Permission.READ,
-    ("GET", "/api/events"): Permission.READ,
-    ("GET", "/"): Permission.ASK,
-    ("GET", "/api/tags"): Permission.ASK,
-    ("GET", "/api/ps"): Permission.ASK,
-    ("GET", "/api/version"): Permission.ASK,
-    ("POST", "/api/show"): Permission.ASK,
-    ("POST", "/api/pull"): Permission.DOWNLOAD,
-    ("DELETE", "/api/delete"): Permission.DELETE,
-    ("GET", "/v1/models/inventory"): Permission.ASK,
-    ("GET", "/v1/models/loaded"): Permission.ASK,
-    ("GET", "/v1/models/stats"): Permission.ASK,
-    ("GET", "/v1/models/{model_id:path}"): Permission.ASK,
-    ("POST", "/v1/cache/flush"): Permission.ASK,
-    ("GET", "/v1/jobs"): Permission.ASK,
-    ("POST", "/v1/jobs"): Permission.ASK,
-    ("GET", "/v1/jobs/{job_id}"): Permission.ASK,
-    ("DELETE", "/v1/jobs/{job_id}"): Permission.ASK,
-    ("GET", "/v1/jobs/{job_id}/result"): Permission.ASK,
-    ("GET", "/v1/images/img-{picture}"): Permission.ASK,
-    ("GET", "/api/v1/models"): Permission.ASK,
-    ("GET", "/api/v1/models/{model_id:path}"): Permission.ASK,
-    ("GET", "/api/v1/requests/{request_id}"): Permission.ASK,
-    ("GET", "/api/v1/usage"): Permission.ASK,
-    ("GET", "/status"): Permission.ASK,
-    ("GET", "/api/v1/models/{model_id:path}/versions"): Permission.ASK,
-    ("GET", "/update-model/{task_id}"): Permission.READ,
-    ("GET", "/api/v1/status"): Permission.READ,
-    ("GET", "/api/v1/events"): Permission.READ,
-    ("GET", "/api/v1/requests"): Permission.READ,
-    ("GET", "/api/v1/queue"): Permission.READ,
-    ("GET", "/api/v1/history"): Permission.READ,
-    ("GET", "/api/v1/limits"): Permission.READ,
-    ("GET", "/api/v1/timeline"): Permission.READ,
-    ("GET", "/api/v1/clients"): Permission.READ,
-    ("GET", "/api/v1/config"): Permission.READ,
-    ("GET", "/api/v1/remotes"): Permission.READ,
-    ("GET", "/api/v1/decisions"): Permission.READ,
-    ("GET", "/api/v1/gpus"): Permission.READ,
-    ("GET", "/api/v1/operations"): Permission.READ,
-    ("POST", "/api/v1/explain"): Permission.READ,
-    ("GET", "/api/v1/simulate"): Permission.READ,
-    ("POST", "/api/v1/simulate"): Permission.READ,
-    ("GET", "/api/v1/models/{model_id:path}/logs"): Permission.READ,
-    ("GET", "/api/v1/models/{model_id:path}/logs/stream"): Permission.READ,
-    ("GET", OPENAPI_PATH): Permission.READ,
-    ("GET", DOCS_PATH): Permission.READ,
-    ("POST", "/v1/models/load"): Permission.LOAD,
-    ("GET", "/v1/models/load/{task_id}"): Permission.LOAD,
-    ("POST", "/v1/models/unload"): Permission.LOAD,
-    ("POST", "/api/v1/models/{model_id:path}/load"): Permission.LOAD,
-    ("POST", "/api/v1/models/{model_id:path}/unload"): Permission.LOAD,
-    ("POST", "/api/v1/models/{model_id:path}/sleep"): Permission.LOAD,
-    ("POST", "/api/v1/models/{model_id:path}/prepare"): Permission.LOAD,
-    ("POST", "/v1/models/download"): Permission.DOWNLOAD,
-    ("GET", "/v1/models/download"): Permission.DOWNLOAD,
-    ("GET", "/v1/models/download/{job_id}"): Permission.DOWNLOAD,
-    ("DELETE", "/v1/models/download/{job_id}"): Permission.DOWNLOAD,
-    ("DELETE", "/v1/models/inventory/{model_id:path}"): Permission.DELETE,
-    ("POST", "/api/v1/reload"): Permission.RELOAD,
-    ("GET", "/api/v1/leases"): Permission.LEASE,
-    ("POST", "/api/v1/leases"): Permission.LEASE,
-    ("GET", "/api/v1/leases/{lease_id}"): Permission.LEASE,
-    ("DELETE", "/api/v1/leases/{lease_id}"): Permission.LEASE,
-    ("POST", "/api/v1/leases/{lease_id}/renew"): Permission.LEASE,
-}
 _DESCRIPTION = "Ask models; see which there are and what they are doing; order them about."
 
 
@@ -282,6 +199,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     CapabilityRoutes(gateway, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)
+    ConfigRoutes(gateway).add_to(app)
     PinRoutes(gateway).add_to(app)
     VersionRoutes(gateway).add_to(app)
     QueueRoutes(gateway).add_to(app)
@@ -297,11 +215,11 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Caches(gateway).add_to(app)
     JobRoutes(lambda: gateway.jobs, lambda: gateway.edge.bodies).add_to(app)
     PictureRoutes(lambda: gateway.pictures, gateway.clock).add_to(app)
-    _add_docs(app, gateway)
+    _Docs(app, gateway).add_to(app)
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
     models = GovernedModels(gateway, library.users_of)
-    governed = GovernedRoutes(app.routes, lambda: gateway.governance, models)
+    governed = GovernedRoutes(declared_routes(app), lambda: gateway.governance, models)
     return Management(app, governed, lambda: gateway.governance.rules is not None)
 
 
@@ -320,7 +238,7 @@ def _empty_app() -> FastAPI:
         # The gateway has its own metrics; no environment variable may make the framework send data.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.router.route_class = LazyRoute
+    app.router.route_class = DeclaredRoute
     add_error_answers(app)
     return app
 
@@ -329,31 +247,34 @@ def _route_name(route: APIRoute) -> str:
     return route.name
 
 
-def _add_docs(app: FastAPI, gateway: Gateway) -> None:
-    describing = asyncio.Lock()
+class _Docs(Routes):
+    in_schema = False
 
-    async def described() -> dict[str, Any]:
+    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+        self._describing = asyncio.Lock()
+
+    @get(OPENAPI_PATH, needs=Permission.READ)
+    async def schema(self) -> Response:
+        return JSONResponse(await self._described())
+
+    @get(DOCS_PATH, needs=Permission.READ)
+    async def docs(self) -> Response:
+        if not self._gateway.config.server.docs:
+            raise nothing_at(DOCS_PATH)
+        return docs_page(await self._described(), OPENAPI_PATH)
+
+    async def _described(self) -> dict[str, Any]:
         """The document. At first it takes most of a second, and requests go on: the loop analyses one route at a time,
         as no thread may, and the rest is done in a thread."""
-        async with describing:
-            if app.openapi_schema is None:
-                for route in app.routes:
-                    if isinstance(route, LazyRoute):
-                        route.analyse()
-                        await asyncio.sleep(0)
-                await run_detached(app.openapi, "describe the API")
-        return app.openapi()
-
-    async def schema() -> Response:
-        return JSONResponse(await described())
-
-    async def docs() -> Response:
-        if not gateway.config.server.docs:
-            raise nothing_at(DOCS_PATH)
-        return docs_page(await described(), OPENAPI_PATH)
-
-    app.get(OPENAPI_PATH, include_in_schema=False)(schema)
-    app.get(DOCS_PATH, include_in_schema=False)(docs)
+        async with self._describing:
+            if self._app.openapi_schema is None:
+                for route in declared_routes(self._app):
+                    route.analyse()
+                    await asyncio.sleep(0)
+                await run_detached(self._app.openapi, "describe the API")
+        return self._app.openapi()
 
 
 class Management:
@@ -362,6 +283,7 @@ class Management:
     def __init__(self, app: FastAPI, governed: GovernedRoutes, is_governed: Callable[[], bool]) -> None:
         """`is_governed` tells whether operations must be signed now; then `governed` answers."""
         self._app = app
+        self.routes = declared_routes(app)
         self._governed = governed
         self._is_governed = is_governed
 
@@ -382,27 +304,23 @@ class Management:
             except GreenroomError as refusal:
                 await error_answer(scope, refusal)(scope, receive, send)
 
-    @property
-    def routes(self) -> Iterator[tuple[str, str]]:
-        """Every method and path there is."""
-        for route in self._app.routes:
-            assert isinstance(route, Route)
-            yield from ((method, route.path) for method in route.methods or () if method != "HEAD")
-
     def needs(self, head: Head, path: bytes) -> Permission:
         """The permission that a request for this path requires. Matched by the routes that will answer it."""
         scope = _as_get(scope_of(head, path, {}))
         needed = Permission.MANAGE
-        for route in self._app.routes:
-            assert isinstance(route, Route)
+        for route in self.routes:
             match, _ = route.matches(scope)
             if match is Match.FULL:
-                return _NEEDS.get((scope["method"], route.path), Permission.MANAGE)
-            if match is Match.PARTIAL:
+                return route.declared.needs
+            if match is Match.PARTIAL and route.declared.needs is not Permission.MANAGE:
                 # A key that may use the path is told which methods it takes.
-                others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
-                needed = next(others, needed)
+                needed = route.declared.needs
         return needed
+
+    def acts(self, head: Head, path: bytes) -> bool:
+        """True if it is signed where operations are, whatever its method."""
+        found = route_of(self.routes, _as_get(scope_of(head, path, {})))
+        return found is not None and found[0].declared.signed is not None
 
 
 def _as_get(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

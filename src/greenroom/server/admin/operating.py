@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,7 +30,6 @@ from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
-from greenroom.server.admin.reports.configuration import ConfigRoutes
 from greenroom.server.admin.reports.memory import kv_bytes
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
 from greenroom.server.admin.reports.streams import (
@@ -45,6 +44,7 @@ from greenroom.server.admin.reports.streams import (
 )
 from greenroom.server.admin.views import FromList, GovernedOrder, View
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_path, get, of_all, post
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
@@ -105,22 +105,18 @@ class Reloaded(View):
     took_s: float
 
 
-class Operating:
+class Operating(Routes):
     def __init__(self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._streams = streams
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(f"{_ONE}/load", responses={202: {"model": LoadTaken, "description": "With `wait=false`."}})(self.load)
-        app.post(f"{_ONE}/unload")(self.unload)
-        app.post(f"{_ONE}/sleep")(self.sleep)
-        app.post(f"{_ONE}/prepare")(self.prepare)
-        app.get(f"{_ONE}/logs")(self.logs)
-        app.get(f"{_ONE}/logs/stream", response_class=Response, responses=_STREAM_KINDS)(self.stream_logs)
-        app.post("/api/v1/reload")(self.reload)
-        ConfigRoutes(self._gateway).add_to(app)
-
+    @post(
+        f"{_ONE}/load",
+        needs=Permission.LOAD,
+        signed=by_path("model-load"),
+        responses={202: {"model": LoadTaken, "description": "With `wait=false`."}},
+    )
     async def load(
         self,
         request: Request,
@@ -147,6 +143,7 @@ class Operating:
         loads, owner = self._gateway.loads, owner_of(request)
         return await self._moved(request, entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
 
+    @post(f"{_ONE}/unload", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id, "/unload")
@@ -156,6 +153,7 @@ class Operating:
             request, entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner)
         )
 
+    @post(f"{_ONE}/sleep", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
 
@@ -166,6 +164,7 @@ class Operating:
         grace_s = None if order is None else order.grace_s
         return await self._move(request, MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
 
+    @post(f"{_ONE}/prepare", needs=Permission.LOAD, signed=by_path("model-load"))
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Load a cold model into the green room while others are served, so that it can wake quickly.
 
@@ -181,12 +180,14 @@ class Operating:
         evict = self._named(order, caller_of(request))
         return await self._move(request, MoveKind.PREPARE, entry, evict, None, force=is_forced(order))
 
+    @get(f"{_ONE}/logs", needs=Permission.READ)
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
         entry = await self._entry(request, model_id, "/logs")
         tail = self._gateway.slots.log(entry.id).tail(lines)
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
 
+    @get(f"{_ONE}/logs/stream", needs=Permission.READ, response_class=Response, responses=_STREAM_KINDS)
     async def stream_logs(
         self, request: Request, model_id: ModelPath, lines: Lines = 200, no_history: NoHistory = None
     ) -> Response:
@@ -200,6 +201,7 @@ class Operating:
         ring = self._gateway.slots.log(entry.id)
         return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
 
+    @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
         self._refuse_while_draining()
@@ -311,13 +313,18 @@ class Flushed(View):
     """Why not all of it was flushed."""
 
 
-class Caches:
+def _flush(call: SignedCall) -> NeededOperation:
+    model = call.fields.get("modelId")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("modelId must be a text", param="modelId")
+    return NeededOperation("cache-flush", model)
+
+
+class Caches(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(PATH, response_model_exclude_unset=True)(self.flush_cache)
-
+    @post(PATH, needs=Permission.ASK, signed=_flush, response_model_exclude_unset=True)
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
         caller = caller_of(request)

@@ -5,10 +5,10 @@ Neither tells anything of a provider's key.
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, View
+from greenroom.server.declared import Routes, get, of_all, put
+from greenroom.tenancy.keys import Permission
 
 CONFIG_PATH = "/api/v1/config"
 REMOTES_PATH = "/api/v1/remotes"
@@ -40,24 +40,22 @@ class RemoteList(View):
     remotes: list[RemoteView]
 
 
-class RemoteRoutes:
+class RemoteRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(CONFIG_PATH)(self.runtime_config)
-        app.put(CONFIG_PATH)(self.change_runtime_config)
-        app.get(REMOTES_PATH)(self.list_remotes)
-
+    @get(CONFIG_PATH, needs=Permission.READ)
     async def runtime_config(self) -> RuntimeConfig:
         """What can be changed while the gateway runs, as it is now."""
         return RuntimeConfig(allowCloudFallback=self._gateway.cloud_fallback.is_allowed)
 
+    @put(CONFIG_PATH, needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def change_runtime_config(self, change: RuntimeConfigChange) -> RuntimeConfig:
         """Change it, for requests that come from now on. It is kept over restarts."""
         await self._gateway.cloud_fallback.set(change.allowCloudFallback)
         return await self.runtime_config()
 
+    @get(REMOTES_PATH, needs=Permission.READ)
     async def list_remotes(self) -> RemoteList:
         """Each provider of remote models, and what was spent there today."""
         spending, remotes = self._gateway.spending, self._gateway.config.remotes

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
 from greenroom.base.detached import run_detached
@@ -30,7 +29,9 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, Order, View
+from greenroom.server.declared import NEVER, Routes, get, post
 from greenroom.telemetry.activity import Record
+from greenroom.tenancy.keys import Permission
 
 PATH: Final = "/api/v1/simulate"
 CASES_MAX: Final = 12
@@ -103,15 +104,12 @@ class Simulated(View):
     """Policy, hardware, counts, waits and delays of each; the first is what the others are compared with."""
 
 
-class Simulating:
+class Simulating(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._is_running = False
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.show_input)
-        app.post(PATH)(self.simulate)
-
+    @get(PATH, needs=Permission.READ)
     async def show_input(self) -> SimulationInput:
         """The requests that a simulation would play, and what it can be told to change."""
         rows, gpus = await self._rows(), self._gpus()
@@ -126,6 +124,7 @@ class Simulating:
             policies=list(POLICIES),
         )
 
+    @post(PATH, needs=Permission.READ, signed=NEVER)
     async def simulate(self, order: SimulationOrder) -> Simulated:
         """Play the recorded requests with other hardware or another policy, and say what that would change."""
         if self._is_running:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
 
 from greenroom.base.detached import run_detached
@@ -25,6 +24,8 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.runtime.operations.pictures import Picture, PictureStore
+from greenroom.server.declared import Routes, get
+from greenroom.tenancy.keys import Permission
 
 PICTURES: Final = "/v1/images"
 # Of an engine's answer. It is in memory while its pictures are read.
@@ -195,14 +196,12 @@ def media_type(content: bytes) -> str | None:
 # --- serving --------------------------------------------------------------------------------------------------------
 
 
-class PictureRoutes:
+class PictureRoutes(Routes):
     def __init__(self, store: Callable[[], PictureStore], clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(f"{PICTURES}/img-{{picture}}", response_class=Response)(self.show_picture)
-
+    @get(f"{PICTURES}/img-{{picture}}", needs=Permission.ASK, response_class=Response)
     async def show_picture(self, picture: str) -> Response:
         """A picture that an answer named. Needs no key: its address is the secret."""
         id = f"img-{picture}"

@@ -10,19 +10,20 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI, Query
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.config.described import Described
-from greenroom.errors import NotFound, shown
+from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
 from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server.admin.views import FromList, GovernedOrder
 from greenroom.server.asgi import order_to_fetch
-from greenroom.tenancy.keys import Caller
+from greenroom.server.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
+from greenroom.tenancy.keys import Caller, Permission
 
 LISTED_MAX: Final = 1_000
 Status = Literal["pending", "downloading", "completed", "failed", "cancelled"]
@@ -108,18 +109,25 @@ class DownloadList(BaseModel):
     data: list[DownloadView]
 
 
-class DownloadRoutes:
+def _download(call: SignedCall) -> NeededOperation:
+    """By the id of the hub or the address, whichever is given."""
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        try:
+            return DownloadAsked.model_validate(call.fields).order(rules)
+        except ValidationError as error:
+            mistake = error.errors(include_url=False)[0]
+            where = ".".join(map(str, mistake["loc"]))
+            raise BadRequest(f"{where}: {mistake['msg']}", param=where) from None
+
+    return NeededOperation("model-download", call.named("model", "url"), read_fetch=read_fetch)
+
+
+class DownloadRoutes(Routes):
     def __init__(self, downloads: Callable[[], Downloads]) -> None:
         self._downloads = downloads
 
-    def add_to(self, app: FastAPI) -> None:
-        """Before the routes of models, which take every path below /v1/models."""
-        one = ROUTE + "/{job_id}"
-        app.post(ROUTE, status_code=202)(self.start_download)
-        app.get(ROUTE)(self.list_downloads)
-        app.get(one)(self.show_download)
-        app.delete(one)(self.cancel_download)
-
+    @post(ROUTE, needs=Permission.DOWNLOAD, signed=_download, status_code=202)
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
         """Fetch a model. Returns at once; files appear under their names when all of them are there."""
         order, caller = order_to_fetch(request, lambda: asked.order(self._downloads().rules)), _caller(request)
@@ -127,6 +135,7 @@ class DownloadRoutes:
         response.headers["location"] = f"{ROUTE}/{row.id}"
         return DownloadTaken(job_id=row.id)
 
+    @get(ROUTE, needs=Permission.DOWNLOAD)
     async def list_downloads(
         self,
         request: Request,
@@ -138,10 +147,12 @@ class DownloadRoutes:
         wanted = (row for row in rows if status in (None, _STATUS[row.status]))
         return DownloadList(data=await self._views(list(islice(wanted, limit))))
 
+    @get(ROUTE + "/{job_id}", needs=Permission.DOWNLOAD)
     async def show_download(self, job_id: str) -> DownloadView:
         """One download as it is now."""
         return await self._view(self._found(job_id))
 
+    @delete(ROUTE + "/{job_id}", needs=Permission.DOWNLOAD, signed=NEVER)
     async def cancel_download(self, job_id: str) -> DownloadView:
         """End it. What it has fetched stays, and the same order goes on with it. One that has ended stays as it is."""
         return await self._view(await self._downloads().cancel(self._found(job_id).id))

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,8 +32,10 @@ from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, delete, get
 from greenroom.telemetry.history import ModelCounts
 from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.keys import Permission
 
 INVENTORY: Final = f"{MODELS}/inventory"
 # The files of all models are compared with those of the one to be deleted; a disk may take so long for that.
@@ -152,18 +154,16 @@ class Removed(View):
     """Models that used its files and were unloaded first."""
 
 
-class LibraryRoutes:
+def _delete(call: SignedCall) -> NeededOperation:
+    return NeededOperation("model-delete", call.path["model_id"])
+
+
+class LibraryRoutes(Routes):
     def __init__(self, gateway: Gateway, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        """Before the routes of single models, which would take these words for ids."""
-        app.get(INVENTORY, response_class=Response, responses={200: {"model": InventoryView}})(self.inventory)
-        app.get(f"{MODELS}/loaded")(self.loaded)
-        app.get(f"{MODELS}/stats")(self.stats)
-        app.delete(INVENTORY + "/{model_id:path}")(self.remove)
-
+    @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
     async def inventory(self, request: Request) -> Response:
         """Every model on disk below the roots, whether it is configured or not. Looks in memory only."""
         library, is_admin, sees = self._gateway.library, asked_by_admin(request), caller_of(request).sees
@@ -177,6 +177,7 @@ class LibraryRoutes:
         # Thousands of records are written at once, without a class for each.
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    @get(f"{MODELS}/loaded", needs=Permission.ASK)
     async def loaded(self, request: Request) -> LoadedList:
         """Models that are ready or asleep now, with the memory each holds."""
         models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
@@ -197,6 +198,7 @@ class LibraryRoutes:
             ]
         )
 
+    @get(f"{MODELS}/stats", needs=Permission.ASK)
     async def stats(self, request: Request) -> StatsView:
         """How often a model was there when it was asked for. Unlisted models are named to admins only."""
         is_admin, counted, total = asked_by_admin(request), self._gateway.metrics.model_counts(), ModelCounts()
@@ -212,6 +214,7 @@ class LibraryRoutes:
 
     # --- deleting ---------------------------------------------------------------------------------------------------
 
+    @delete(INVENTORY + "/{model_id:path}", needs=Permission.DELETE, signed=_delete)
     async def remove(self, request: Request, model_id: ModelPath, force: Force = False) -> Removed:
         """Delete a model from disk. 409 if it is loaded, asleep, configured or a version of another gateway, unless
         `force=true`."""

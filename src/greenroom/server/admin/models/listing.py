@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import FastAPI, Path
+from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -21,26 +21,40 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
-from greenroom.server.asgi import LazyRoute, asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import DeclaredRoute, Routes, get
 from greenroom.server.inference.routes import split_model
+from greenroom.tenancy.keys import Permission
 
 MODELS = "/v1/models"
+PATH = "/api/v1/models"
 ModelPath = Annotated[str, Path(description="A model's id or alias. Slashes may be percent-encoded.")]
 
+# Orders for a model follow its id and have routes of their own, as have words that stand in the place of an id.
+_BEHIND = (*(f"/{word}".encode() for word in RESERVED_ENDINGS), b"/logs/stream", b"/")
+_INSTEAD = frozenset(f"{MODELS}/{word}".encode() for word in RESERVED_IDS)
+_BELOW = f"{PATH}/".encode()
+_INVENTORY = f"{MODELS}/inventory/".encode()
 
-class Listing:
+
+class OneModel(DeclaredRoute):
+    """Matches a model's id, which may have slashes, but no path that has another route."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        raw = scope["raw_path"]
+        is_below = raw.startswith(_BELOW) and raw.endswith(_BEHIND)
+        is_order = is_below or raw in _INSTEAD or raw.startswith(_INVENTORY)
+        return (Match.NONE, {}) if is_order else super().matches(scope)
+
+
+class Listing(Routes):
     def __init__(self, catalog: Catalog, resolver: Resolver, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
         self._catalog = catalog
         self._resolver = resolver
         self._tasks = tasks
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(MODELS, response_model=ModelList)(self.list_models)
-        app.get("/models", include_in_schema=False)(self.list_models_of)
-        one = MODELS + "/{model_id:path}"
-        app.router.add_api_route(one, self.show_model, response_model=ModelCard, route_class_override=OneModel)
-
+    @get(MODELS, needs=Permission.ASK, response_model=ModelList)
     async def list_models(self, request: Request) -> ModelList | Response:
         """Every model and task that is not `unlisted`, with its state; then models on disk that can be asked for, too.
 
@@ -52,6 +66,7 @@ class Listing:
         models = [(card.id, card.name, card.created) for card in listed.data]
         return Response(model_list(models), media_type="application/json")
 
+    @get("/models", needs=Permission.ASK, include_in_schema=False)
     async def list_models_of(self, request: Request) -> ModelList:
         look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
         listed = (entry for entry in self._catalog.shown if not entry.config.unlisted and sees(entry.base_id))
@@ -60,6 +75,7 @@ class Listing:
         cards += [self._task_card(look, task, sees, to_operator=is_admin) for task in tasks]
         return ModelList(data=[*cards, *(card_of(one) for one in self._resolver.unasked if sees(one.id))])
 
+    @get(MODELS + "/{model_id:path}", needs=Permission.ASK, response_model=ModelCard, route_class_override=OneModel)
     async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard | Response:
         """One model, by id or alias; unlisted ones too."""
         card = self._card(request, model_id)
@@ -151,39 +167,19 @@ def refuse_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> 
         raise ModelNotFound(f"{name} is a task. Name one of its models: {ids}.", param="model")
 
 
-PATH = "/api/v1/models"
-# Orders for a model follow its id and have routes of their own, as have words that stand in the place of an id.
-_BEHIND = (*(f"/{word}".encode() for word in RESERVED_ENDINGS), b"/logs/stream", b"/")
-_INSTEAD = frozenset(f"{MODELS}/{word}".encode() for word in RESERVED_IDS)
-_BELOW = f"{PATH}/".encode()
-_INVENTORY = f"{MODELS}/inventory/".encode()
-
-
-class OneModel(LazyRoute):
-    """Matches a model's id, which may have slashes, but no path that has another route."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        raw = scope["raw_path"]
-        is_below = raw.startswith(_BELOW) and raw.endswith(_BEHIND)
-        is_order = is_below or raw in _INSTEAD or raw.startswith(_INVENTORY)
-        return (Match.NONE, {}) if is_order else super().matches(scope)
-
-
-class ModelStatuses:
+class ModelStatuses(Routes):
     def __init__(self, catalog: Catalog, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
         self._catalog = catalog
         self._tasks = tasks
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.model_statuses)
-        app.router.add_api_route(PATH + "/{model_id:path}", self.model_status, route_class_override=OneModel)
-
+    @get(PATH, needs=Permission.ASK)
     async def model_statuses(self, request: Request) -> ModelStatusList:
         """Every model. Unlisted ones, process ids and engine messages are for admin keys only."""
         look, sees = self._look(), caller_of(request).sees
         return ModelStatusList(models=look.models(to_operator=asked_by_admin(request), sees=sees))
 
+    @get(PATH + "/{model_id:path}", needs=Permission.ASK, route_class_override=OneModel)
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""
         refuse_task(self._tasks, self._catalog, request, model_id)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -28,6 +27,8 @@ from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
 from greenroom.server.admin.views import StatusWord
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, get, of_all, post
+from greenroom.tenancy.keys import Permission
 
 UNLOAD_ALL: Final = "/unload"
 UNLOAD: Final = "/api/models/unload"
@@ -38,23 +39,19 @@ LINES: Final = 200
 GATEWAYS_LOG, ENGINES_LOGS = "proxy", "upstream"
 
 
-class LlamaSwapRoutes:
+def _unload(call: SignedCall) -> NeededOperation:
+    return NeededOperation("model-unload", call.in_path())
+
+
+class LlamaSwapRoutes(Routes):
+    in_schema = False
+
     def __init__(self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._streams = streams
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        """Not in the OpenAPI document: its shapes are llama-swap's."""
-        app.get("/running", include_in_schema=False)(self.running)
-        app.get(UNLOAD_ALL, include_in_schema=False)(self.unload_by_get)
-        app.post(UNLOAD, include_in_schema=False)(self.unload_all)
-        app.post(UNLOAD + "/{model_id:path}", include_in_schema=False)(self.unload_one)
-        app.get("/logs", include_in_schema=False)(self.logs)
-        app.get(STREAM, include_in_schema=False)(self.stream_all)
-        app.get(STREAM + "/{model_id:path}", include_in_schema=False)(self.stream_one)
-        app.get("/api/events", include_in_schema=False)(self.events)
-
+    @get("/running", needs=Permission.ASK)
     async def running(self, request: Request) -> Response:
         """Models that are ready, come or leave, without those that run elsewhere. Commands are for operators."""
         is_admin, sees = asked_by_admin(request), caller_of(request).sees
@@ -64,6 +61,7 @@ class LlamaSwapRoutes:
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
         return JSONResponse({"running": sorted(found, key=lambda one: str(one["model"]))})
 
+    @get(UNLOAD_ALL, needs=Permission.LOAD, signed=of_all("model-unload"))
     async def unload_by_get(self, request: Request, force: Force = False) -> Response:
         """Unload every model. That it is a GET is llama-swap's; browsers that follow a link of another page may not."""
         if request.scope.get("state", {}).get("is_head"):
@@ -71,10 +69,12 @@ class LlamaSwapRoutes:
         await self._unload(request, self._there(request), force)
         return PlainTextResponse("OK")
 
+    @post(UNLOAD, needs=Permission.LOAD, signed=of_all("model-unload"))
     async def unload_all(self, request: Request, order: ForceOrder | None = None, force: Force = False) -> Response:
         await self._unload(request, self._there(request), force or is_forced(order))
         return JSONResponse({"msg": "ok"})
 
+    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=_unload)
     async def unload_one(
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:
@@ -85,17 +85,20 @@ class LlamaSwapRoutes:
         await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 
+    @get("/logs", needs=Permission.READ)
     async def logs(self) -> Response:
         """The last lines of every engine, as text."""
         lines = [f"{_prefix(name)}{shown_line(line)}\n" for name, ring in self._rings() for line in ring.tail(LINES)]
         return PlainTextResponse("".join(lines))
 
+    @get(STREAM, needs=Permission.READ)
     async def stream_all(self, request: Request, no_history: NoHistory = None) -> Response:
         """What every engine prints, as text."""
         refuse_head(request)
         history = LINES if no_history is None else 0
         return self._streams.answer(request, lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
 
+    @get(STREAM + "/{model_id:path}", needs=Permission.READ)
     async def stream_one(self, request: Request, model_id: ModelPath, no_history: NoHistory = None) -> Response:
         """What the engine of one model prints, as text."""
         if model_id == ENGINES_LOGS:
@@ -107,6 +110,7 @@ class LlamaSwapRoutes:
         ring, history = self._gateway.slots.log(entry.id), LINES if no_history is None else 0
         return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
 
+    @get("/api/events", needs=Permission.READ)
     async def events(self, request: Request) -> Response:
         """Server-sent events: the state of every model now, and whenever one has changed."""
         refuse_head(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated, Final, Literal, TypedDict
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.errors import ShuttingDown, Unsupported
-from greenroom.library.orders import DownloadOrder
+from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
@@ -28,6 +28,8 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of, order_to_fetch
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
+from greenroom.tenancy.keys import Permission
 
 OPERATIONS: Final = "/api/v1/operations"
 LISTED_MAX: Final = 1_000
@@ -168,17 +170,24 @@ class OperationList(BaseModel):
     data: list[OperationView]
 
 
-class LoadRoutes:
+def _load(call: SignedCall) -> NeededOperation:
+    return load_of(call.named("modelId", "model"), call.names("evictModel"), call.text("quantization"))
+
+
+def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None = None) -> NeededOperation:
+    """A load, which may fetch the model first."""
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        return read_order(rules, model=name, quantization=quantization)
+
+    return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
+
+
+class LoadRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        """Before the routes of models, which take every path below /v1/models."""
-        app.post(ROUTE, status_code=202)(self.start_load)
-        app.get(ROUTE + "/{task_id}")(self.show_load)
-        app.post(UNLOAD_ROUTE)(self.unload_model)
-        app.get(OPERATIONS)(self.list_operations)
-
+    @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
         self._refuse_while_draining()
@@ -188,6 +197,7 @@ class LoadRoutes:
         response.headers["location"] = f"{ROUTE}/{taken.taskId}"
         return taken
 
+    @get(ROUTE + "/{task_id}", needs=Permission.LOAD)
     async def show_load(self, request: Request, task_id: str) -> LoadView:
         """One load as it is now; it is kept for an hour after its end."""
         loads, caller = self._gateway.loads, caller_of(request)
@@ -206,6 +216,7 @@ class LoadRoutes:
             errorCode=None if row.error is None else row.error.code,
         )
 
+    @post(UNLOAD_ROUTE, needs=Permission.LOAD, signed=by_body("model-unload", "modelId", "model"))
     async def unload_model(self, request: Request, asked: UnloadAsked) -> UnloadView:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         self._refuse_while_draining()
@@ -216,6 +227,7 @@ class LoadRoutes:
         facts = await gateway.loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
         return UnloadView(modelId=asked.name, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
 
+    @get(OPERATIONS, needs=Permission.READ)
     async def list_operations(
         self, kind: OperationKind | None = None, limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100
     ) -> OperationList:
@@ -295,13 +307,11 @@ class Pinned(View):
     pinned: bool
 
 
-class PinRoutes:
+class PinRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(f"{MODELS}/{{model_id:path}}/pin")(self.pin)
-
+    @post(f"{MODELS}/{{model_id:path}}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
         """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,10 +18,12 @@ from greenroom.errors import BadRequest, ModelNotFound
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.listing import models_of_task
-from greenroom.server.admin.models.loads import LoadAsked, LoadRoutes, Name, UnloadAsked
+from greenroom.server.admin.models.loads import LoadAsked, LoadRoutes, Name, UnloadAsked, load_of
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import Routes, by_body, get, post
+from greenroom.tenancy.keys import Permission
 
 ModelQuery = Annotated[str | None, Query(description="The model; else server.default_model.")]
 
@@ -35,19 +37,15 @@ class NativeUnload(NativeOrder):
     """Also if it is pinned."""
 
 
-class NativeRoutes:
+class NativeRoutes(Routes):
+    in_schema = False
+
     def __init__(self, gateway: Gateway, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._loads = loads
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        """Not in the OpenAPI document: its shapes are llama.cpp's."""
-        app.get("/props", include_in_schema=False)(self.props)
-        app.get("/slots", include_in_schema=False)(self.slots)
-        app.post("/models/load", include_in_schema=False)(self.load)
-        app.post("/models/unload", include_in_schema=False)(self.unload)
-
+    @get("/props", needs=Permission.ASK)
     async def props(self, request: Request, model: ModelQuery = None) -> Response:
         """What is known of a model without loading it."""
         entry = self._entry(request, model)
@@ -63,6 +61,7 @@ class NativeRoutes:
             shown["model_path"] = entry.config.path
         return JSONResponse(shown)
 
+    @get("/slots", needs=Permission.ASK)
     async def slots(self, request: Request, model: ModelQuery = None) -> Response:
         """How many requests of a model are answered at once, and how many are now. No prompts."""
         entry = self._entry(request, model)
@@ -75,12 +74,14 @@ class NativeRoutes:
             ]
         )
 
+    @post("/models/load", needs=Permission.LOAD, signed=lambda call: load_of(call.named("model")))
     async def load(self, request: Request, asked: NativeOrder) -> Response:
         """Begin to load a model; GET /models tells when it is there."""
         self._refuse_task(request, asked.model, "load")
         await self._loads.start_load(request, Response(), LoadAsked(model=asked.model))
         return JSONResponse({"success": True})
 
+    @post("/models/unload", needs=Permission.LOAD, signed=by_body("model-unload", "model"))
     async def unload(self, request: Request, asked: NativeUnload) -> Response:
         self._refuse_task(request, asked.model, "unload")
         await self._loads.unload_model(request, UnloadAsked(model=asked.model, force=asked.force))

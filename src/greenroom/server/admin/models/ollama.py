@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -33,6 +32,8 @@ from greenroom.server.admin.models.library import LibraryRoutes
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelView
 from greenroom.server.asgi import asked_by_admin, caller_of, order_to_fetch
+from greenroom.server.declared import NEVER, NeededOperation, Routes, SignedCall, by_body, delete, get, post
+from greenroom.tenancy.keys import Permission
 
 # Of Ollama, whose API this is like: some clients refuse an older one.
 API_VERSION: Final = "0.13.0"
@@ -57,29 +58,26 @@ class _Order(msgspec.Struct):
 _order: Final = msgspec.json.Decoder(_Order)
 
 
-class OllamaRoutes:
+def _pull(call: SignedCall) -> NeededOperation:
+    """By the id of the hub, however it is written."""
+    name = pulled(call.named("model", "name"))
+    return NeededOperation("model-download", name, read_fetch=lambda rules: read_order(rules, model=name))
+
+
+class OllamaRoutes(Routes):
+    in_schema = False
+
     def __init__(self, gateway: Gateway, library: LibraryRoutes, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._library = library
         self._look = look
 
-    def add_to(self, app: FastAPI) -> None:
-        """Not in the OpenAPI document: its shapes are Ollama's."""
-        app.get("/", include_in_schema=False)(self.root)
-        app.get("/api/tags", include_in_schema=False)(self.tags)
-        app.get("/api/ps", include_in_schema=False)(self.ps)
-        app.get("/api/version", include_in_schema=False)(self.version)
-        app.post("/api/show", include_in_schema=False)(self.show)
-        app.post("/api/pull", include_in_schema=False)(self.pull)
-        app.delete("/api/delete", include_in_schema=False)(self.delete)
-
+    @get("/", needs=Permission.ASK)
     async def root(self) -> Response:
         """Programs look here whether anything answers, mostly by HEAD: Ollama's own before every command."""
         return PlainTextResponse("Greenroom is running\n")
 
-    async def version(self) -> Response:
-        return JSONResponse({"version": API_VERSION})
-
+    @get("/api/tags", needs=Permission.ASK)
     async def tags(self, request: Request) -> Response:
         """Every model and task that is listed, then those on disk that can be asked for as well."""
         sees = caller_of(request).sees
@@ -90,11 +88,17 @@ class OllamaRoutes:
         others = [one for one in self._gateway.resolver.unasked if sees(one.id)]
         return JSONResponse({"models": [*models, *(self._card(one.id, one.path, one.kind.value) for one in others)]})
 
+    @get("/api/ps", needs=Permission.ASK)
     async def ps(self, request: Request) -> Response:
         """Models that are ready now."""
         models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
         return JSONResponse({"models": [self._running(one) for one in models if one.tier == Tier.READY.value]})
 
+    @get("/api/version", needs=Permission.ASK)
+    async def version(self) -> Response:
+        return JSONResponse({"version": API_VERSION})
+
+    @post("/api/show", needs=Permission.ASK, signed=NEVER)
     async def show(self, request: Request) -> Response:
         """One model, by id or alias; of a task, its first candidate that the caller may use."""
         sees = caller_of(request).sees
@@ -122,6 +126,7 @@ class OllamaRoutes:
             }
         )
 
+    @post("/api/pull", needs=Permission.DOWNLOAD, signed=_pull)
     async def pull(self, request: Request) -> Response:
         """Download a model of the hub, such as `hf.co/org/name:Q4_K_M`."""
         name, stream = await _read(request)
@@ -135,6 +140,7 @@ class OllamaRoutes:
             raise FetchFailed(_why(ended))
         return JSONResponse({"status": "success"})
 
+    @delete("/api/delete", needs=Permission.DELETE, signed=by_body("model-delete", "model", "name"))
     async def delete(self, request: Request) -> Response:
         """Delete a model from disk. 409 if it is loaded, asleep or configured."""
         name = self._meant((await _read(request))[0], request)

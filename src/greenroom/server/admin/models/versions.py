@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, ModelNotFound
+from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.versions import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
@@ -24,8 +25,9 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, get, post
 from greenroom.server.inference.routes import name_before
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import Caller, Permission
 
 NUMBER_MAX: Final = 2**53
 _ONE: Final = "/api/v1/models/{model_id:path}"
@@ -125,48 +127,51 @@ class VersionList(BaseModel):
     """The one that serves first, then those that are kept, the newest first."""
 
 
-class VersionRoutes:
+def _update(call: SignedCall) -> NeededOperation:
+    """The model is named by the query; without that it is the configured one."""
+    return _updates(call, call.fields.get("model"))
+
+
+def _update_one(call: SignedCall) -> NeededOperation:
+    return _updates(call, call.in_path())
+
+
+def _updates(call: SignedCall, model: str | None) -> NeededOperation:
+    """An update, which may fetch the weights first."""
+    repo, revision = call.text("model_repo_id"), call.text("revision")
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        if repo is None:
+            raise BadRequest("model_repo_id says where the weights come from", param="model_repo_id")
+        return read_order(rules, model=repo, revision=revision)
+
+    return NeededOperation("model-update", model, read_fetch=read_fetch)
+
+
+def _rollback(call: SignedCall) -> NeededOperation:
+    return NeededOperation("model-update", call.in_path(), is_rollback=True)
+
+
+_BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
+
+
+class VersionRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        taken: dict[int | str, dict[str, Any]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
-        app.post(ROUTE, responses=taken)(self.update_model)
-        app.get(ROUTE + "/{task_id}")(self.show_update)
-        app.get("/status")(self.version_status)
-        app.post(f"{_ONE}/update", responses=taken)(self.update_one)
-        app.post(f"{_ONE}/rollback", responses=taken)(self.roll_back)
-        app.get(f"{_ONE}/versions")(self.list_versions)
-
+    @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
     ) -> UpdateView:
         """Let a model serve other weights. The old version serves until the new one has proved itself."""
         return await self._update(request, response, self._meant(model, caller_of(request)), asked, wait)
 
-    async def update_one(
-        self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
-    ) -> UpdateView:
-        """The same, of the model that is named."""
-        return await self._update(request, response, self._named(request, b"/update"), asked, wait)
-
-    async def roll_back(
-        self,
-        request: Request,
-        response: Response,
-        model_id: str,
-        asked: RollbackAsked | None = None,
-        wait: Wait = False,
-    ) -> UpdateView:
-        """Serve kept weights again, under a new number."""
-        name, updates = self._named(request, b"/rollback"), self._gateway.updates
-        row = await updates.rollback(name, None if asked is None else asked.version, **owner_of(request))
-        return await self._begun(response, row, wait)
-
+    @get(ROUTE + "/{task_id}", needs=Permission.READ)
     async def show_update(self, task_id: str) -> UpdateView:
         """One update as it is now; it is kept for an hour after its end."""
         return await self._view(self._gateway.updates.get(task_id))
 
+    @get("/status", needs=Permission.ASK)
     async def version_status(self, request: Request, model: ModelName = None) -> ServedVersion:
         """Which version of a model serves, and whether it is being updated."""
         name, updates, is_admin = self._meant(model, caller_of(request)), self._gateway.updates, asked_by_admin(request)
@@ -182,6 +187,28 @@ class VersionRoutes:
             error=None if error is None else UpdateFault(code=error.code, message=message),
         )
 
+    @post(f"{_ONE}/update", needs=Permission.MANAGE, signed=_update_one, responses=_BEGUN)
+    async def update_one(
+        self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
+    ) -> UpdateView:
+        """The same, of the model that is named."""
+        return await self._update(request, response, self._named(request, b"/update"), asked, wait)
+
+    @post(f"{_ONE}/rollback", needs=Permission.MANAGE, signed=_rollback, responses=_BEGUN)
+    async def roll_back(
+        self,
+        request: Request,
+        response: Response,
+        model_id: str,
+        asked: RollbackAsked | None = None,
+        wait: Wait = False,
+    ) -> UpdateView:
+        """Serve kept weights again, under a new number."""
+        name, updates = self._named(request, b"/rollback"), self._gateway.updates
+        row = await updates.rollback(name, None if asked is None else asked.version, **owner_of(request))
+        return await self._begun(response, row, wait)
+
+    @get(f"{_ONE}/versions", needs=Permission.ASK)
     async def list_versions(self, request: Request, model_id: str) -> VersionList:
         """The versions of a model that can be served without fetching anything."""
         name = self._named(request, b"/versions")

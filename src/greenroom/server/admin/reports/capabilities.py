@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +28,8 @@ from greenroom.server.admin.reports.memory import cache_view, gpu_used_mib, kv_m
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import StatusWord, View
 from greenroom.server.asgi import caller_of
-from greenroom.tenancy.keys import Caller
+from greenroom.server.declared import Routes, get
+from greenroom.tenancy.keys import Caller, Permission
 
 PATH: Final = "/v1/capabilities"
 KEPT_S: Final = 5.0
@@ -110,15 +110,13 @@ class Capabilities(View):
     health: views.HealthWord
 
 
-class CapabilityRoutes:
+class CapabilityRoutes(Routes):
     def __init__(self, gateway: Gateway, look: Callable[[], Snapshot]) -> None:
         self._gateway = gateway
         self._look = look
         self._kept: dict[Caller, tuple[float, Capabilities]] = {}
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.capabilities)
-
+    @get(PATH, needs=Permission.ASK)
     async def capabilities(self, request: Request, response: Response) -> Capabilities:
         """What this gateway can do, and its state, with the models that the caller may see. Kept for 5 seconds.
 

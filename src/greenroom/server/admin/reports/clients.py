@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
-from greenroom.tenancy.keys import ANYONE
+from greenroom.server.declared import Routes, get
+from greenroom.tenancy.keys import ANYONE, Permission
 from greenroom.tenancy.limits import UNLIMITED, Meter
 from greenroom.tenancy.profiles import Profiles
 from greenroom.tenancy.requestors import ROWS_MAX, Requestor
@@ -69,13 +70,11 @@ class ClientList(View):
     clients: list[ClientView]
 
 
-class ClientRoutes:
+class ClientRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(CLIENTS_PATH)(self.list_clients)
-
+    @get(CLIENTS_PATH, needs=Permission.READ)
     async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
         """What asked models lately, by key, tenant and client; that which asked last first."""
         requestors, profiles = self._gateway.requestors, Profiles(self._gateway.config.profiles)
@@ -135,13 +134,11 @@ class LimitList(View):
     """Those of which most is used first; among equals tenants, then keys, then models."""
 
 
-class LimitRoutes:
+class LimitRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(LIMITS_PATH)(self.list_limits)
-
+    @get(LIMITS_PATH, needs=Permission.READ)
     async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""
         now, meters = self._gateway.limiter.now(), list(self._gateway.limiter.meters)

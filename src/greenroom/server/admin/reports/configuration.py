@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fastapi import FastAPI
-
 from greenroom.base.detached import run_detached
 from greenroom.config import environment, loader, mistakes
 from greenroom.config.diff import diff
@@ -24,6 +22,8 @@ from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
+from greenroom.server.declared import Routes, get
+from greenroom.tenancy.keys import Permission
 
 PATH: Final = "/api/v1/config/effective"
 _HIDDEN: Final = mistakes.SECRET_KEYS | mistakes.COMMAND_KEYS
@@ -78,13 +78,11 @@ class EffectiveConfig(View):
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
 
 
-class ConfigRoutes:
+class ConfigRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.effective_config)
-
+    @get(PATH, needs=Permission.MANAGE)
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
         gateway = self._gateway

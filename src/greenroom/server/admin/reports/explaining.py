@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from math import isinf
 from typing import Annotated, Final, Literal, assert_never
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
@@ -28,9 +28,10 @@ from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.leases import own_prefix
 from greenroom.server.admin.views import ModelName, Order, Priority, Tier, View
+from greenroom.server.declared import NEVER, Routes, post
 from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.keys import parse_priority
+from greenroom.tenancy.keys import Permission, parse_priority
 
 # How the scheduler names slots of leases, and why one leaves.
 LEASE_PREFIX: Final = lease_name(LeaseId(""))
@@ -142,13 +143,11 @@ _log = get_logger("server")
 _NOBODY = RequestId("explain")
 
 
-class Explaining:
+class Explaining(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(PATH)(self.explain)
-
+    @post(PATH, needs=Permission.READ, signed=NEVER)
     async def explain(self, request: Request, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
         task, own = self._gateway.tasks.find(ask.model), own_prefix(request)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 
 from greenroom.core.model import Tier
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.memory import gpu_used_mib, green_room_used_mib
 from greenroom.server.admin.views import View
+from greenroom.server.declared import Routes, get
 from greenroom.telemetry.history import Sample
+from greenroom.tenancy.keys import Permission
 
 HISTORY_PATH: Final = "/api/v1/history"
 TIMELINE_PATH: Final = "/api/v1/timeline"
@@ -85,15 +87,12 @@ class TimelineView(View):
     spans: list[SpanView]
 
 
-class HistoryRoutes:
+class HistoryRoutes(Routes):
     def __init__(self, gateway: Gateway, wall: Callable[[], float] = time.time) -> None:
         self._gateway = gateway
         self._wall = wall
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(HISTORY_PATH)(self.show_history)
-        app.get(TIMELINE_PATH)(self.show_timeline)
-
+    @get(HISTORY_PATH, needs=Permission.READ)
     async def show_history(
         self,
         since: Annotated[
@@ -104,6 +103,7 @@ class HistoryRoutes:
         history = self._gateway.history
         return _view(history.every_s, history.since(since))
 
+    @get(TIMELINE_PATH, needs=Permission.READ)
     async def show_timeline(
         self,
         seconds: Annotated[int, Query(ge=1, le=SPAN_MAX_S, description="So far back.")] = SPAN_MAX_S,

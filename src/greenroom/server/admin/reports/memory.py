@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fastapi import FastAPI
-
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.engines.estimates.estimate import MIB
@@ -21,6 +19,8 @@ from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
 from greenroom.server.admin.gateway import Gateway, WatchedMemory
 from greenroom.server.admin.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
+from greenroom.server.declared import Routes, get
+from greenroom.tenancy.keys import Permission
 
 PATH = "/api/v1/gpus"
 # A look this recent is shown again.
@@ -69,13 +69,11 @@ class GpuList(View):
     host: HostMemoryView
 
 
-class Gpus:
+class Gpus(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.list_gpus)
-
+    @get(PATH, needs=Permission.READ)
     async def list_gpus(self) -> GpuList:
         """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
         gateway = self._gateway

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Query, Request
 
 from greenroom.core.explain import Wait
 from greenroom.core.model import ModelId, RequestId
@@ -19,8 +19,10 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.explaining import action_of, naming_policy, why_waits
 from greenroom.server.admin.views import ModelName, View
 from greenroom.server.asgi import caller_of
+from greenroom.server.declared import NEVER, Routes, delete, get
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.keys import Permission
 
 PATH: Final = "/api/v1/queue"
 ROWS_MAX: Final = 200
@@ -70,14 +72,11 @@ class CancelledView(View):
     """What it did until now."""
 
 
-class QueueRoutes:
+class QueueRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.list_queue)
-        app.delete("/api/v1/requests/{request_id}")(self.cancel_request)
-
+    @get(PATH, needs=Permission.READ)
     async def list_queue(
         self,
         limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 50,
@@ -91,6 +90,7 @@ class QueueRoutes:
         rows = [self._row(caller, offset + place, reasons) for place, caller in enumerate(page, 1)]
         return QueuePage(depth=len(callers), max=state.limits.queue_depth_max, requests=rows)
 
+    @delete("/api/v1/requests/{request_id}", needs=Permission.MANAGE, signed=NEVER)
     async def cancel_request(self, request: Request, request_id: str) -> CancelledView:
         """End a request: one that waits leaves the queue, a running answer is cut. Its caller gets 410 `cancelled`."""
         record = self._gateway.activity.get(request_id)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,8 +22,9 @@ from greenroom.runtime.record.usage_store import GROUPS, ROWS_MAX, By, UsageQues
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import Routes, get
 from greenroom.telemetry.activity import FIGURES, HOUR_S
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import Caller, Permission
 
 PATH: Final = "/api/v1/usage"
 CSV: Final = "text/csv"
@@ -89,14 +90,20 @@ class UsageView(View):
     total: Used
 
 
-class UsageRoutes:
+_KINDS: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {CSV: {}}}}
+
+
+class UsageRoutes(Routes):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def add_to(self, app: FastAPI) -> None:
-        kinds: dict[int | str, dict[str, Any]] = {200: {"content": {CSV: {}}}}
-        app.get(PATH, response_model=UsageView, response_model_exclude_unset=True, responses=kinds)(self.usage)
-
+    @get(
+        PATH,
+        needs=Permission.ASK,
+        response_model=UsageView,
+        response_model_exclude_unset=True,
+        responses=_KINDS,
+    )
     async def usage(
         self,
         request: Request,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Annotated
 
-from fastapi import FastAPI, Header, Query
+from fastapi import Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +28,7 @@ from greenroom.server.admin.reports.memory import cache_view, gpu_used_mib, gree
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.declared import Routes, get
 from greenroom.telemetry.exposition import (
     CacheCounts,
     DeviceMemory,
@@ -38,7 +39,7 @@ from greenroom.telemetry.exposition import (
     render,
 )
 from greenroom.telemetry.logs import lost_lines
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import Caller, Permission
 
 API = "/api/v1"
 # As many as are kept.
@@ -56,7 +57,7 @@ WithState = Annotated[bool, Query(description="Also send events `state`: all mod
 LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
 
 
-class Watching:
+class Watching(Routes):
     def __init__(
         self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
     ) -> None:
@@ -68,33 +69,26 @@ class Watching:
         # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
-    def add_to(self, app: FastAPI) -> None:
-        app.get("/health", responses={503: {"model": views.Health}})(self.health)
-        app.get("/healthz")(self.is_alive)
-        app.get("/readyz", responses={503: {"model": views.ProbeAnswer}})(self.is_ready)
-        app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
-        app.get(f"{API}/status")(self.status)
-        app.get(f"{API}/events", response_class=Response, responses={200: {"content": {SSE: {}}}})(self.events)
-        app.get(f"{API}/requests")(self.list_requests)
-        app.get(f"{API}/requests/{{request_id}}")(self.show_request)
-        app.get(f"{API}/decisions")(self.list_decisions)
-
-    async def is_alive(self) -> views.ProbeAnswer:
-        """200 while the gateway answers at all, whatever becomes of its models: a probe by which it is restarted."""
-        return views.ProbeAnswer(status="ok")
-
-    async def is_ready(self, response: Response) -> views.ProbeAnswer:
-        """200 while requests are accepted; 503 while it starts, catches up or ends, and while its queue is full."""
-        ready = self._look().ready()
-        response.status_code = 200 if ready.status == "ok" else 503
-        return ready
-
+    @get("/health", needs=Permission.ASK, responses={503: {"model": views.Health}})
     async def health(self, response: Response) -> views.Health:
         """200 while requests can be served; 503 if the queue is full, models cannot be loaded, or memory ran out."""
         health = self._look().health()
         response.status_code = 200 if health.status == "healthy" else 503
         return health
 
+    @get("/healthz", needs=Permission.ASK)
+    async def is_alive(self) -> views.ProbeAnswer:
+        """200 while the gateway answers at all, whatever becomes of its models: a probe by which it is restarted."""
+        return views.ProbeAnswer(status="ok")
+
+    @get("/readyz", needs=Permission.ASK, responses={503: {"model": views.ProbeAnswer}})
+    async def is_ready(self, response: Response) -> views.ProbeAnswer:
+        """200 while requests are accepted; 503 while it starts, catches up or ends, and while its queue is full."""
+        ready = self._look().ready()
+        response.status_code = 200 if ready.status == "ok" else 503
+        return ready
+
+    @get("/metrics", needs=Permission.ASK, response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(self, request: Request) -> Response:
         """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only.
 
@@ -113,10 +107,12 @@ class Watching:
             )
         return Response(body, headers={"content-type": content_type})
 
+    @get(f"{API}/status", needs=Permission.READ)
     async def status(self) -> views.StatusView:
         """The whole gateway at this moment: devices, models, slots, the queue."""
         return self._look().status()
 
+    @get(f"{API}/events", needs=Permission.READ, response_class=Response, responses={200: {"content": {SSE: {}}}})
     async def events(
         self, request: Request, after: EventId = None, last_event_id: LastEventId = None, state: WithState = False
     ) -> Response:
@@ -129,6 +125,7 @@ class Watching:
             request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
         )
 
+    @get(f"{API}/requests", needs=Permission.READ)
     async def list_requests(
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
     ) -> views.RequestList:
@@ -137,6 +134,7 @@ class Watching:
         records = self._gateway.activity.recent(limit, model if entry is None else entry.public_id)
         return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
 
+    @get(f"{API}/requests/{{request_id}}", needs=Permission.ASK)
     async def show_request(self, request: Request, request_id: str) -> views.RequestView:
         """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
         record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
@@ -153,6 +151,7 @@ class Watching:
         entry = self._gateway.catalog.find(model)
         return caller.sees(model if entry is None else entry.base_id)
 
+    @get(f"{API}/decisions", needs=Permission.READ)
     async def list_decisions(
         self,
         limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100,

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -37,17 +37,19 @@ from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
 from greenroom.server.asgi import asked_by_admin, body_of
+from greenroom.server.declared import NEVER, Routes, delete, get, post
 from greenroom.server.inference.body.long_body import SHORT_BYTES
 from greenroom.server.inference.jobs.files import route_of
 from greenroom.server.inference.jobs.jobs import JobFacts, Jobs
 from greenroom.server.inference.pictures import HARMLESS
 from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.keys import Caller, Permission
 
 _log = get_logger("jobs")
 
 JOBS: Final = "/v1/jobs"
+_ONE: Final = JOBS + "/{job_id}"
 LISTED_MAX: Final = 1_000
 # How soon a caller should ask again for a result that is not there.
 POLL_S: Final = 1.0
@@ -190,19 +192,12 @@ _BODY: Final[dict[str, Any]] = {
 }
 
 
-class JobRoutes:
+class JobRoutes(Routes):
     def __init__(self, jobs: Callable[[], Jobs], bodies: Callable[[], BodyBudget]) -> None:
         self._jobs = jobs
         self._bodies = bodies
 
-    def add_to(self, app: FastAPI) -> None:
-        one = JOBS + "/{job_id}"
-        app.post(JOBS, status_code=202, openapi_extra=_BODY)(self.submit_job)
-        app.get(JOBS)(self.list_jobs)
-        app.get(one)(self.show_job)
-        app.delete(one)(self.cancel_job)
-        app.get(one + "/result", response_class=Response)(self.job_result)
-
+    @post(JOBS, needs=Permission.ASK, signed=NEVER, status_code=202, openapi_extra=_BODY)
     async def submit_job(self, request: Request, response: Response) -> JobView:
         """Run a request to a model and keep its answer. Returns at once."""
         body = Body(self._bodies())
@@ -248,6 +243,7 @@ class JobRoutes:
 
         return await long.in_thread(read)
 
+    @get(JOBS, needs=Permission.ASK)
     async def list_jobs(
         self,
         request: Request,
@@ -263,15 +259,18 @@ class JobRoutes:
         told = self._jobs().facts(self._jobs().get(row.id) or row for row in shown_rows)
         return JobList(data=[view(row, facts, to_operator=to_operator) for row, facts in told])
 
+    @get(_ONE, needs=Permission.ASK)
     async def show_job(self, request: Request, job_id: str) -> JobView:
         """One job as it is now."""
         await self._jobs().look([self._found(request, job_id)])
         return self._view(request, self._found(request, job_id))
 
+    @delete(_ONE, needs=Permission.ASK, signed=NEVER)
     async def cancel_job(self, request: Request, job_id: str) -> JobView:
         """End it and free its engine. A job that has ended stays as it is."""
         return self._view(request, await self._jobs().cancel(self._found(request, job_id).id))
 
+    @get(_ONE + "/result", needs=Permission.ASK, response_class=Response)
     async def job_result(self, request: Request, job_id: str) -> Response:
         """The answer, as the route itself would have given it: status, type and body. A stream is sent as collected."""
         row = self._found(request, job_id)
