@@ -61,6 +61,13 @@ def test_a_link_on_a_page_leads_to_a_file_and_a_heading_of_it(page: str) -> None
             assert not anchor or anchor in anchors(str(target.relative_to(ROOT))), f"{link}#{anchor}"
 
 
+def test_the_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\(([^)#]+)", text_of("docs/index.md")))
+    assert {page.removeprefix("docs/") for page in PAGES if re.match(r"docs/(design/)?[^/]*$", page)} - {
+        "index.md"
+    } <= named
+
+
 def test_pages_that_sources_name_are_there() -> None:
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "ui/src").rglob("*.ts*"), *(ROOT / "deploy").rglob("*.yaml")]
     files += [
