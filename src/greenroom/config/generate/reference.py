@@ -166,11 +166,11 @@ def _rows(section: type[Section], prefix: str, keys: list[str]) -> Iterator[str]
 
 def _on_reload(prefix: str, key: str) -> str:
     if prefix == "models.":
-        return "new engine" if key in NEW_SLOT_KEYS else "at once"
+        return "new engine" if key in NEW_SLOT_KEYS else ""
     full = prefix if prefix and not prefix.endswith(".") else prefix + key
     if full in RESTART_KEYS:
         return "restart"
-    return "at once" if full in AT_ONCE_KEYS else "as a diff"
+    return "" if full in AT_ONCE_KEYS else "as a diff"
 
 
 def _kind(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
