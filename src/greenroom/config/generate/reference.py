@@ -106,8 +106,8 @@ def json_schema() -> dict[str, Any]:
 
 def _with_a_line_for_each_key(schema: Mapping[str, Any]) -> str:
     """As text whose lines name what changed."""
-    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
-    return re.sub(r"\n(?: {5,}| {4}(?=[}\]]))", " ", text)
+    text = json.dumps(schema, indent=1, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return re.sub(r"\n(?: {5,}| {4}(?=[}\]]))", "", text)
 
 
 def tables() -> str:
