@@ -51,7 +51,8 @@ TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m py
 QUICK := not slow and not soak and not gpu
 SLOW := slow and not soak and not gpu
 # These start programs (commands, engines, workers, a Redis) and wait for them, or simulate days. Units come before them.
-PROGRAM_TESTS := tests/cli tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim tests/chaos \
+PROGRAM_TESTS := tests/cli tests/docs tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim \
+  tests/chaos \
   tests/config/test_described.py tests/engines/estimates/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
   tests/runtime/remote/test_shared.py tests/server/inference/test_running.py tests/tenancy/test_shared_limits.py \
   tests/tenancy/governance/test_shared_nonces.py
@@ -190,6 +191,7 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
 	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu and not pure' $(SPREAD) $(SLOW_JOBS) \
 	  tests/core tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
+  tests/docs/test_served.py \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
 	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 

@@ -143,15 +143,6 @@ def test_json_schema_says_what_it_is_and_knows_bounds_and_sentences() -> None:
             assert value.get("description"), key
 
 
-def examples_in_guide() -> list[str]:
-    return re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/configuration.md").read_text("utf-8"), flags=re.M | re.S)
-
-
-@pytest.mark.parametrize("text", examples_in_guide())
-def test_example_in_the_guide_loads(loads: Loads, text: str) -> None:
-    assert loads(text, {"GREENROOM_KEY": "k", "SPEECH_TOKEN": "t"})
-
-
 def copy_of_root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/configuration.md", tmp_path / "docs")

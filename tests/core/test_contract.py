@@ -32,7 +32,7 @@ from greenroom.core.policy.coresidency import Group
 from greenroom.core.scheduler import DefaultScheduler
 from tests.core.runs.scenarios import finish, mixed_scenario
 from tests.core.world import Fate, Recorder, World, gpu, host, model, picture
-from tests.pages import defined_in
+from tests.docs.pages import defined_in
 
 GPU0 = DeviceId("gpu0")
 ENDED = {Fate.SERVED, Fate.REJECTED, Fate.GONE}

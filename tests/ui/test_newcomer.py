@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
 
+from tests.docs.test_served import demo
 from tests.harness import fake, gateway_process
-from tests.integration.operating.test_readme import until_healthy
-from tests.ports import free_port
 from tests.ui.rig.browser import Tab, tab
 
 
@@ -28,17 +25,8 @@ def test_the_first_minutes_with_scripted_models(browser: Browser, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_first_minutes_with_the_demo(browser: Browser, tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "log"
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "greenroom", "demo", "--port", str(port)]
-        demo = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-    try:
-        until_healthy(port, demo, log)
-        with tab(browser, f"http://127.0.0.1:{port}") as opened:
-            _first_minutes(opened)
-    finally:
-        demo.terminate()
-        assert demo.wait(60) == 0, log.read_text()[-2000:]
+    with demo(tmp_path / "log") as address, tab(browser, address) as opened:
+        _first_minutes(opened)
 
 
 def _first_minutes(opened: Tab) -> None:

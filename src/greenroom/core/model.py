@@ -154,7 +154,7 @@ class ModelSpec:
     # `need` has beyond them, and `beside_mib`. Empty: it can be cut anywhere.
     parts: tuple[int, ...] = ()
     beside_mib: int = 0
-    # A coming version of this other model: it makes no slot of that model leave (ADR 21).
+    # A coming version of this other model: it makes no slot of that model leave (ADR 22).
     version_of: ModelId | None = None
     # Its slots leave when their answers have ended, and what asks for it waits: its next version takes its place.
     held: bool = False

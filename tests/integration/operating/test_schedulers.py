@@ -12,12 +12,12 @@ from greenroom.app import App
 from greenroom.core.invariants import check
 from greenroom.core.plain import PlainScheduler
 from greenroom.core.scheduler import DefaultScheduler
+from tests.docs.pages import package_of
 from tests.harness import gateway, tiny
 from tests.integration.facts import at_rest, is_ready
 from tests.integration.operating.test_reload import edit
 from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_model
-from tests.pages import package_of
 from tests.waiting import until
 
 PAGE = "docs/design/writing-a-scheduler.md"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def generated(root: Path) -> dict[str, str]:
     """The text each file should have, by its path below the root of the repository."""
     return {
         "config.example.yaml": example(),
-        "docs/config.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
+        "docs/config.schema.json": _with_a_line_for_each_key(json_schema()),
         GUIDE: with_reference((root / GUIDE).read_text(encoding="utf-8")),
     }
 
@@ -118,6 +119,12 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 def json_schema() -> dict[str, Any]:
     made = Config.model_json_schema()
     return {"$schema": SCHEMA_DIALECT, "$id": SCHEMA_ID, **made, "title": "Greenroom configuration"}
+
+
+def _with_a_line_for_each_key(schema: Mapping[str, Any]) -> str:
+    """As text whose lines name what changed."""
+    text = json.dumps(schema, indent=1, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return re.sub(r"\n(?: {5,}| {4}(?=[}\]]))", "", text)
 
 
 def tables() -> str:

@@ -110,7 +110,7 @@ class ApiKey(Section):
     routes: Annotated[tuple[RoutePattern, ...], Field(max_length=PATTERNS_MAX)] | None = None
     """The paths it may call, such as /v1/chat/completions; `*` for one part, `**` for the rest; all when not given."""
     verbs: tuple[Verb, ...] = ()
-    """What it may do beyond asking models; see docs/keys.md."""
+    """What it may do beyond asking models; see docs/access.md."""
     admin: bool = False
     """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
     leases: bool = False

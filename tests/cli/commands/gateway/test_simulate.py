@@ -20,8 +20,8 @@ from greenroom.cli.main import main
 from greenroom.cli.parser import parser
 from greenroom.sim.cases import Case
 from greenroom.sim.runs import CaseFailed, CaseRuns
-from tests.cli.test_guides import ROOT, blocks
 from tests.config.test_plugins import install
+from tests.docs.pages import ROOT, blocks
 from tests.process.trees import is_alive
 from tests.waiting import PATIENCE_S, until_now
 

@@ -1,8 +1,10 @@
-"""The tutorial on policies and swappers is true: its code runs, as it stands on the page."""
+"""The pages on policies, swappers and schedulers are true: their code runs, as it stands there.
+
+`tests/core/test_contract.py` holds the contract against the scheduler.
+"""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,18 +15,19 @@ from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.swapper import Resident, Swapper, Target
 from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
-from tests.cli.test_guides import ROOT
-from tests.pages import commands, defined_in, package_of, run
+from tests.chaos.play import Play
+from tests.chaos.scenario import draw_scenario, draw_task_storm, under_plain
+from tests.docs.pages import commands, defined_in, package_of, run
 from tests.sim.settings import setting, sim_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 
-PAGE = "docs/design/writing-a-policy.md"
+POLICY, SCHEDULER = "docs/design/writing-a-policy.md", "docs/design/writing-a-scheduler.md"
 GPU = DeviceId("gpu0")
 
 
 def in_turns() -> SimConfig:
-    turns: PolicyFactory = defined_in(PAGE, "turns.py")["Turns"]
+    turns: PolicyFactory = defined_in(POLICY, "turns.py")["Turns"]
     models = [sim_model("busy", concurrency=1), sim_model("other", concurrency=1)]
     return setting(*models, policy="turns", policies={**BUILT_IN, "turns": turns})
 
@@ -77,7 +80,7 @@ def resident(name: str, mib: int, *, loss: float, is_fixed: bool = False) -> Res
 
 
 def leaves_for(mib: int, *residents: Resident) -> list[str] | None:
-    swapper: Swapper = defined_in(PAGE, "largest.py")["LargestFirst"](None)
+    swapper: Swapper = defined_in(POLICY, "largest.py")["LargestFirst"](None)
     found = swapper.eviction_for(Target(ModelId("new"), ({GPU: mib},), 1), residents, {GPU: 0})
     return None if found is None else [victim.model for victim in found.victims]
 
@@ -94,49 +97,61 @@ def test_a_fixed_resident_stays_and_no_model_is_evicted_in_vain() -> None:
     assert leaves_for(5_000, small, large) is None
 
 
-# --- the page as a package --------------------------------------------------------------------------------------------
+# --- the scheduler ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    return package_of(PAGE, tmp_path)
+def test_faults_do_not_confuse_the_scheduler() -> None:
+    longest = defined_in(SCHEDULER, "longest.py")["LongestWait"]
+    for scenario in (*map(draw_task_storm, range(20)), *map(draw_scenario, range(6))):
+        played = Play(under_plain(scenario, longest)).to_the_end()
+        assert played.judged["Invariants"] > 0
 
 
-def test_the_example_tries_the_policy_in_the_simulator(package: Path) -> None:
+# --- the pages as packages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [(POLICY, ["fifo", "turns"]), (SCHEDULER, ["DefaultScheduler", "PlainScheduler", "Checked"])],
+)
+def test_the_example_compares_what_the_page_builds_in_the_simulator(
+    page: str, names: list[str], tmp_path: Path
+) -> None:
+    package = package_of(page, tmp_path)
     done = run(package, str(package / "try_it.py"))
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["fifo", "turns"]
-    assert lines[0].removeprefix("fifo") != lines[1].removeprefix("turns")
+    lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in lines] == names
+    assert len({figures for _, figures in lines}) == len(names), "they decide differently"
 
 
-def test_an_installed_policy_and_swapper_may_be_named_in_a_configuration(package: Path) -> None:
-    check = commands(PAGE)[0].split()
-    done = run(package, "-m", *check)
+@pytest.mark.parametrize("page", [POLICY, SCHEDULER])
+def test_what_is_installed_may_be_named_in_a_configuration_and_simulated(page: str, tmp_path: Path) -> None:
+    package = package_of(page, tmp_path)
+    check, simulate, _ = commands(page)
+    done = run(package, "-m", *check.split())
+    assert (done.returncode, "is right" in done.stdout) == (0, True), done.stderr
+    done = run(package, "-m", *simulate.split())
     assert done.returncode == 0, done.stderr
-    assert "is right" in done.stdout
+    if page == POLICY:
+        assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["default", "turns"]
+    else:
+        assert "The scheduler is longest" in done.stderr and "As it is" in done.stdout
 
 
-def test_an_installed_policy_can_be_simulated_by_name(package: Path) -> None:
-    simulate = commands(PAGE)[1].split()
-    done = run(package, "-m", *simulate)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split()[0] for line in done.stdout.splitlines()[1:3]]
-    assert rows == ["default", "turns"]
-
-
-def test_without_the_package_its_names_are_refused(package: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "refused"),
+    [
+        (POLICY, "there is no policy 'turns'; there are default, fifo"),
+        (SCHEDULER, "there is no implementation 'longest'; there are default, plain"),
+    ],
+)
+def test_without_the_package_its_names_are_refused(page: str, refused: str, tmp_path: Path) -> None:
+    package = package_of(page, tmp_path)
     for folder in package.glob("*.dist-info"):
         (folder / "entry_points.txt").unlink()
-    done = run(package, "-m", *commands(PAGE)[0].split())
-    assert done.returncode == 1
-    assert "there is no policy 'turns'; there are default, fifo" in done.stderr
-    done = run(package, "-m", *commands(PAGE)[1].split())
-    assert done.returncode != 0
-    assert "there is no policy 'turns'" in done.stderr
-
-
-def test_links_on_the_page_lead_somewhere() -> None:
-    text = (ROOT / PAGE).read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
-    assert links and all((ROOT / PAGE).parent.joinpath(link).exists() for link in links)
+    check, simulate, _ = commands(page)
+    done = run(package, "-m", *check.split())
+    assert done.returncode == 1 and refused in done.stderr
+    done = run(package, "-m", *simulate.split())
+    assert done.returncode != 0 and refused.partition(";")[0] in done.stderr

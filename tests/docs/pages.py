@@ -1,4 +1,4 @@
-"""Pages of the documentation that build a package: their files as pip would leave them, and programs run with these."""
+"""Pages of the documentation: their blocks, and packages that they build: as pip would leave them, with programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.cli.test_guides import blocks
-
+ROOT = Path(__file__).parents[2]
 # Generous: the machine may be busy.
 PATIENCE_S = 120
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def section(page: str, heading: str) -> str:
+    """What is below a heading of the second level."""
+    return text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text_of(page), re.MULTILINE | re.DOTALL)
 
 
 def module_blocks(page: str) -> dict[str, str]:

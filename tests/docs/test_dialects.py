@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +15,9 @@ from greenroom.dialects.neutral import Fields, Frame
 from greenroom.dialects.translation import ChatTranslation
 from greenroom.errors import BadRequest
 from greenroom.server.inference.routes import MODEL_ROUTES
+from tests.docs.pages import section, text_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
+PAGE = "docs/dialects.md"
 HELLO = [{"role": "user", "content": "hi"}]
 FRAME = Frame("m", "1", 0.0)
 # How the fields below a heading are read, and a body to which they are added.
@@ -29,14 +29,10 @@ SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
 }
 
 
-def section(name: str) -> str:
-    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-
-
 LINES = [
     (name, *match)
     for name in SECTIONS
-    for match in re.findall(r"^\| `(\{.*?\})` \| (?:`(\{.*\})`|(refused)) \|$", section(name), re.MULTILINE)
+    for match in re.findall(r"^\| `(\{.*?\})` \| (?:`(\{.*\})`|(refused)) \|$", section(PAGE, name), re.MULTILINE)
 ]
 
 
@@ -66,6 +62,6 @@ def test_the_page_has_a_table_for_each_dialect() -> None:
 
 
 def test_every_path_of_the_page_is_served_and_every_path_is_on_it() -> None:
-    named = set(re.findall(r"^\| `POST (/\S+)` \|", PAGE, re.MULTILINE))
+    named = set(re.findall(r"^\| `POST (/\S+)` \|", text_of(PAGE), re.MULTILINE))
     served = {path.decode() for path, route in MODEL_ROUTES.items() if route.translate is not None or route.is_native}
     assert served <= named <= served | {"/api/show", "/api/pull", "/models/load", "/models/unload"}

@@ -1,0 +1,100 @@
+"""The pages are true: their configurations load, their commands exist, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.parser import parser
+from greenroom.config import loader
+from tests.docs.pages import ROOT, blocks, section, text_of
+
+PAGES = sorted(
+    str(file.relative_to(ROOT))
+    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"))
+)
+# Other tests load these, beside the packages that the pages build.
+NEED_PACKAGES = {f"docs/design/writing-{name}.md" for name in ("a-policy", "a-scheduler", "an-engine")}
+YAML = [(page, block) for page in PAGES if page not in NEED_PACKAGES for block in blocks(page, "yaml")]
+COMMANDS = [
+    (page, line[line.index("greenroom ") :].partition(" > ")[0])
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+    if re.match(r"(\S*/)?greenroom ", line) and "--version" not in line
+]
+ENVIRON = {name: name for name in ("GREENROOM_KEY", "OPS_KEY", "WRITERS_KEY", "SPEECH_TOKEN", "REDIS_PASSWORD")}
+
+
+@pytest.mark.parametrize(("page", "block"), YAML)
+def test_a_configuration_on_a_page_is_a_right_one(page: str, block: str, tmp_path: Path) -> None:
+    numbers = itertools.count()
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(re.sub("sha256: …", lambda _: f"sha256: '{next(numbers):064x}'", block), encoding="utf-8")
+    warnings = loader.load(file, ENVIRON).warnings
+    # Nobody who copies it has these model files, and the operator's key is on another page.
+    assert [text for text in warnings if not re.search("there is no|no key has admin", text)] == []
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_a_command_on_a_page_is_understood(page: str, line: str) -> None:
+    assert parser().parse_args(shlex.split(line, comments=True)[1:]).run is not None
+
+
+def anchors(page: str) -> set[str]:
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    titles = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_on_a_page_leads_to_a_file_and_a_heading_of_it(page: str) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text_of(page)):
+        if "://" not in link:
+            target = ((ROOT / page).parent / link if link else ROOT / page).resolve()
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(str(target.relative_to(ROOT))), f"{link}#{anchor}"
+
+
+def test_the_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\(([^)#]+)", text_of("docs/index.md")))
+    assert {page.removeprefix("docs/") for page in PAGES if re.match(r"docs/(design/)?[^/]*$", page)} - {
+        "index.md"
+    } <= named
+
+
+def test_pages_that_sources_name_are_there() -> None:
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "ui/src").rglob("*.ts*"), *(ROOT / "deploy").rglob("*.yaml")]
+    files += [
+        ROOT / "Dockerfile",
+        ROOT / "Makefile",
+        ROOT / "config.example.yaml",
+        ROOT / "deploy/systemd/greenroom.service",
+    ]
+    named = {page for file in files for page in re.findall(r"docs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
+    assert [page for page in named if not (ROOT / page).exists()] == []
+
+
+# Reasons of the core for other things than the departure of a model.
+OF_NO_DEPARTURE = {
+    *("ready", "there", "asked_for", "switch", "fired_early", "patience", "budget", "over", "grace_over", "back_off"),
+    *("left", "was_not_there", "unknown", "cannot_sleep"),
+}
+
+
+def test_operating_explains_each_reason_for_which_a_model_leaves() -> None:
+    calls = [
+        node
+        for file in (ROOT / "src/greenroom/core").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "because"
+    ]
+    words = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    reasons = section("docs/operating.md", "Why a model left").partition("| `why` |")[2]
+    explained = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", reasons, re.MULTILINE))))
+    assert explained == words - OF_NO_DEPARTURE
