@@ -87,10 +87,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("said", ["nan", "inf", "-1", "1e400", "soon"])
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [(["unload", "m"], "--grace-s"), (["chat", "m"], "--temperature")],
-)
+@pytest.mark.parametrize(("command", "option"), [(["unload", "m"], "--grace-s"), (["chat", "m"], "--temperature")])
 def test_a_number_that_is_none_is_wrong_usage(
     command: list[str], option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,10 +163,7 @@ def running(raises: BaseException) -> Callable[[Namespace], int]:
     ],
 )
 def test_what_a_command_raises_becomes_a_status_and_a_line(
-    raised: BaseException,
-    status: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    raised: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = Subcommand("fail", "Raises.", lambda parser: None, running(raised))
     assert main(["fail"], [failing]) == status

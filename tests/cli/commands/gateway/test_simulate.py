@@ -376,11 +376,7 @@ def test_one_is_not_told_as_many(
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [
-        (signal.SIGINT, ExitStatus.INTERRUPTED),
-        (signal.SIGTERM, -signal.SIGTERM),
-        (signal.SIGKILL, -signal.SIGKILL),
-    ],
+    [(signal.SIGINT, ExitStatus.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_no_process_outlives_the_command(number: signal.Signals, status: int, config: str) -> None:
     words = ("simulate", "-c", config, "--seconds", "1e7", "--gpus", "1,2", "--jobs", "2")
@@ -858,8 +854,7 @@ def test_a_report_goes_through_a_link_and_to_what_is_no_file(
 
 
 @pytest.mark.parametrize(
-    "why",
-    ["busy", "leaving", "no_room", "leased", "kept_for_others", "crowd", "green_room", "no_lease", "store_down"],
+    "why", ["busy", "leaving", "no_room", "leased", "kept_for_others", "crowd", "green_room", "no_lease", "store_down"]
 )
 def test_every_reason_to_wait_has_a_sentence(why: str) -> None:
     nothing: dict[str, object] = {"behind": [], "evict": [], "position": None, "eta_s": None, "retry_after_s": None}

@@ -137,10 +137,7 @@ def test_waiting_is_told_on_standard_error(gateway: FakeGateway, capsys: pytest.
     beats = events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), "data: [DONE]")
     gateway.on("POST", PATH, beats)
     assert main(["chat", "m", "hello"]) == 0
-    assert capsys.readouterr() == (
-        "hi\n",
-        "waiting for m, position 2, about 4 s to go\nwaiting for m\n",
-    )
+    assert capsys.readouterr() == ("hi\n", "waiting for m, position 2, about 4 s to go\nwaiting for m\n")
     assert gateway.asked[-1].headers["x-heartbeat"] == "comment"
 
 

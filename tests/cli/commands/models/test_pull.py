@@ -130,12 +130,7 @@ def test_a_gateway_that_runs_fetches(gateway: FakeGateway, capsys: pytest.Captur
     gateway.on("GET", f"{pull.DOWNLOADS}/{ID}", answer(view()))
     assert main(["pull", REPO, "--revision", "v1", "--include", "a", "--include", "b", "--to", "mine"]) == 0
     assert capsys.readouterr().out == "/models/x\n"
-    assert gateway.asked[0].json == {
-        "model": REPO,
-        "revision": "v1",
-        "include": ["a", "b"],
-        "destination": "mine",
-    }
+    assert gateway.asked[0].json == {"model": REPO, "revision": "v1", "include": ["a", "b"], "destination": "mine"}
 
 
 def test_a_gateways_refusal_and_failure_are_told(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,9 +84,7 @@ def test_times_that_cannot_be_waited_are_refused(
     assert ended.value.code == 2 and "seconds" in capsys.readouterr().err
 
 
-def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(
-    pair: list[FakeReplica],
-) -> None:
+def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(pair: list[FakeReplica]) -> None:
     argv = [sys.executable, "-P", "-m", "greenroom", "trainer", "keep", "--every-s", "0.05", *words(pair)]
     env = {**os.environ, "MODEL_REPO_ID": "org/new"}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as keeper:

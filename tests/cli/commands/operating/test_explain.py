@@ -77,10 +77,7 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
                 "  its answer would begin in about 21s",
             ],
         ),
-        (
-            explained("swap", move="wake"),
-            ["qwen would be woken", "  how long that takes is not known yet"],
-        ),
+        (explained("swap", move="wake"), ["qwen would be woken", "  how long that takes is not known yet"]),
         (
             explained("swap", move="wake", wait_max_s=2.5),
             ["qwen would be woken", "  how long that takes is not known yet; after 2.5s it would be refused"],
