@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cli.command import Cli, command_line
 from tests.cli.fake_gateway import FakeGateway
 
 ENVIRONMENT = (
@@ -26,6 +27,11 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGateway]:
     monkeypatch.setenv("GREENROOM_URL", fake.url)
     yield fake
     fake.close()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return command_line(capsys)
 
 
 @pytest.fixture(autouse=True)

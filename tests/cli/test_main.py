@@ -23,7 +23,8 @@ from greenroom.cli.main import main
 from greenroom.cli.parser import COMMANDS, parser
 from greenroom.cli.screen import say_json
 from greenroom.errors import StateDirBusy
-from tests.cli.fake_gateway import FakeGateway, answer, error
+from tests.cli.command import Cli
+from tests.cli.fake_gateway import FakeGateway, answer
 
 README = Path(__file__).parents[2] / "README.md"
 HEAVY = {
@@ -45,11 +46,8 @@ def test_the_commands_are_those_the_readme_names() -> None:
 
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    assert f"usage: greenroom {command}" in capsys.readouterr().out
+def test_every_command_explains_itself(command: str, cli: Cli) -> None:
+    assert f"usage: greenroom {command}" in cli(command, "--help").out
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -79,75 +77,17 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ["ps", "--wat"],
     ],
 )
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code == 2
-    assert "usage: greenroom" in capsys.readouterr().err
+def test_wrong_usage_exits_with_2(argv: list[str], cli: Cli) -> None:
+    assert "usage: greenroom" in cli(*argv, status=2).err
 
 
-@pytest.mark.parametrize("said", ["nan", "inf", "-1", "1e400", "soon"])
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [(["unload", "m"], "--grace-s"), (["chat", "m"], "--temperature")],
-)
-def test_a_number_that_is_none_is_wrong_usage(
-    command: list[str], option: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*command, f"{option}={said}"])
-    assert ended.value.code == 2
-    assert f"{option}: {said} is no number" in capsys.readouterr().err
-
-
-def test_wrong_usage_found_later_exits_with_2_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ps", "--url", "ftp://x"]) == 2
-    assert capsys.readouterr().err == "greenroom: 'ftp://x' is not an address; write it like http://127.0.0.1:8210\n"
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        *(["decisions"], ["load"], ["unload"], ["sleep"], ["prepare"], ["flush"], ["logs"], ["logs", "-f"]),
-        *(["explain"], ["chat", "m"], ["jobs", "show"], ["usage", "--by"], ["usage", "--csv", "--by"]),
-        *(["explain", "m", "--tenant"], ["trainer", "verify", "--model"]),
-    ],
-)
-def test_a_name_that_is_not_utf_8_is_wrong_usage(
-    argv: list[str], gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*argv, "a\udcff"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == r"greenroom: 'a\udcff' is not UTF-8, and cannot be sent"
-    assert gateway.asked == []
-
-
-@pytest.mark.parametrize("command", ["decisions", "load", "unload", "sleep", "prepare", "logs"])
-@pytest.mark.parametrize(("name", "why"), [("a\nb", "it has control or invisible characters"), ("", "it is empty")])
-def test_what_cannot_be_a_name_is_wrong_usage(
-    command: str, name: str, why: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, name]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"greenroom: {name!r} is no name of a model: {why}"
-    assert gateway.asked == []
-
-
-def test_no_gateway_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gateway_exits_with_3(cli: Cli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     for argv in (["ps"], ["load", "m"], ["unload", "m"], ["logs", "m"], ["logs", "-f", "m"], ["reload"]):
-        assert main([*argv, "--url", url]) == 3
-        out, err = capsys.readouterr()
+        out, err = cli(*argv, "--url", url, status=3)
         assert out == ""
         assert f"greenroom: no gateway answers at {url}; start one with `greenroom serve`, or say where it is" in err
-
-
-def test_a_refusal_exits_with_1_and_shows_the_engines_lines(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway.on("POST", "/api/v1/models/m/load", error(503, "model_load_failed", "m broke.", "bad magic\n\x1b[31mred"))
-    assert main(["load", "m"]) == 1
-    err = capsys.readouterr().err
-    assert "greenroom: m broke.\n  | bad magic\n  | \N{REPLACEMENT CHARACTER}[31mred\n" in err
 
 
 def running(raises: BaseException) -> Callable[[Namespace], int]:
@@ -166,10 +106,7 @@ def running(raises: BaseException) -> Callable[[Namespace], int]:
     ],
 )
 def test_what_a_command_raises_becomes_a_status_and_a_line(
-    raised: BaseException,
-    status: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    raised: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = Subcommand("fail", "Raises.", lambda parser: None, running(raised))
     assert main(["fail"], [failing]) == status

@@ -24,11 +24,7 @@ def test_seconds_are_said_shortly(value: float | None, shown: str) -> None:
 
 def test_a_table_in_a_pipe_has_columns_that_can_be_cut() -> None:
     text = screen.plain_table(("model", "memory MiB", "note"), [("a", "300", "two words"), ("longer", "", "-")])
-    assert text.splitlines() == [
-        "MODEL   MEMORY_MIB  NOTE",
-        "a       300         two words",
-        "longer  -           -",
-    ]
+    assert text.splitlines() == ["MODEL   MEMORY_MIB  NOTE", "a       300         two words", "longer  -           -"]
 
 
 def test_a_cell_cannot_begin_a_new_line() -> None:

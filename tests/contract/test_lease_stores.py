@@ -46,15 +46,7 @@ def ask(
     wait_s: float = 0.0,
 ) -> LeaseAsk:
     return LeaseAsk(
-        id,
-        f"job-{id}",
-        mib,
-        gpus,
-        devices,
-        priority,
-        ttl_s=ttl_s,
-        wait_s=wait_s,
-        holder=holder_of(os.getpid()),
+        id, f"job-{id}", mib, gpus, devices, priority, ttl_s=ttl_s, wait_s=wait_s, holder=holder_of(os.getpid())
     )
 
 

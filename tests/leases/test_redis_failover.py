@@ -58,9 +58,7 @@ async def until_replicated(replica: RedisServer, id: str) -> None:
     await until(lambda: asyncio.to_thread(knows, replica, id), f"{id} reaches the replica")
 
 
-async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on(
-    pair: Pair,
-) -> None:
+async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on(pair: Pair) -> None:
     primary, replica = pair.primary, pair.replica
     before, after = store_at(primary), store_at(replica)
     token = await granted(before, "a", 6_000)
@@ -87,9 +85,7 @@ async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on
     await after.close()
 
 
-async def test_a_lease_that_never_reached_the_replica_is_told_to_it_by_its_holder(
-    pair: Pair,
-) -> None:
+async def test_a_lease_that_never_reached_the_replica_is_told_to_it_by_its_holder(pair: Pair) -> None:
     primary, replica = pair.primary, pair.replica
     address = Proxy(primary.port)
     await address.start()

@@ -83,10 +83,7 @@ async def test_room_is_made_on_a_device_without_an_earlier_waiter(client: Opener
     tasks.append(await _waiting(client(), store, LeaseAsk("anywhere", "anywhere", 5_000, wait_s=PATIENCE_S)))
     tasks.append(await _waiting(client(), store, LeaseAsk("both", "both", 5_000, gpus=2, wait_s=PATIENCE_S)))
     orders = await store.publish("g", DEVICES, dict.fromkeys(DEVICES, 1.0))
-    assert {asked.id: asked.devices for asked in orders.make_room} == {
-        "on-gpu0-only": ("gpu0",),
-        "anywhere": ("gpu1",),
-    }
+    assert {asked.id: asked.devices for asked in orders.make_room} == {"on-gpu0-only": ("gpu0",), "anywhere": ("gpu1",)}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -118,9 +115,7 @@ async def test_higher_priority_takes_memory_kept_for_a_waiter_behind_it(client: 
     await asyncio.gather(low, return_exceptions=True)
 
 
-async def test_preemptible_leases_of_lower_priority_are_recalled_when_no_gateway_can_make_room(
-    client: Opener,
-) -> None:
+async def test_preemptible_leases_of_lower_priority_are_recalled_when_no_gateway_can_make_room(client: Opener) -> None:
     holder, store = client(), client()
     firm = await holder.acquire(ask("firm", 2_000, priority=2))
     soft = await holder.acquire(ask("soft", 6_000, priority=2, preemptible=True))

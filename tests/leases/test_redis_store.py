@@ -196,9 +196,7 @@ async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(clien
     assert await claims(one) == {}
 
 
-async def test_a_lease_told_to_several_calls_is_given_back_when_all_were_unheard(
-    client: Opener,
-) -> None:
+async def test_a_lease_told_to_several_calls_is_given_back_when_all_were_unheard(client: Opener) -> None:
     one, other = client(), client()
     calls = ("first", "again", "third")
     held = [await store.acquire(ask("a", 8_000), name) for store, name in zip((one, other, one), calls, strict=True)]

@@ -20,10 +20,7 @@ GOOD = {"format": 1, "model_version": 3, "model_repo_id": "org/a"}
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     assert read_state(str(path)) is None
-    for state in (
-        DesiredState(1, "org/a"),
-        DesiredState(2, "org/b", "main", "m", allow_gap=True, rollback=True),
-    ):
+    for state in (DesiredState(1, "org/a"), DesiredState(2, "org/b", "main", "m", allow_gap=True, rollback=True)):
         write_state(str(path), state)
         assert read_state(str(path)) == state
     assert os.listdir(tmp_path) == ["state.json"]

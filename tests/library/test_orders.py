@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.errors import BadRequest
-from greenroom.library.orders import (
-    PATTERNS_MAX,
-    DownloadOrder,
-    FetchPlace,
-    OrderRules,
-    place_of,
-    read_order,
-)
+from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, FetchPlace, OrderRules, place_of, read_order
 from greenroom.library.roots import Roots
 
 RULES = OrderRules(hosts=("files.example", "other.example:8443"))

@@ -82,8 +82,7 @@ def said_of_first(case: Case, base: SimConfig) -> str:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"policy": "fifo"}, {"gpus": 1}, {"gpu_mib": 2_000}, {"green_room_mib": 8_000}, {"concurrency": 4}],
+    "other", [{"policy": "fifo"}, {"gpus": 1}, {"gpu_mib": 2_000}, {"green_room_mib": 8_000}, {"concurrency": 4}]
 )
 def test_a_first_case_that_is_not_the_configured_machine_is_not_called_that(other: dict[str, Any]) -> None:
     base = replace(SMALL, devices=(gpu(1_000), gpu(1_000, 1), host(9_000)))
@@ -316,11 +315,7 @@ SMALL_GPU, LARGE_GPU, OTHER_LARGE = gpu(1_000), gpu(4_000, 1), gpu(4_000, 2)
         ([sim_model("a"), sim_model("b")], [LARGE_GPU, OTHER_LARGE], Prospects(spreading=False)),
         # Both fit on the larger one only, or one of them takes both.
         ([sim_model("a", 2_000), sim_model("b", 2_000)], [SMALL_GPU, LARGE_GPU], Prospects()),
-        (
-            [sim_model("a", 5_000, can_split=True), sim_model("b")],
-            [SMALL_GPU, LARGE_GPU],
-            Prospects(preloading=False),
-        ),
+        ([sim_model("a", 5_000, can_split=True), sim_model("b")], [SMALL_GPU, LARGE_GPU], Prospects(preloading=False)),
         ([sim_model("a", preload=True), sim_model("b", pinned=True)], [LARGE_GPU], Prospects(preloading=False)),
         # Only those without `devices` may use a further one; what runs on the host does not.
         ([sim_model("a", devices=(GPU1,)), sim_model("b")], [LARGE_GPU], Prospects()),
@@ -523,10 +518,7 @@ def test_models_that_fit_nowhere_are_named() -> None:
     assert said[2] == f"m0 fits on no GPU that it may use: {one.stats.lost} requests for it cannot be served."
 
 
-@pytest.mark.parametrize(
-    ("devices", "named"),
-    [((GPU1,), "gpu1"), ((DeviceId("gpu3"), GPU1), "gpu3, gpu1")],
-)
+@pytest.mark.parametrize(("devices", "named"), [((GPU1,), "gpu1"), ((DeviceId("gpu3"), GPU1), "gpu3, gpu1")])
 def test_a_model_that_names_only_gpus_that_are_not_there_is_told_so(devices: tuple[DeviceId, ...], named: str) -> None:
     base = replace(SMALL, models=(sim_model("m0", devices=devices), *SMALL.models[1:]))
     one, larger, two = results(Case("fifo", 1), Case("fifo", 1, gpu_mib=8_000), Case("fifo", 2), base=base)

@@ -56,10 +56,7 @@ def _stand_in(kind: str) -> Kind:
 
 
 KINDS = {
-    "command": Kind(
-        named=lambda name: fake(name),
-        endless=lambda name: fake(name, "--tokens", str(10**9)),
-    ),
+    "command": Kind(named=lambda name: fake(name), endless=lambda name: fake(name, "--tokens", str(10**9))),
     "llamacpp": Kind(
         named=lambda name: tiny(tiny_gguf(name)),
         endless=lambda name: tiny(tiny_gguf(name, loop=True, hidden=HIDDEN, layers=LAYERS), ctx_size=CONTEXT),

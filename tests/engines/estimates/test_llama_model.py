@@ -181,12 +181,7 @@ def test_an_estimate_counts_projector_adapters_and_draft_model() -> None:
 
 def test_files_of_a_load_are_all_of_them() -> None:
     model = whole()
-    assert [str(file) for file in ENGINE.files(model)] == [
-        model.path,
-        model.mmproj,
-        *model.lora,
-        model.draft_model,
-    ]
+    assert [str(file) for file in ENGINE.files(model)] == [model.path, model.mmproj, *model.lora, model.draft_model]
     assert of_model(model).draft == model.draft_model
 
 

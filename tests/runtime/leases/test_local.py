@@ -451,9 +451,7 @@ async def test_a_restart_gives_no_lease_a_whole_ttl_again(tmp_path: Path) -> Non
             assert lasts_s - 30 < (await after.leasing.find("train")).expires_in_s <= lasts_s
 
 
-async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
-    tmp_path: Path,
-) -> None:
+async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(tmp_path: Path) -> None:
     wall_s = 1_000.0
     async with rig(tmp_path, wall=lambda: wall_s) as before:
         lease = await before.leasing.acquire(ask(ttl_s=600.0))

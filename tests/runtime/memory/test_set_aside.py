@@ -22,12 +22,7 @@ DEVICES = (
 
 @pytest.mark.parametrize(
     ("keys", "gpus"),
-    [
-        ({}, {A, B}),
-        ({"devices": ("GPU-b",)}, {B}),
-        ({"device": "cpu"}, set()),
-        ({"engine": "llamacpp"}, set()),
-    ],
+    [({}, {A, B}), ({"devices": ("GPU-b",)}, {B}), ({"device": "cpu"}, set()), ({"engine": "llamacpp"}, set())],
 )
 def test_it_is_set_aside_where_a_hosted_model_may_be_placed(
     tmp_path: Path, keys: dict[str, Any], gpus: set[DeviceId]

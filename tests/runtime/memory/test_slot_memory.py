@@ -237,9 +237,7 @@ async def test_memory_that_stays_away_is_told(capsys: pytest.CaptureFixture[str]
     await rig.needs.close()
 
 
-async def test_where_no_processes_are_listed_memory_is_back_when_use_stops_falling(
-    rig: Rig,
-) -> None:
+async def test_where_no_processes_are_listed_memory_is_back_when_use_stops_falling(rig: Rig) -> None:
     rig.scheduler.state.ledger.hold(S, {A: 9_000})
     left = [8_000, 5_000, 2_000, 700, 700, 700]
     rig.probe.show(gpu("GPU-a", used_mib=8_000, processes=None), gpu("GPU-b", 1))

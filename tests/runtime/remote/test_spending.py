@@ -172,10 +172,7 @@ async def test_a_form_may_ask_for_several_answers(tmp_path: Path, n: str | None,
     await spending.close()
 
 
-@pytest.mark.parametrize(
-    ("events", "received", "tokens"),
-    [(3, 0, 3), (3, 40, 10), (3, 4_000, 50), (80, 4_000, 80)],
-)
+@pytest.mark.parametrize(("events", "received", "tokens"), [(3, 0, 3), (3, 40, 10), (3, 4_000, 50), (80, 4_000, 80)])
 async def test_a_stream_that_was_left_counts_by_its_length_up_to_what_was_expected(
     tmp_path: Path, events: int, received: int, tokens: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import get_args
@@ -15,6 +14,7 @@ from greenroom.config.sections.governance import Operation
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.canonical_json import sha256_of
 from greenroom.tenancy.governance.tokens import BySigners, read_token
+from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.tenancy.governance.token_rig import in_place, key_file
 
@@ -22,13 +22,12 @@ Out = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def signers(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def signers(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Keys of alice and bob, and a configuration that knows them."""
     monkeypatch.chdir(tmp_path)
     lines = ["governance:", "  signers:"]
     for name in ("alice", "bob"):
-        assert main(["token", "keygen", f"{name}.pem", "--signer", name]) == 0
-        lines.append(capsys.readouterr().out.splitlines()[2])
+        lines.append(cli("token", "keygen", f"{name}.pem", "--signer", name).lines[2])
         assert os.stat(f"{name}.pem").st_mode & 0o777 == 0o600
     (tmp_path / "greenroom.yaml").write_text("\n".join([*lines, f"state_dir: {tmp_path}/state", ""]))
     return {name: f"{name}.pem" for name in ("alice", "bob")}
@@ -38,43 +37,33 @@ def test_operations_are_those_of_the_configuration() -> None:
     assert get_args(Operation) == OPERATIONS
 
 
-def test_a_token_is_signed_cosigned_and_verified(tmp_path: Path, signers: dict[str, str], capsys: Out) -> None:
+def test_a_token_is_signed_cosigned_and_verified(tmp_path: Path, signers: dict[str, str], cli: Cli) -> None:
     sign = ["token", "sign", "model-load", "m", "--key", "alice.pem", "--signer", "alice", "--signers", "alice,bob"]
-    assert main([*sign, "--body", '{"evict":["x"]}']) == 0
-    (tmp_path / "one").write_text(capsys.readouterr().out)
-    assert main(["token", "cosign", "one", "--key", "bob.pem", "--signer", "bob"]) == 0
-    text = capsys.readouterr().out.strip()
+    (tmp_path / "one").write_text(cli(*sign, "--body", '{"evict":["x"]}').out)
+    text = cli("token", "cosign", "one", "--key", "bob.pem", "--signer", "bob").out.strip()
     (tmp_path / "both").write_text(text)
     presented = read_token(text)
     assert isinstance(presented.proof, BySigners) and len(presented.proof.signatures) == 2
     assert presented.token.body_sha256 == sha256_of({"evict": ["x"]})
-    assert main(["token", "verify", "both", "--json", "--body", '{"evict":["x"]}']) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = cli("token", "verify", "both", "--json", "--body", '{"evict":["x"]}').json
     assert told["signers"] == ["alice", "bob"] and told["operation"] == "model-load" and told["left_s"] > 200
-    assert main(["token", "verify", "both", "--body", "{}"]) == 1
-    assert "another body" in capsys.readouterr().err
-    assert main(["token", "cosign", "one", "--key", "bob.pem", "--signer", "carol"]) == 1
-    assert "does not name carol" in capsys.readouterr().err
+    assert "another body" in cli("token", "verify", "both", "--body", "{}", status=1).err
+    assert "does not name carol" in cli("token", "cosign", "one", "--key", "bob.pem", "--signer", "carol", status=1).err
 
 
-def test_a_shared_key_signs_too(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_key_signs_too(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["token", "keygen", "--shared", "shared.key"]) == 0
-    assert capsys.readouterr().out == "governance:\n  key_path: shared.key\n"
+    assert cli("token", "keygen", "--shared", "shared.key").out == "governance:\n  key_path: shared.key\n"
     (tmp_path / "greenroom.yaml").write_text("governance: {key_path: shared.key}\n")
     sign = ["token", "sign", "config-reload", "--key", "shared.key", "--signer", "admin1", "--no-body"]
-    assert main([*sign, "--json"]) == 0
-    (tmp_path / "token").write_text(capsys.readouterr().out)
-    assert main(["token", "verify", "token"]) == 0
-    assert "config-reload of no model, proven by admin1" in capsys.readouterr().out
-    assert main(["token", "keygen", "--shared", "shared.key"]) == 1
-    assert "File exists" in capsys.readouterr().err
+    (tmp_path / "token").write_text(cli(*sign, "--json").out)
+    assert "config-reload of no model, proven by admin1" in cli("token", "verify", "token").out
+    assert "File exists" in cli("token", "keygen", "--shared", "shared.key", status=1).err
 
 
-def test_a_key_that_others_can_read_signs_nothing(tmp_path: Path, capsys: Out) -> None:
+def test_a_key_that_others_can_read_signs_nothing(tmp_path: Path, cli: Cli) -> None:
     path = key_file(tmp_path, mode=0o644)
-    assert main(["token", "sign", "model-load", "m", "--key", path]) != 0
-    assert "other users" in capsys.readouterr().err
+    assert "other users" in cli("token", "sign", "model-load", "m", "--key", path, status=1).err
 
 
 @pytest.mark.parametrize(
@@ -97,24 +86,20 @@ def test_commands_send_the_token(
         assert asked.json == {"grace_s": 5} and isinstance(asked.json["grace_s"], int)
 
 
-def test_a_file_that_holds_no_token_is_told(gateway: FakeGateway, tmp_path: Path, capsys: Out) -> None:
+def test_a_file_that_holds_no_token_is_told(gateway: FakeGateway, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "token").write_text("two words")
-    assert main(["reload", "--token", str(tmp_path / "token")]) == 2
-    assert main(["reload", "--token", str(tmp_path / "none")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    cli("reload", "--token", tmp_path / "token", status=2)
+    assert "cannot be read" in cli("reload", "--token", tmp_path / "none", status=2).err
 
 
-async def test_the_audit_log_is_verified(tmp_path: Path, capsys: Out) -> None:
+async def test_the_audit_log_is_verified(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path, in_place)
     await log.open()
     for number in range(3):
         await log.append({"event": "permitted", "model": f"m{number}"})
     await log.close()
-    assert main(["audit", "verify", str(path)]) == 0
-    assert "4 lines, none changed" in capsys.readouterr().out
+    assert "4 lines, none changed" in cli("audit", "verify", path).out
     path.write_text(path.read_text().replace("m1", "m9"))
-    assert main(["audit", "verify", str(path)]) == 1
-    assert "line 3: it was changed" in capsys.readouterr().err
-    assert main(["audit", "verify", str(path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["bad_line"] == 3
+    assert "line 3: it was changed" in cli("audit", "verify", path, status=1).err
+    assert cli("audit", "verify", path, "--json", status=1).json["bad_line"] == 3

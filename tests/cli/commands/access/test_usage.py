@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pytest
-
-from greenroom.cli.main import main
 from greenroom.telemetry.activity import FIGURES
+from tests.cli.command import Cli
 from tests.cli.fake_gateway import Answer, FakeGateway, answer
 
 PATH = "/api/v1/usage"
@@ -21,15 +18,12 @@ def usage(*rows: dict[str, Any], total: dict[str, Any], by: tuple[str, ...] = ("
     return {"since": 0, "until": 1, "by": list(by), "rows": list(rows), "total": total}
 
 
-def test_a_table_with_a_row_for_each_group_and_a_total(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_with_a_row_for_each_group_and_a_total(gateway: FakeGateway, cli: Cli) -> None:
     alice = used(key="alice", model="big model", requests=12, prompt_tokens=3456, completion_tokens=78, answer_s=90.0)
     nobody = used(key=None, model=None, requests=2, refused=2)
     total = used(requests=14, refused=2, prompt_tokens=3456, completion_tokens=78, answer_s=90.0, uncounted=3)
     gateway.on("GET", PATH, answer(usage(alice, nobody, total=total)))
-    assert main(["usage", "--since", "7d", "--by", "key,model"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("usage", "--since", "7d", "--by", "key,model")
     assert out.splitlines() == [
         "KEY    MODEL      REQUESTS  REFUSED  FAILED  ABORTED  PROMPT  CACHED  COMPLETION  GPU  ANSWERS",
         "alice  big_model  12        0        0       0        3456    -       78          -    2m",
@@ -40,22 +34,17 @@ def test_a_table_with_a_row_for_each_group_and_a_total(
     assert gateway.asked[-1].target == f"{PATH}?since=7d&by=key%2Cmodel"
 
 
-def test_sound_and_pictures_have_columns_where_there_are_any(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sound_and_pictures_have_columns_where_there_are_any(gateway: FakeGateway, cli: Cli) -> None:
     row = used(requests=1, audio_s=30.0, pictures=4)
     gateway.on("GET", PATH, answer(usage(row | {"model": "w"}, total=row, by=("model",))))
-    assert main(["usage"]) == 0
-    titles, *rows = capsys.readouterr().out.splitlines()
+    titles, *rows = cli("usage").lines
     assert titles.split()[-2:] == ["AUDIO", "PICTURES"] and [line.split()[-2:] for line in rows] == [["30s", "4"]]
 
 
-def test_json_and_csv_are_what_the_gateway_gave(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_csv_are_what_the_gateway_gave(gateway: FakeGateway, cli: Cli) -> None:
     whole = usage(total=used())
     gateway.on("GET", PATH, answer(whole))
-    assert main(["usage", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == whole
+    assert cli("usage", "--json").json == whole
     gateway.on("GET", PATH, Answer(b"model,requests\r\nm,1\r\n", content_type="text/csv"))
-    assert main(["usage", "--csv", "--until", "2026-11-02"]) == 0
-    assert capsys.readouterr().out == "model,requests\r\nm,1\r\n"
+    assert cli("usage", "--csv", "--until", "2026-11-02").out == "model,requests\r\nm,1\r\n"
     assert gateway.asked[-1].target == f"{PATH}?since=30d&by=model&until=2026-11-02&format=csv"

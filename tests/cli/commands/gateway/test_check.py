@@ -6,13 +6,14 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from greenroom.cli.main import main
 from greenroom.engines.estimates.gguf import CONTEXT_MIB
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
+from tests.cli.command import Cli, Said
 from tests.cli.commands.models.test_engines import program, python_with
 from tests.models import tiny
 from tests.samples.hf_folder import write_safetensors
@@ -26,246 +27,204 @@ models:
 """
 
 
+class Check:
+    """`greenroom check` of a file, which is a right one until a test writes another."""
+
+    def __init__(self, folder: Path, cli: Cli) -> None:
+        self.file, self._cli = folder / "greenroom.yaml", cli
+        (folder / "chat.gguf").symlink_to(tiny("chat"))
+        self.file.write_text(GOOD)
+
+    def __call__(self, text: str | None = None, *words: str, status: int = 0) -> Said:
+        if text is not None:
+            self.file.write_text(text)
+        return self._cli("check", *words, self.file, status=status)
+
+    def json(self, text: str | None = None, status: int = 0) -> Any:
+        return self(text, "--json", status=status).json
+
+    def of_models(self, models: str, more: str = "") -> list[str]:
+        """What is said of models, without what their engines lack here."""
+        said = self.json(f"{more}models:\n{models}")["warnings"]
+        return [text for text in said if text.startswith("models.") and "install" not in text]
+
+
 @pytest.fixture
-def good(tmp_path: Path) -> Path:
-    (tmp_path / "chat.gguf").symlink_to(tiny("chat"))
-    file = tmp_path / "greenroom.yaml"
-    file.write_text(GOOD)
-    return file
+def check(tmp_path: Path, cli: Cli) -> Check:
+    return Check(tmp_path, cli)
 
 
-def test_a_right_file_is_summed_up(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(good)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_right_file_is_summed_up(check: Check) -> None:
+    lines = check().lines
     assert lines[0].split() == ["MODEL", "ENGINE", "MEMORY_MIB", "NOTE"]
     chat = lines[1].split(maxsplit=3)
     assert (chat[0], chat[1], chat[3]) == ("chat", "llamacpp", "estimated from its file, pinned")
     assert int(chat[2]) >= CONTEXT_MIB
     assert lines[2].split(maxsplit=3) == ["speech", "command", "2048", "preload"]
     assert lines[3].startswith("budget: gpu0 8,192 MiB")
-    assert lines[-1] == f"{good} is right"
+    assert lines[-1] == f"{check.file} is right" and "CANDIDATES" not in "".join(lines)
+    result = check.json()
+    assert (result["ok"], result["warnings"]) == (True, [])
+    assert [model["id"] for model in result["models"]] == ["chat", "speech"]
+    assert result["devices"][0] == {"id": "gpu0", "capacity_mib": 8192, "margin_mib": 512}
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b"", "it ends at byte 0"), (b"PK\x03\x04" * 99, "it does not begin with GGUF")]
+    ("content", "why"),
+    [
+        (b"", "{path} is not a usable GGUF file: it ends at byte 0"),
+        (b"PK\x03\x04" * 99, "{path} is not a usable GGUF file: it does not begin with GGUF"),
+        (None, "there is no file {path}"),
+    ],
 )
-def test_a_file_that_is_no_gguf_is_told(
-    good: Path, content: bytes, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (good.parent / "chat.gguf").unlink()
-    (good.parent / "chat.gguf").write_bytes(content)
-    assert main(["check", str(good)]) == 0
-    out = capsys.readouterr().out
-    assert f"warning: models.chat: path: {good.parent}/chat.gguf is not a usable GGUF file: {why}" in out
-    assert out.splitlines()[-1].endswith("but see above")
+def test_a_file_that_is_no_gguf_is_told_once(check: Check, content: bytes | None, why: str) -> None:
+    path = check.file.parent / "chat.gguf"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    out = check().out
+    assert f"warning: models.chat: path: {why.format(path=path)}" in out
+    assert out.count("warning: models.chat") == 1 and out.splitlines()[-1].endswith("but see above")
 
 
-def test_a_file_that_is_missing_is_told_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (good.parent / "chat.gguf").unlink()
-    assert main(["check", str(good)]) == 0
-    assert capsys.readouterr().out.count("warning: models.chat") == 1
-
-
-def test_it_is_told_how_tenants_are_kept_apart(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_told_how_tenants_are_kept_apart(check: Check) -> None:
     more = "  own: {cmd: 'sh --port ${PORT}', memory_mib: 1, isolate_tenants: process}\n"
     more += "  open: {cmd: 'sh --port ${PORT}', memory_mib: 1, isolate_tenants: off}\n"
     keys = "{name: app, key: a}, {name: ops, key: c, admin: true}"
-    good.write_text(GOOD + more + f"server: {{api_keys: [{keys}]}}\n")
-    assert main(["check", str(good), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert {one["id"]: one["isolation"] for one in said["models"]} == {
-        "chat": "slots",
-        "speech": "shared",
-        "own": "process",
-        "open": "off",
-    }
+    said = check.json(GOOD + more + f"server: {{api_keys: [{keys}]}}\n")
+    apart = {"chat": "slots", "speech": "shared", "own": "process", "open": "off"}
+    assert {one["id"]: one["isolation"] for one in said["models"]} == apart
     warned = [text for text in said["warnings"] if "cannot keep tenants apart" in text]
     assert len(warned) == 1 and warned[0].startswith("models.speech: ") and "isolate_tenants" in warned[0]
-    assert main(["check", str(good)]) == 0
-    out = capsys.readouterr().out
+    out = check().out
     assert "a process for each tenant" in out and "tenants share its cache" in out
 
 
-def test_keys_are_told_with_what_they_may_do(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_told_with_what_they_may_do(check: Check) -> None:
     keys = "{name: app, key: a}, {name: train, key: b, leases: true}"
-    good.write_text(GOOD + f"server: {{api_keys: [{keys}, {{name: ops, key: c, admin: true}}]}}\n")
-    assert main(["check", str(good)]) == 0
-    lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()]
+    said = check(GOOD + f"server: {{api_keys: [{keys}, {{name: ops, key: c, admin: true}}]}}\n")
+    lines = [line.split(maxsplit=5) for line in said.lines]
     assert ["KEY", "TENANT", "FROM", "STATE", "EXPIRES", "MAY"] in lines
     assert ["app", "app", "configuration", "valid", "never", "ask models"] in lines
     assert [line[-1] for line in lines if line[0] in ("train", "ops")] == ["leases", "admin"]
-    good.write_text(GOOD + f"server: {{api_keys: [{keys}]}}\n")
-    assert main(["check", str(good), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [(key["name"], key["admin"], key["leases"]) for key in said["keys"]] == [
-        ("app", False, False),
-        ("train", False, True),
-    ]
-    assert [text for text in said["warnings"] if "no key has admin: true" in text]
+    told = check.json(GOOD + f"server: {{api_keys: [{keys}]}}\n")
+    shown = [(key["name"], key["admin"], key["leases"]) for key in told["keys"]]
+    assert shown == [("app", False, False), ("train", False, True)]
+    assert [text for text in told["warnings"] if "no key has admin: true" in text]
 
 
-def test_keys_of_the_key_file_are_told_and_what_is_wrong_with_it(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_of_the_key_file_are_told_and_what_is_wrong_with_it(check: Check, cli: Cli) -> None:
     ours = "{name: app, key: s3cret, models: [a*], limits: {concurrent_max: 2}, expires: 2020-01-01}"
-    good.write_text(GOOD + f"server: {{key_file: keys.json, api_keys: [{ours}]}}\n")
-    assert main(["check", str(good)]) == 0
-    out = capsys.readouterr().out
+    out = check(GOOD + f"server: {{key_file: keys.json, api_keys: [{ours}]}}\n").out
     assert "keys.json; `greenroom key new` makes it" in out and "cannot keep tenants apart" not in out
-    new = ["key", "new", "--config", str(good), "--json"]
-    assert main([*new, "ops", "--admin", "--expires", "30d"]) == 0
-    assert main([*new, "team", "--tenant", "lab", "--verb", "read", "--route", "/v1/**"]) == 0
-    assert main(["key", "revoke", "team", "--config", str(good)]) == 0
-    capsys.readouterr()
-    assert main(["check", str(good)]) == 0
-    out = capsys.readouterr().out
+    new = ["key", "new", "--config", check.file, "--json"]
+    cli(*new, "ops", "--admin", "--expires", "30d")
+    cli(*new, "team", "--tenant", "lab", "--verb", "read", "--route", "/v1/**")
+    cli("key", "revoke", "team", "--config", check.file)
+    out = check().out
     lines = [line.split(maxsplit=5) for line in out.splitlines()]
     assert ["app", "app", "configuration", "expired", "2020-01-01T00:00:00Z", "models a*; concurrent_max 2"] in lines
     assert ["team", "lab", "file", "revoked", "never", "routes /v1/**; verbs read"] in lines
     assert "s3cret" not in out and "sha256" not in out and "no valid key" not in out
     # Tenants of the file are tenants.
     assert "cannot keep tenants apart" in out
-    assert main(["key", "revoke", "ops", "--config", str(good)]) == 0
-    (good.parent / "keys.json").chmod(0o644)
-    capsys.readouterr()
-    assert main(["check", str(good), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    cli("key", "revoke", "ops", "--config", check.file)
+    (check.file.parent / "keys.json").chmod(0o644)
+    said = check.json()
     assert [key["name"] for key in said["keys"]] == ["app"]
     told = [text for text in said["warnings"] if text.startswith("server.key_file: ")]
     assert "chmod 600" in told[0] and "no valid key" in told[1]
 
 
 def test_the_file_is_found_like_serve_finds_it(
-    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    assert main(["check", "--config", str(good)]) == 0
-    monkeypatch.setenv("GREENROOM_CONFIG", str(good))
-    assert main(["check"]) == 0
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "--config" in cli("check", status=1).err
+    assert "is right" in cli("check", "--config", check.file).out
+    monkeypatch.setenv("GREENROOM_CONFIG", str(check.file))
+    assert "is right" in cli("check").out
     monkeypatch.delenv("GREENROOM_CONFIG")
-    monkeypatch.chdir(good.parent)
-    assert main(["check"]) == 0
-    assert capsys.readouterr().out.count("is right") == 3
-
-
-def test_no_file_at_all_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["check"]) == 1
-    assert "--config" in capsys.readouterr().err
+    assert "is right" in cli("check").out
 
 
-def test_problems_are_told_with_their_lines(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good.write_text(GOOD.replace("pinned", "pined"))
-    assert main(["check", str(good)]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == f"greenroom: {good}:4: models.chat.pined: unknown key, did you mean pinned?\n"
-
-
-def test_warnings_do_not_fail(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (good.parent / "chat.gguf").unlink()
-    assert main(["check", str(good)]) == 0
-    assert "warning: models.chat: path: there is no file" in capsys.readouterr().out
-
-
-def test_a_file_too_large_for_the_budget_is_told(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good.write_text(GOOD.replace("8192", "522"))
-    assert main(["check", str(good)]) == 0
-    told = capsys.readouterr().out
+def test_a_file_too_large_for_the_budget_is_told(check: Check) -> None:
     said = r"warning: models.chat: its file says about \d+ MiB, which can never fit into the budget of 10 MiB"
-    assert re.search(said, told)
-
-
-def test_json_holds_the_same(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(good), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["ok"], result["warnings"]) == (True, [])
-    assert [model["id"] for model in result["models"]] == ["chat", "speech"]
-    assert result["devices"][0] == {"id": "gpu0", "capacity_mib": 8192, "margin_mib": 512}
-
-
-def test_json_of_a_wrong_file_lists_its_problems(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good.write_text("modles: {}\nsrever: {}\n")
-    assert main(["check", str(good), "--json"]) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert result["ok"] is False and len(result["problems"]) == 2
+    assert re.search(said, check(GOOD.replace("8192", "522")).out)
 
 
 @pytest.mark.parametrize(
-    ("key", "known"),
-    [("implementation", "default, plain"), ("policy", "default, fifo"), ("swapper", "coordinator, memory")],
+    ("text", "problems"),
+    [
+        (GOOD.replace("pinned", "pined"), ["{file}:4: models.chat.pined: unknown key, did you mean pinned?"]),
+        (
+            "modles: {}\nsrever: {}\n",
+            [
+                "{file}:1: modles: unknown key, did you mean models?",
+                "{file}:2: srever: unknown key, did you mean server?",
+            ],
+        ),
+        *(
+            (
+                f"{GOOD}\nscheduler: {{{key}: coin}}\n",
+                [f"{{file}}:{GOOD.count(chr(10)) + 2}: scheduler.{key}: there is no {key} 'coin'; there are {known}"],
+            )
+            for key, known in (
+                ("implementation", "default, plain"),
+                ("policy", "default, fifo"),
+                ("swapper", "coordinator, memory"),
+            )
+        ),
+    ],
 )
-def test_a_scheduler_policy_or_swapper_that_is_not_there_is_told(
-    good: Path, key: str, known: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good.write_text(f"{GOOD}\nscheduler: {{{key}: coin}}\n")
-    line = GOOD.count("\n") + 2
-    told = f"{good}:{line}: scheduler.{key}: there is no {key} 'coin'; there are {known}"
-    assert main(["check", str(good)]) == 1
-    assert told in capsys.readouterr().err
-    assert main(["check", str(good), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": [told]}
+def test_problems_are_told_with_their_lines(check: Check, text: str, problems: list[str]) -> None:
+    told = [problem.format(file=check.file) for problem in problems]
+    out, err = check(text, status=1)
+    assert out == "" and all(problem in err for problem in told)
+    assert check.json(status=1) == {"ok": False, "problems": told}
 
 
-def test_commands_that_only_look_need_no_policy(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good.write_text(f"{GOOD}\nscheduler: {{policy: of_another_package}}\n")
-    assert main(["engines", "--config", str(good)]) == 0
-    assert "chat" in capsys.readouterr().out
+def test_commands_that_only_look_need_no_policy(check: Check, cli: Cli) -> None:
+    check.file.write_text(f"{GOOD}\nscheduler: {{policy: of_another_package}}\n")
+    assert "chat" in cli("engines", "--config", check.file).out
 
 
-def test_the_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--schema"]) == 0
-    assert "models" in json.loads(capsys.readouterr().out)["properties"]
+def test_the_schema_is_printed_without_a_file(cli: Cli) -> None:
+    assert "models" in cli("check", "--schema").json["properties"]
 
 
-def test_gpus_that_are_seen_are_the_budget(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_gpu.describe(good.parent / "gpus.json", fake_gpu.gpu("GPU-a", 24_000))
-    good.write_text("memory: {probe: file, file: gpus.json}\n")
-    assert main(["check", str(good)]) == 0
-    assert "budget: GPU-a 24,000 MiB, host" in capsys.readouterr().out
-
-
-def test_a_probe_that_does_not_work_here_is_warned_of(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good.write_text("memory: {probe: file, file: none.json}\n")
-    assert main(["check", str(good)]) == 0
-    assert "warning: memory.probe: file does not work here" in capsys.readouterr().out
+def test_gpus_that_are_seen_are_the_budget(check: Check) -> None:
+    fake_gpu.describe(check.file.parent / "gpus.json", fake_gpu.gpu("GPU-a", 24_000))
+    assert "budget: GPU-a 24,000 MiB, host" in check("memory: {probe: file, file: gpus.json}\n").out
+    out = check("memory: {probe: file, file: none.json}\n").out
+    assert "warning: memory.probe: file does not work here" in out
 
 
 def test_a_store_without_its_client_is_warned_of_with_what_to_type(
-    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good.write_text(GOOD + "leases: {store: 'redis://127.0.0.1:6379'}\n")
-    assert main(["check", str(good)]) == 0
-    assert "leases.store" not in capsys.readouterr().out
+    assert "leases.store" not in check(GOOD + "leases: {store: 'redis://127.0.0.1:6379'}\n").out
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "redis" else find(name))
-    assert main(["check", str(good)]) == 0
-    assert "warning: leases.store: the Python client of Redis is not installed" in (out := capsys.readouterr().out)
+    out = check().out
+    assert "warning: leases.store: the Python client of Redis is not installed" in out
     assert "-m pip install 'greenroom[redis]'" in out
-    good.write_text(GOOD)
-    assert main(["check", str(good)]) == 0
-    assert "leases.store" not in capsys.readouterr().out
+    assert "leases.store" not in check(GOOD).out
 
 
-def test_a_python_without_what_hosted_models_need_is_warned_of_once(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_python_without_what_hosted_models_need_is_warned_of_once(check: Check, tmp_path: Path) -> None:
     whole = python_with(tmp_path / "whole", torch="2.13.0", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
     old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
     mute = program(tmp_path / "mute", "hello")
-    for name in "abcd":
+    models = ""
+    for name, python in (("a", whole), ("b", old), ("c", old), ("d", mute)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         write_safetensors(tmp_path / name / "model.safetensors", {"w": np.zeros(4, np.float32)})
-    good.write_text(
-        f"models:\n  a: {{path: a, python: {whole}, memory_mib: 1}}\n"
-        f"  b: {{path: b, python: {old}, memory_mib: 1}}\n  c: {{path: c, python: {old}, memory_mib: 1}}\n"
-        f"  d: {{path: d, python: {mute}, memory_mib: 1}}\n"
-    )
-    assert main(["check", str(good), "--json"]) == 0
-    warned = json.loads(capsys.readouterr().out)["warnings"]
-    assert warned == [
+        models += f"  {name}: {{path: {name}, python: {python}, memory_mib: 1}}\n"
+    assert check.json(f"models:\n{models}")["warnings"] == [
         f"models.b, c: {old} lacks torch or has too old a version; type: {old} -m pip install 'torch>=2.11' "
         "'llguidance>=1.0'",
         f"models.d: python: {mute} does not answer like a Python",
@@ -273,19 +232,20 @@ def test_a_python_without_what_hosted_models_need_is_warned_of_once(
 
 
 def test_no_python_is_asked_for_packages_of_engines_that_no_model_uses(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m").mkdir()
     ours = tmp_path / "ours"
     ours.write_text(f'#!/bin/sh\necho asked >> {tmp_path}/asked\nexec {sys.executable} "$@"\n')
     ours.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(ours))
-    good.write_text("models:\n  a: {engine: transformers, path: m, memory_mib: 1}\n")
-    assert main(["check", str(good)]) == 0
+    check("models:\n  a: {engine: transformers, path: m, memory_mib: 1}\n")
     assert (tmp_path / "asked").read_text().split() == ["asked"]
 
 
 OLDER_ACTIVITY = "t,model,prompt_len,output_len,tenant,priority\n1,a,1,1,,1\n"
+SET_ASIDE = "{path} is of an earlier version; the start renames it to {path}.1"
+IN_THE_WAY = "holds something else; move it away or record to another file; "
 
 
 @pytest.mark.parametrize(
@@ -294,68 +254,92 @@ OLDER_ACTIVITY = "t,model,prompt_len,output_len,tenant,priority\n1,a,1,1,,1\n"
         (None, None, None),
         ("", "anything", None),
         (f"{','.join(ACTIVITY_COLUMNS)}\n", "anything", None),
-        (OLDER_ACTIVITY, None, "{path} is of an earlier version; the start renames it to {path}.1"),
-        (
-            OLDER_ACTIVITY,
-            OLDER_ACTIVITY,
-            "{path} is of an earlier version; the start renames it to {path}.1, which replaces the one there",
-        ),
-        (OLDER_ACTIVITY, "my notes", "{path}.1: holds something else; move it away or record to another file; "),
-        ("my notes", None, "{path}: holds something else; move it away or record to another file; "),
+        (OLDER_ACTIVITY, None, SET_ASIDE),
+        (OLDER_ACTIVITY, OLDER_ACTIVITY, f"{SET_ASIDE}, which replaces the one there"),
+        (OLDER_ACTIVITY, "my notes", f"{{path}}.1: {IN_THE_WAY}"),
+        ("my notes", None, f"{{path}}: {IN_THE_WAY}"),
     ],
 )
 def test_what_the_start_would_do_with_an_earlier_recording_is_told(
-    content: str | None, kept: str | None, told: str | None, good: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, kept: str | None, told: str | None, check: Check
 ) -> None:
-    path = good.parent / "activity.csv"
+    path = check.file.parent / "activity.csv"
     there = {Path(f"{path}{end}"): text for end, text in (("", content), (".1", kept)) if text is not None}
     for file, text in there.items():
         file.write_text(text)
-    good.write_text(f"{GOOD}server: {{record_activity: activity.csv}}\n")
-    assert main(["check", str(good), "--json"]) == 0
-    warnings = [text for text in json.loads(capsys.readouterr().out)["warnings"] if "record_activity" in text]
-    if told is None:
-        assert warnings == []
-    else:
-        assert [text.startswith(f"server.record_activity: {told.format(path=path)}") for text in warnings] == [True]
-    assert {file: file.read_text() for file in good.parent.glob("activity*")} == there, "nothing is changed"
+    said = check.json(f"{GOOD}server: {{record_activity: activity.csv}}\n")["warnings"]
+    warnings = [text for text in said if "record_activity" in text]
+    assert len(warnings) == (told is not None)
+    assert all(text.startswith(f"server.record_activity: {(told or '').format(path=path)}") for text in warnings)
+    assert {file: file.read_text() for file in path.parent.glob("activity*")} == there, "nothing is changed"
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+TASKS = """
+gpus: [{memory_mib: 8192}]
+remotes: {cloud: {provider: openai, api_key_env: NO_SUCH_KEY}}
+models:
+  large: {path: chat.gguf, ctx_size: 4096, aliases: [best]}
+  gone: {path: gone.gguf, ctx_size: 4096}
+  opus: {engine: remote, remote: cloud, use_model_name: o}
+  plain: {cmd: "sh --port ${PORT}", abilities: [embeddings]}
+tasks:
+  coding: {candidates: [best, gone, opus, plain], budget_s: 30, pin_primary: true, require: {abilities: [chat]}}
+  long: {candidates: [large], require: {ctx_size: 8192}}
+  any: {candidates: [large]}
+"""
+
+
+def test_tasks_are_listed_with_their_candidates_and_what_is_wrong_with_them(check: Check) -> None:
+    lines = check(TASKS).lines
+    at = next(number for number, line in enumerate(lines) if line.split() == ["TASK", "CANDIDATES", "NOTE"])
+    assert [" ".join(line.split()) for line in lines[at + 1 : at + 4]] == [
+        "coding best, gone (see below), opus (remote, see below), plain (see below) pin_primary, budget_s 30",
+        "long large (see below) -",
+        "any large -",
+    ]
+    assert "warning: tasks.coding: plain can never serve it: it does not do chat" in lines
+    (none,) = [line for line in lines if line.startswith("warning: tasks.long: ")]
+    assert "no candidate can ever serve it" in none and "large: its context holds 4,096 tokens" in none
+    assert lines[-1].endswith("but see above")
+    coding, long, simple = check.json()["tasks"]
+    assert [(one["name"], one["model"], one["remote"]) for one in coding["candidates"]] == [
+        ("best", "large", False),
+        ("gone", "gone", False),
+        ("opus", "opus", True),
+        ("plain", "plain", False),
+    ]
+    problems = [one["problems"] for one in coding["candidates"]]
+    assert problems[0] == [] and problems[3] == ["it can never serve: it does not do chat"]
+    assert "there is no file" in problems[1][0] and "NO_SUCH_KEY" in problems[2][0]
+    assert (coding["budget_s"], coding["pin_primary"]) == (30, True)
+    assert long["candidates"][0]["problems"] and not simple["candidates"][0]["problems"]
 
 
 # --- models that the load would refuse ------------------------------------------------------------------------------
 
-
-def warned(folder: Path, models: str, capsys: pytest.CaptureFixture[str], more: str = "") -> list[str]:
-    """What `check` says of models, without what their engines lack here."""
-    file = folder / "greenroom.yaml"
-    file.write_text(f"{more}models:\n{models}")
-    assert main(["check", str(file), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["warnings"]
-    return [text for text in said if text.startswith("models.") and "install" not in text]
+COMFYUI = "  a: {engine: comfyui, path: comfy, workflow: w.json, inputs: {prompt: 2.text}}\n"
 
 
 @pytest.mark.parametrize(
-    ("workflow", "told"),
+    ("nodes", "told"),
     [
-        ("{", "is no workflow in ComfyUI's API format"),
-        (
-            '{"1": {"class_type": "X", "inputs": {}}}',
-            "inputs.prompt: 2.text is not in the workflow; there is no node 2",
-        ),
-        (
-            '{"2": {"class_type": "X", "inputs": {"a": 1}}}',
-            "inputs.prompt: 2.text is not in the workflow; node 2 has a",
-        ),
-        ('{"2": {"class_type": "X", "inputs": {"text": "", "ckpt_name": "no.st"}}}', "there is no checkpoint no.st"),
-        ('{"2": {"class_type": "X", "inputs": {"text": ""}}}', None),
+        (None, "is no workflow in ComfyUI's API format"),
+        ({"1": {}}, "inputs.prompt: 2.text is not in the workflow; there is no node 2"),
+        ({"2": {"a": 1}}, "inputs.prompt: 2.text is not in the workflow; node 2 has a"),
+        ({"2": {"text": "", "ckpt_name": "no.st"}}, "there is no checkpoint no.st"),
+        ({"2": {"text": ""}}, None),
     ],
 )
 def test_workflows_that_cannot_be_used_are_told(
-    tmp_path: Path, workflow: str, told: str | None, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, nodes: dict[str, Any] | None, told: str | None
 ) -> None:
     (tmp_path / "comfy").mkdir()
     (tmp_path / "comfy" / "main.py").touch()
-    (tmp_path / "w.json").write_text(workflow)
-    said = warned(tmp_path, "  a: {engine: comfyui, path: comfy, workflow: w.json, inputs: {prompt: 2.text}}\n", capsys)
+    workflow = {name: {"class_type": "X", "inputs": inputs} for name, inputs in (nodes or {}).items()}
+    (tmp_path / "w.json").write_text("{" if nodes is None else json.dumps(workflow))
+    said = check.of_models(COMFYUI)
     assert len(said) == (told is not None) and (told or "") in "".join(said)
 
 
@@ -364,26 +348,26 @@ def test_workflows_that_cannot_be_used_are_told(
     ("files", "told"),
     [
         ({"README": "x"}, "there is no config.json in"),
-        ({"config.json": "{", "model.safetensors": b"x"}, "config.json cannot be read"),
+        ({"config.json": "{", "model.safetensors": "x"}, "config.json cannot be read"),
         ({"config.json": "{}"}, "has no weights"),
-        ({"config.json": "{}", "model.safetensors": b"x" * 99}, "is not a usable safetensors file"),
+        ({"config.json": "{}", "model.safetensors": "x" * 99}, "is not a usable safetensors file"),
     ],
 )
 def test_folders_that_cannot_be_loaded_are_told(
-    tmp_path: Path, engine: str, files: dict[str, str | bytes], told: str, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, engine: str, files: dict[str, str], told: str
 ) -> None:
     (tmp_path / "m").mkdir()
     for name, content in files.items():
-        (tmp_path / "m" / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    said = warned(tmp_path, f"  a: {{engine: {engine}, path: m}}\n", capsys)
+        (tmp_path / "m" / name).write_text(content)
+    said = check.of_models(f"  a: {{engine: {engine}, path: m}}\n")
     assert len(said) == 1 and said[0].startswith("models.a: path: ") and told in said[0], said
 
 
-def test_pickles_are_told_unless_they_are_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_are_told_unless_they_are_allowed(check: Check, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "m" / "pytorch_model.bin").touch()
-    (said,) = warned(tmp_path, "  a: {path: m}\n  b: {path: m, allow_pickle: true}\n", capsys)
+    (said,) = check.of_models("  a: {path: m}\n  b: {path: m, allow_pickle: true}\n")
     assert said.startswith("models.a: path: ") and "allow_pickle" in said
 
 
@@ -397,7 +381,7 @@ def test_pickles_are_told_unless_they_are_allowed(tmp_path: Path, capsys: pytest
     ],
 )
 def test_pipelines_that_cannot_be_loaded_are_told(
-    tmp_path: Path, spoil: str | None, told: str | None, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, spoil: str | None, told: str | None
 ) -> None:
     folder = tmp_path / "m"
     (folder / "unet").mkdir(parents=True)
@@ -409,99 +393,89 @@ def test_pipelines_that_cannot_be_loaded_are_told(
         shutil.rmtree(folder / "unet")
     elif spoil == "unet/w.safetensors":
         (folder / spoil).unlink()
-    said = warned(tmp_path, "  a: {engine: diffusers, path: m}\n", capsys)
+    said = check.of_models("  a: {engine: diffusers, path: m}\n")
     assert len(said) == (told is not None) and (told or "") in "".join(said)
     if told is None:
-        assert "is a pipeline of diffusers" in warned(tmp_path, "  a: {engine: transformers, path: m}\n", capsys)[0]
+        assert "is a pipeline of diffusers" in check.of_models("  a: {engine: transformers, path: m}\n")[0]
 
 
-def test_whisper_without_a_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whisper_without_a_model_is_told(check: Check, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "README").touch()
-    (said,) = warned(tmp_path, "  a: {engine: whisper, path: m}\n", capsys)
+    (said,) = check.of_models("  a: {engine: whisper, path: m}\n")
     assert said.startswith("models.a: path: there is no model.bin in ")
 
 
-def test_pythons_that_cannot_be_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "m.gguf").symlink_to(tiny("chat"))
-    said = warned(tmp_path, f"  a: {{path: m.gguf, python: {tmp_path}}}\n  b: {{path: m.gguf, python: ''}}\n", capsys)
-    assert said == [
+def test_pythons_that_cannot_be_run_are_told(check: Check, tmp_path: Path) -> None:
+    models = f"  a: {{path: chat.gguf, python: {tmp_path}}}\n  b: {{path: chat.gguf, python: ''}}\n"
+    assert check.of_models(models) == [
         f"models.a: python: there is no program {tmp_path}",
         "models.b: python: is empty; name a program or leave the key out",
     ]
 
 
-def test_models_larger_than_the_machine_are_told_without_any_budget(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "m.gguf").symlink_to(tiny("chat"))
+def test_models_larger_than_the_machine_are_told_without_any_budget(check: Check) -> None:
     models = "  giant-1999b: {cmd: 'sh ${PORT}'}\n  said: {cmd: 'sh ${PORT}', memory_mib: 999999999}\n"
-    said = warned(tmp_path, f"{models}  small: {{path: m.gguf}}\n", capsys, "memory: {probe: none}\n")
+    said = check.of_models(f"{models}  small: {{path: chat.gguf}}\n", "memory: {probe: none}\n")
     assert len(said) == 2, said
-    assert re.search(
-        r"models.said: memory_mib: 999,999,999 MiB can never fit into the [0-9,]+ MiB of this host", said[1]
-    )
+    told = r"models.said: memory_mib: 999,999,999 MiB can never fit into the [0-9,]+ MiB of this host"
+    assert re.search(told, said[1])
 
 
-def test_what_lies_on_the_host_is_not_counted_on_the_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_lies_on_the_host_is_not_counted_on_the_gpus(check: Check, tmp_path: Path) -> None:
     """A model that sleeps has a copy of its weights on the host."""
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     write_safetensors(folder / "model.safetensors", {"w": np.zeros(75 * 2**20, np.float32)})
-    assert warned(tmp_path, "  a: {path: m}\n", capsys, "gpus: [{memory_mib: 2048, margin_mib: 0}]\n") == []
+    assert check.of_models("  a: {path: m}\n", "gpus: [{memory_mib: 2048, margin_mib: 0}]\n") == []
 
 
-def test_environment_is_shown_with_what_it_sets(
-    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+# --- the environment, folders, hosts ----------------------------------------------------------------------------------
+
+
+def test_environment_is_shown_with_what_it_sets(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_QUEUE_DEPTH", "16")
     monkeypatch.delenv("PORT", raising=False)
-    assert main(["check", "--env", str(good)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in check(None, "--env").lines]
     assert rows[0] == ["VARIABLE", "KEY", "FROM", "VALUE"]
     assert ["MAX_QUEUE_DEPTH", "scheduler.queue_depth_max", "environment", "16"] in rows
     assert ["PORT", "server.port", "default", "8210"] in rows
-    assert main(["check", "--env", "--json", str(good)]) == 0
-    shown = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    shown = {row["name"]: row for row in check(None, "--env", "--json").json}
     assert shown["MAX_QUEUE_DEPTH"]["value"] == 16 and shown["MAX_QUEUE_DEPTH"]["sentence"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("MAX_QUEUE_DEPTH", "many", "the environment variable MAX_QUEUE_DEPTH (scheduler.queue_depth_max)"),
+        ("MODEL_BASE_PATH", __file__, "is a file"),
+    ],
+)
 def test_wrong_variable_is_an_error(
-    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    check: Check, variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MAX_QUEUE_DEPTH", "many")
-    assert main(["check", str(good)]) == 1
-    assert "the environment variable MAX_QUEUE_DEPTH (scheduler.queue_depth_max)" in capsys.readouterr().err
+    monkeypatch.setenv(variable, value)
+    assert told in check(status=1).err
 
 
-def test_folders_of_models_that_cannot_be_used_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "roots.yaml"
-    config.write_text(f"library:\n  roots: [{tmp_path}/missing, /]\n")
-    assert main(["check", str(config)]) == 0
-    out = capsys.readouterr().out
+def test_folders_of_models_that_cannot_be_used_are_said(check: Check, tmp_path: Path) -> None:
+    out = check(f"library:\n  roots: [{tmp_path}/missing, /]\n").out
     assert f"there is no folder {tmp_path}/missing" in out and "/ is a folder of models" in out
-    for key, root, said in (("library", str(config), "is a file"), ("library", "''", "no folder")):
-        config.write_text(f"{key}:\n  roots: [{root}]\n")
-        assert main(["check", str(config)]) == 1
-        assert said in capsys.readouterr().err
-    config.write_text("model_roots: ['']\n")
-    assert main(["check", str(config)]) == 1 and "no folder" in capsys.readouterr().err
 
 
-def test_a_file_in_model_base_path_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "empty.yaml"
-    config.write_text("models: {}\n")
-    monkeypatch.setenv("MODEL_BASE_PATH", str(config))
-    assert main(["check", str(config)]) == 1 and "is a file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("host", ["https://pictures.example.org", "*.example.org", "a:80", ""])
-def test_a_host_that_is_none_is_refused_in_words(host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "hosts.yaml"
-    config.write_text(f"models:\n  m:\n    path: m.gguf\n    media_hosts: ['{host}']\n")
-    assert main(["check", str(config)]) == 1
-    said = capsys.readouterr().err
-    assert "a host is named alone" in said and "^[" not in said
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"library:\n  roots: [{__file__}]\n", "is a file"),
+        ("library:\n  roots: ['']\n", "no folder"),
+        ("model_roots: ['']\n", "no folder"),
+        *(
+            (f"models:\n  m:\n    path: m.gguf\n    media_hosts: ['{host}']\n", "a host is named alone")
+            for host in ("https://pictures.example.org", "*.example.org", "a:80", "")
+        ),
+    ],
+)
+def test_a_folder_or_host_that_is_none_is_refused_in_words(check: Check, text: str, told: str) -> None:
+    said = check(text, status=1).err
+    assert told in said and "^[" not in said

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.main import main
 from greenroom.config.schema import Model
 from greenroom.runtime.record.learned import identity_of
 from greenroom.tenancy.governance.keyset import key_id
+from tests.cli.command import Cli
 from tests.tenancy.governance.token_rig import PUBLIC, SHARED, key_file
-
-Out = pytest.CaptureFixture[str]
 
 
 def configured(folder: Path, **sections: Any) -> str:
@@ -26,14 +24,13 @@ def configured(folder: Path, **sections: Any) -> str:
     return str(file)
 
 
-def checked(folder: Path, capsys: Out, **sections: Any) -> tuple[int, dict[str, Any]]:
-    """The status and the result of `check --json`; `warnings` has what is wrong, whether it is an error or not."""
-    status = main(["check", configured(folder, **sections), "--json"])
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return status, {"warnings": result.get("problems"), **result}
+def checked(folder: Path, cli: Cli, status: int = 0, **sections: Any) -> dict[str, Any]:
+    """The result of `check --json`; `warnings` has what is wrong, whether it is an error or not."""
+    result: dict[str, Any] = cli("check", configured(folder, **sections), "--json", status=status).json
+    return {"warnings": result.get("problems"), **result}
 
 
-def test_keys_signers_and_quorums_are_shown(tmp_path: Path, capsys: Out) -> None:
+def test_keys_signers_and_quorums_are_shown(tmp_path: Path, cli: Cli) -> None:
     rules = [{"operations": ["model-delete"], "models": ["prod-*"], "group": "operators", "signers_min": 2}]
     governance = {
         "key_path": key_file(tmp_path),
@@ -41,63 +38,53 @@ def test_keys_signers_and_quorums_are_shown(tmp_path: Path, capsys: Out) -> None
         "signer_groups": {"operators": ["alice", "bob"]},
         "rules": rules,
     }
-    status, result = checked(tmp_path, capsys, governance=governance)
+    result = checked(tmp_path, cli, governance=governance)
     told = result["governance"]
-    assert status == 0 and result["warnings"] == [] == told["problems"]
+    assert result["warnings"] == [] == told["problems"]
     assert told["keys"][0] == {"signer": None, "kind": "hmac", "id": key_id(SHARED), "path": governance["key_path"]}
     ids = {key["signer"]: (key["kind"], key["id"]) for key in told["keys"][1:]}
     assert ids["alice"] == ("ed25519", key_id(bytes.fromhex(PUBLIC["alice"]))) and ids["admin1"] == ("hmac", None)
     assert told["rules"] == [{**rules[0], "signers": ["alice", "bob"]}]
-    assert main(["check", str(tmp_path / "greenroom.yaml")]) == 0
-    out = capsys.readouterr().out
+    out = cli("check", tmp_path / "greenroom.yaml").out
     assert f"signed operations: shared key {key_id(SHARED)}, alice (Ed25519 " in out
     assert "  model-delete of prod-*: 2 of alice, bob\n  everything else: 1 of alice, bob, carol, admin1\n" in out
     assert SHARED.decode() not in out and SHARED.decode() not in json.dumps(result)
-
-
-def test_nothing_is_shown_while_nothing_is_signed(tmp_path: Path, capsys: Out) -> None:
-    assert checked(tmp_path, capsys)[1]["governance"] is None
-
-
-WRONG_KEY_FILES = [
-    (SHARED, 0o644, "chmod 600"),
-    (b"short", 0o600, "holds only 5 bytes"),
-    (b"-----BEGIN PRIVATE KEY-----\n" + b"A" * 64, 0o600, "PEM"),
-    (b"x" * 5_000, 0o600, "larger than"),
-]
-
-
-@pytest.mark.parametrize(("data", "mode", "expected"), [(None, 0, "No such file"), *WRONG_KEY_FILES])
-def test_what_is_wrong_with_a_key_file_is_told(
-    tmp_path: Path, capsys: Out, data: bytes | None, mode: int, expected: str
-) -> None:
-    path = str(tmp_path / "none") if data is None else key_file(tmp_path, data, mode)
-    status, result = checked(tmp_path, capsys, governance={"key_path": path})
-    (warning,) = result["warnings"]
-    assert status == 0 and warning.startswith("governance.key_path: ") and expected in warning
-    assert "does not start" in warning and result["governance"]["keys"][0]["id"] is None
+    assert checked(tmp_path, cli)["governance"] is None, "nothing is signed"
 
 
 @pytest.mark.parametrize(
-    ("data", "mode", "expected"),
-    [(None, 0, "No such file"), *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_KEY_FILES)],
+    ("data", "mode", "told"),
+    [
+        (None, 0, "No such file"),
+        (SHARED, 0o644, "chmod 600"),
+        (b"short", 0o600, "holds only 5 bytes"),
+        (b"-----BEGIN PRIVATE KEY-----\n" + b"A" * 64, 0o600, "PEM"),
+        (b"x" * 5_000, 0o600, "larger than"),
+    ],
 )
-def test_what_is_wrong_with_a_key_file_is_told_at_the_start(
-    tmp_path: Path, data: bytes | None, mode: int, expected: str
+def test_what_is_wrong_with_a_key_file_is_told(
+    tmp_path: Path, cli: Cli, data: bytes | None, mode: int, told: str
 ) -> None:
     path = str(tmp_path / "none") if data is None else key_file(tmp_path, data, mode)
+    result = checked(tmp_path, cli, governance={"key_path": path})
+    (warning,) = result["warnings"]
+    assert warning.startswith("governance.key_path: ") and told in warning and "does not start" in warning
+    assert result["governance"]["keys"][0]["id"] is None
+
+
+@pytest.mark.parametrize("mode", [None, pytest.param(0o644, marks=pytest.mark.slow)])
+def test_a_gateway_with_a_wrong_key_file_does_not_start(tmp_path: Path, mode: int | None) -> None:
+    path = str(tmp_path / "none") if mode is None else key_file(tmp_path, SHARED, mode)
     config = configured(tmp_path, governance={"key_path": path})
-    ran = subprocess.run(
-        [sys.executable, "-m", "greenroom", "serve", "--config", config, "--port", "0"],
-        capture_output=True,
-        timeout=120,
-    )
-    assert ran.returncode != 0 and expected in ran.stderr.decode()
+    serve = [sys.executable, "-m", "greenroom", "serve", "--config", config, "--port", "0"]
+    ran = subprocess.run(serve, capture_output=True, timeout=120)
+    told = "No such file" if mode is None else "chmod 600"
+    assert ran.returncode != 0 and told in ran.stderr.decode()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_key_file_that_may_not_be_read_is_told(tmp_path: Path, capsys: Out) -> None:
-    _, result = checked(tmp_path, capsys, governance={"key_path": key_file(tmp_path, mode=0)})
+def test_a_key_file_that_may_not_be_read_is_told(tmp_path: Path, cli: Cli) -> None:
+    result = checked(tmp_path, cli, governance={"key_path": key_file(tmp_path, mode=0)})
     assert "Permission denied" in result["warnings"][0]
 
 
@@ -121,83 +108,66 @@ def test_missing_packages_are_told_with_what_to_type(tmp_path: Path) -> None:
 # --- quorums ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_quorum_that_hmac_cannot_prove_is_warned_of(tmp_path: Path, capsys: Out) -> None:
+def test_a_quorum_that_hmac_cannot_prove_is_warned_of(tmp_path: Path, cli: Cli) -> None:
     two = [{"signers_min": 2}]
     for signers in ({}, {"admin1": None, "admin2": None}):
         governance = {"key_path": key_file(tmp_path), "signers": signers, "rules": two}
-        status, result = checked(tmp_path, capsys, governance=governance)
-        (warning,) = result["warnings"]
-        assert status == 0 and "governance.rules.0: 2 signers" in warning and "HMAC proves no quorum" in warning
+        (warning,) = checked(tmp_path, cli, governance=governance)["warnings"]
+        assert "governance.rules.0: 2 signers" in warning and "HMAC proves no quorum" in warning
     both = {**PUBLIC, "admin1": None, "admin2": None}
-    _, result = checked(tmp_path, capsys, governance={**governance, "signers": both})
+    result = checked(tmp_path, cli, governance={**governance, "signers": both})
     assert "HMAC proves no quorum" in result["warnings"][0]
-    _, result = checked(tmp_path, capsys, governance={"signers": PUBLIC, "rules": two})
-    assert result["warnings"] == []
+    assert checked(tmp_path, cli, governance={"signers": PUBLIC, "rules": two})["warnings"] == []
+
+
+MIXED = {"alice": PUBLIC["alice"], "admin1": None}
+ANYONE_SIGNS = [
+    *("00" * 32, "01" + "00" * 31, "00" * 31 + "80", "ec" + "ff" * 30 + "7f", "ed" + "ff" * 30 + "7f"),
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
+]
 
 
 @pytest.mark.parametrize(
-    ("signers", "has_shared"),
+    ("governance", "has_shared", "told"),
     [
         # One signs with its own key, one is named by the shared key: no token has both.
-        ({"alice": PUBLIC["alice"], "admin1": None}, True),
+        ({"signers": MIXED, "rules": [{"signers_min": 2}]}, True, "no token can prove more than 1 of alice, admin1"),
         # There is no shared key to name admin1 with.
-        ({"alice": PUBLIC["alice"], "admin1": None}, False),
+        ({"signers": MIXED, "rules": [{"signers_min": 2}]}, False, "no token can prove more than 1 of alice, admin1"),
+        (
+            {"signers": MIXED, "signer_groups": {"late": ["admin1"]}, "rules": [{"group": "late"}]},
+            False,
+            "no token can prove more than 0 of admin1",
+        ),
+        *(({"signers": {"alice": key}}, False, "anyone could sign") for key in ANYONE_SIGNS),
     ],
 )
-def test_a_quorum_that_no_token_can_reach_is_an_error(
-    tmp_path: Path, capsys: Out, signers: dict[str, Any], has_shared: bool
+def test_what_nobody_or_anybody_could_sign_is_an_error(
+    tmp_path: Path, cli: Cli, governance: dict[str, Any], has_shared: bool, told: str
 ) -> None:
-    governance = {"signers": signers, "rules": [{"signers_min": 2}]}
     shared = {"key_path": key_file(tmp_path)} if has_shared else {}
-    status, result = checked(tmp_path, capsys, governance={**governance, **shared})
-    assert status == 1 and "no token can prove more than 1 of alice, admin1" in result["warnings"][0]
+    assert told in checked(tmp_path, cli, 1, governance={**governance, **shared})["warnings"][0]
 
 
-def test_a_group_without_a_possible_signer_is_an_error(tmp_path: Path, capsys: Out) -> None:
-    governance = {
-        "signers": {"alice": PUBLIC["alice"], "admin1": None},
-        "signer_groups": {"late": ["admin1"]},
-        "rules": [{"group": "late"}],
-    }
-    status, result = checked(tmp_path, capsys, governance=governance)
-    assert status == 1 and "no token can prove more than 0 of admin1" in result["warnings"][0]
-
-
-def test_rules_without_keys_are_warned_of(tmp_path: Path, capsys: Out) -> None:
-    _, result = checked(tmp_path, capsys, governance={"rules": [{"signers_min": 1}]})
+def test_rules_without_keys_are_warned_of(tmp_path: Path, cli: Cli) -> None:
+    result = checked(tmp_path, cli, governance={"rules": [{"signers_min": 1}]})
     assert "nothing is signed" in result["warnings"][0]
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "00" * 32,
-        "01" + "00" * 31,
-        "00" * 31 + "80",
-        "ec" + "ff" * 30 + "7f",
-        "ed" + "ff" * 30 + "7f",
-        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
-    ],
-)
-def test_keys_that_anyone_can_sign_for_are_refused(tmp_path: Path, capsys: Out, key: str) -> None:
-    status, result = checked(tmp_path, capsys, governance={"signers": {"alice": key}})
-    assert status == 1 and "anyone could sign" in result["warnings"][0]
 
 
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_port_for_both_is_warned_of(tmp_path: Path, capsys: Out) -> None:
-    _, result = checked(tmp_path, capsys, server={"port": 9090, "metrics_port": 9090})
+def test_one_port_for_both_is_warned_of(tmp_path: Path, cli: Cli) -> None:
+    result = checked(tmp_path, cli, server={"port": 9090, "metrics_port": 9090})
     assert result["warnings"] == [
         "server.metrics_port: 9090 is server.port too, so the gateway does not start; choose another"
     ]
     for server in ({"port": 0, "metrics_port": 0}, {"port": 9090, "metrics_port": 9090, "metrics": False}):
-        assert checked(tmp_path, capsys, server=server)[1]["warnings"] == []
+        assert checked(tmp_path, cli, server=server)["warnings"] == []
 
 
-def test_waits_that_are_shorter_than_a_load_was_are_warned_of(tmp_path: Path, capsys: Out) -> None:
+def test_waits_that_are_shorter_than_a_load_was_are_warned_of(tmp_path: Path, cli: Cli) -> None:
     models = {name: {"cmd": f"sh {name} ${{PORT}}", "memory_mib": 1} for name in ("quick", "slow", "changed")}
     times = {"quick": 3.0, "slow": 47.2, "changed": 400.0}
     learned = {
@@ -212,7 +182,7 @@ def test_waits_that_are_shorter_than_a_load_was_are_warned_of(tmp_path: Path, ca
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "lock").touch()
     (tmp_path / "state" / "learned.json").write_text(json.dumps({"version": 1, "models": learned}))
-    _, result = checked(tmp_path, capsys, models=models, server={"wait_max_s": 30})
+    result = checked(tmp_path, cli, models=models, server={"wait_max_s": 30})
     (warning,) = result["warnings"]
     assert "wait 30 s" in warning and "slow took 47 s to load" in warning
-    assert checked(tmp_path, capsys, models=models, server={"wait_max_s": 60})[1]["warnings"] == []
+    assert checked(tmp_path, cli, models=models, server={"wait_max_s": 60})["warnings"] == []

@@ -11,10 +11,10 @@ from greenroom.cli.commands.gateway import demo
 from greenroom.cli.commands.gateway.serve import Overrides
 from greenroom.cli.demo_models import DemoModel
 from greenroom.cli.failures import CommandFailed
-from greenroom.cli.main import main
 from greenroom.config.problems import budget_mib, problems
 from greenroom.errors import StateDirBusy
 from greenroom.process.state_dir import StateDir
+from tests.cli.command import Cli
 
 MODELS = [
     DemoModel("smollm2", Path("/c/smollm2.gguf"), "chat", 300),
@@ -45,13 +45,10 @@ def test_two_demos_on_two_ports_do_not_share_a_state_directory() -> None:
     assert demo.configuration(MODELS, Overrides(state_dir="/mine")).state_dir == "/mine"
 
 
-def test_without_llama_cpp_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_llama_cpp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["demo"]) == 1
-    assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
+    assert cli("demo", status=1).err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
 
 
 @pytest.mark.usefixtures("own_signals")

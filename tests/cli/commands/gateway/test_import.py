@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.importing.ollama_folder import OllamaFolder
 from tests.models import tiny
 
@@ -24,38 +24,31 @@ def swap(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_import_is_written_once_and_checked(
-    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_is_written_once_and_checked(swap: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     new = swap.parent / "greenroom.yaml"
-    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 0
-    said = capsys.readouterr()
+    said = cli("import", "llama-swap", swap, "--write", new)
     assert said.out.splitlines()[0].startswith("logTimeFormat: not mapped: ")
     assert said.out.splitlines()[-1] == f"{new}: 1 models, 2 keys mapped" and "serve`: WHAT" in said.err
     assert "# logTimeFormat: not mapped" in new.read_text() and stat.S_IMODE(os.stat(new).st_mode) == 0o600
     monkeypatch.setenv("WHAT", "true")
-    assert main(["check", str(new)]) == 0
-    assert "m      command" in capsys.readouterr().out
+    assert "m      command" in cli("check", new).out
     before = new.read_text()
-    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 1
-    assert "exists" in capsys.readouterr().err and new.read_text() == before
+    assert "exists" in cli("import", "llama-swap", swap, "--write", new, status=1).err and new.read_text() == before
 
 
-def test_without_a_file_it_is_printed(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "llama-swap", str(swap)]) == 0
-    out = capsys.readouterr().out
+def test_without_a_file_it_is_printed(swap: Path, cli: Cli) -> None:
+    out = cli("import", "llama-swap", swap).out
     assert "# logTimeFormat: not mapped" in out and "aliases:" in out
 
 
-def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_refused_is_not_written(swap: Path, cli: Cli) -> None:
     swap.write_text(SWAP + '  n: {cmd: "x ${PORT}", aliases: [other]}\n')
     new = swap.parent / "new.yaml"
-    assert main(["import", "llama-swap", str(swap), "--write", str(new)]) == 1
-    said = capsys.readouterr().err
+    said = cli("import", "llama-swap", swap, "--write", new, status=1).err
     assert "nothing is written" in said and not new.exists()
     assert f"{swap}:{len(SWAP.splitlines()) + 1}: models.n.aliases[0]: other is already an alias of m" in said
-    assert main(["import", "llama-swap", str(swap.parent / "nothing.yaml")]) == 1
-    assert main(["import", "llama-swap", str(swap), "--write", "/nowhere/new.yaml"]) == 1
+    cli("import", "llama-swap", swap.parent / "nothing.yaml", status=1)
+    cli("import", "llama-swap", swap, "--write", "/nowhere/new.yaml", status=1)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +68,11 @@ def test_what_would_be_refused_is_not_written(swap: Path, capsys: pytest.Capture
     ],
 )
 def test_a_mistake_is_told_in_the_file_and_by_the_keys_of_llama_swap(
-    swap: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]
+    swap: Path, line: str, told: str, cli: Cli
 ) -> None:
     models = "" if line.startswith("models") else "models: {m: {cmd: 'x ${PORT}'}}\n"
     swap.write_text(f"{line}\n{models}")
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    assert f"{swap}:{told}" in capsys.readouterr().err
+    assert f"{swap}:{told}" in cli("import", "llama-swap", swap, status=1).err
 
 
 RULES = """
@@ -102,27 +94,26 @@ routing:
     ],
 )
 def test_a_mistake_in_the_settings_of_its_router_is_told_there(
-    swap: Path, used: str, rules: str, told: str, capsys: pytest.CaptureFixture[str]
+    swap: Path, used: str, rules: str, told: str, cli: Cli
 ) -> None:
     swap.write_text(RULES % (used, rules))
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    assert f"{swap}:7: routing.router.settings{told}" in capsys.readouterr().err
+    assert f"{swap}:7: routing.router.settings{told}" in cli("import", "llama-swap", swap, status=1).err
 
 
-def test_a_rule_of_the_older_key_is_told_there(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_of_the_older_key_is_told_there(swap: Path, cli: Cli) -> None:
     newer = 'groups: {g: {members: [m]}}\ngroups: {"h ": {members: [m]}}'
     swap.write_text(RULES % ("group", newer))
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    assert f'{swap}:8: groups."h ": may not begin or end with a space' in capsys.readouterr().err
+    assert (
+        f'{swap}:8: groups."h ": may not begin or end with a space' in cli("import", "llama-swap", swap, status=1).err
+    )
 
 
 def test_a_wrong_variable_is_named_and_no_line_of_the_file(
-    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    swap: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PORT", "abc")
     monkeypatch.setenv("TENANT_RATE_LIMIT_lab", "fast")
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    said = capsys.readouterr().err
+    said = cli("import", "llama-swap", swap, status=1).err
     assert "the environment variable PORT (server.port): a whole number is wanted" in said
     assert "the environment variable TENANT_RATE_LIMIT_lab (tenants.lab.requests_per_minute): " in said
     assert f"{swap}:" not in said
@@ -137,31 +128,26 @@ models:
 
 
 def test_the_variable_in_a_wrong_value_is_named_where_it_is_used(
-    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    swap: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swap.write_text(OF_VARIABLES)
     monkeypatch.setenv("FIRST", "a secret")
     monkeypatch.setenv("CHECK", "health")
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    said = capsys.readouterr().err
+    said = cli("import", "llama-swap", swap, status=1).err
     assert f"{swap}:3: apiKeys[0]: must be visible ASCII characters without spaces, at least one (the" in said
     assert "environment variable FIRST)" in said and "a secret" not in said
     assert f"{swap}:5: models.m.checkEndpoint: must begin with / " in said and "environment variable CHECK)" in said
 
 
-def test_values_of_variables_that_are_not_set_are_not_judged(swap: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_variables_that_are_not_set_are_not_judged(swap: Path, cli: Cli) -> None:
     swap.write_text(OF_VARIABLES)
-    assert main(["import", "llama-swap", str(swap)]) == 0
-    assert capsys.readouterr().err.endswith("set before `greenroom serve`: FIRST, SECOND, CHECK\n")
+    assert cli("import", "llama-swap", swap).err.endswith("set before `greenroom serve`: FIRST, SECOND, CHECK\n")
 
 
-def test_a_mistake_in_a_macro_is_told_by_its_name_once(
-    swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_a_macro_is_told_by_its_name_once(swap: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     swap.write_text(OF_VARIABLES)
     monkeypatch.setenv("CHECK", "a\nb")
-    assert main(["import", "llama-swap", str(swap)]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "macros" in line)
+    (line,) = (line for line in cli("import", "llama-swap", swap, status=1).err.splitlines() if "macros" in line)
     assert line.endswith(
         f"{swap}:2: macros.path: the environment variable CHECK holds a line break or bytes that are no text"
     )
@@ -169,24 +155,20 @@ def test_a_mistake_in_a_macro_is_told_by_its_name_once(
 
 @pytest.mark.parametrize("options", [[], ["--write", "new.yaml"]])
 def test_an_import_of_nothing_fails_and_writes_nothing(
-    options: list[str], swap: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str], swap: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(swap.parent)
     swap.write_text("models: {m: {cmd: srv}}")
-    assert main(["import", "llama-swap", str(swap), *options]) == 1
-    said = capsys.readouterr()
+    said = cli("import", "llama-swap", swap, *options, status=1)
     assert "no model that can be served" in said.err and "models.m: not mapped: the whole model: " in said.err
     assert not said.out and os.listdir(swap.parent) == [swap.name]
 
 
-def test_models_of_ollama_are_checked_like_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_ollama_are_checked_like_any(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = OllamaFolder(tmp_path / "models")
     folder.manifest("library/alpha/latest", [("model", tiny("alpha"))])
     monkeypatch.setenv("OLLAMA_MODELS", str(folder.root))
     new = tmp_path / "greenroom.yaml"
-    assert main(["import", "ollama", "--write", str(new)]) == 0
-    assert main(["check", str(new)]) == 0
-    out = capsys.readouterr().out
+    cli("import", "ollama", "--write", new)
+    out = cli("check", new).out
     assert "alpha:latest  llamacpp" in out and "warning: models" not in out

@@ -21,10 +21,10 @@ from typing import cast
 import pytest
 
 from greenroom.app import App
-from greenroom.cli.main import main
 from greenroom.cli.serving import Signals, why_not_started
 from greenroom.config.schema import Config, Server
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
+from tests.cli.command import Cli
 from tests.waiting import until, until_now
 
 pytestmark = pytest.mark.slow
@@ -283,10 +283,9 @@ def test_a_recording_that_its_disk_does_not_take_is_named(file: Path, tmp_path: 
         assert gateway.err.splitlines()[-1].startswith(f"greenroom: {full}: ")
 
 
-def test_a_wrong_file_is_told_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_is_told_as_it_is(file: Path, cli: Cli) -> None:
     file.write_text("modles: {}\n")
-    assert main(["serve", "--config", str(file)]) == 1
-    assert capsys.readouterr().err.startswith(f"greenroom: {file}:1: modles: unknown key")
+    assert cli("serve", "--config", file, status=1).err.startswith(f"greenroom: {file}:1: modles: unknown key")
 
 
 def test_an_address_others_can_reach_needs_keys_or_the_word(file: Path, tmp_path: Path) -> None:

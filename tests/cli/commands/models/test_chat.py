@@ -9,6 +9,7 @@ import pytest
 
 from greenroom.cli.commands.models import chat
 from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.cli.commands.operating.test_ps import in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 
@@ -44,10 +45,12 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("builtins.input", read)
 
 
-def test_one_question_is_answered_as_it_comes(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_question_is_answered_as_it_comes(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, spoken("Par", "is."))
-    assert main(["chat", "m", "Capital", "of", "France?", "--system", "Be brief.", "--max-tokens", "9"]) == 0
-    assert capsys.readouterr() == ("Paris.\n", "")
+    assert cli("chat", "m", "Capital", "of", "France?", "--system", "Be brief.", "--max-tokens", "9") == (
+        "Paris.\n",
+        "",
+    )
     asked = gateway.asked[-1].json
     assert asked["messages"] == [
         {"role": "system", "content": "Be brief."},
@@ -88,11 +91,10 @@ def test_nothing_to_ask_is_wrong_usage(gateway: FakeGateway, monkeypatch: pytest
     assert gateway.asked == []
 
 
-def test_json_is_one_whole_answer_without_a_stream(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_whole_answer_without_a_stream(gateway: FakeGateway, cli: Cli) -> None:
     whole = {"choices": [{"message": {"content": "Paris."}}]}
     gateway.on("POST", PATH, answer(whole))
-    assert main(["chat", "m", "hello", "--json", "--temperature", "0"]) == 0
-    assert json.loads(capsys.readouterr().out) == whole
+    assert cli("chat", "m", "hello", "--json", "--temperature", "0").json == whole
     assert gateway.asked[-1].json == {
         "model": "m",
         "messages": [{"role": "user", "content": "hello"}],
@@ -105,15 +107,11 @@ def test_json_without_a_question_is_wrong_usage(gateway: FakeGateway, monkeypatc
     assert main(["chat", "m", "--json"]) == 2
 
 
-def test_an_engine_that_does_not_stream_is_shown_all_the_same(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_does_not_stream_is_shown_all_the_same(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, answer({"choices": [{"message": {"role": "assistant", "content": "Paris."}}]}))
-    assert main(["chat", "m", "hello"]) == 0
-    assert capsys.readouterr().out == "Paris.\n"
+    assert cli("chat", "m", "hello").out == "Paris.\n"
     gateway.on("POST", PATH, answer({"choices": []}))
-    assert main(["chat", "m", "hello"]) == 1
-    assert "is not Greenroom" in capsys.readouterr().err
+    assert "is not Greenroom" in cli("chat", "m", "hello", status=1).err
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -121,68 +119,44 @@ def test_an_engine_that_does_not_stream_is_shown_all_the_same(
     ("status", "said"), [(501, "the engine of m answered 501;"), (200, "the engine of m answered with something")]
 )
 def test_an_engine_that_answers_with_a_page_is_told_from_a_stranger_at_the_address(
-    status: int, said: str, options: list[str], gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+    status: int, said: str, options: list[str], gateway: FakeGateway, cli: Cli
 ) -> None:
     page = Answer(b"<html>no</html>", status, "text/html", headers=(("X-Request-Id", "r-0c309207-2"),))
     gateway.on("POST", PATH, page)
-    assert main(["chat", "m", "hello", *options]) == 1
-    err = capsys.readouterr().err
+    err = cli("chat", "m", "hello", *options, status=1).err
     assert said in err and "greenroom logs m" in err and "not Greenroom" not in err
     gateway.on("POST", PATH, replace(page, headers=(("X-Request-Id", "of another program"),)))
-    assert main(["chat", "m", "hello", *options]) == 1
-    assert "is not Greenroom" in capsys.readouterr().err
+    assert "is not Greenroom" in cli("chat", "m", "hello", *options, status=1).err
 
 
-def test_waiting_is_told_on_standard_error(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_is_told_on_standard_error(gateway: FakeGateway, cli: Cli) -> None:
     beats = events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), "data: [DONE]")
     gateway.on("POST", PATH, beats)
-    assert main(["chat", "m", "hello"]) == 0
-    assert capsys.readouterr() == (
-        "hi\n",
-        "waiting for m, position 2, about 4 s to go\nwaiting for m\n",
-    )
+    assert cli("chat", "m", "hello") == ("hi\n", "waiting for m, position 2, about 4 s to go\nwaiting for m\n")
     assert gateway.asked[-1].headers["x-heartbeat"] == "comment"
 
 
-def test_an_error_before_the_answer_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on(
-        "POST", PATH, error(404, "model_not_found", "There is no model m. GET /v1/models lists those there are.")
-    )
-    assert main(["chat", "m", "hello"]) == 1
-    assert capsys.readouterr() == ("", "greenroom: There is no model m. `greenroom ps` lists those there are.\n")
-
-
-def test_an_error_in_the_answer_fails_on_a_line_of_its_own(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_the_answer_fails_on_a_line_of_its_own(gateway: FakeGateway, cli: Cli) -> None:
     lost = "data: " + json.dumps({"error": {"message": "The engine was lost.", "code": "engine_lost", "status": 502}})
     gateway.on("POST", PATH, events(piece("Par"), lost))
-    assert main(["chat", "m", "hello"]) == 1
-    assert capsys.readouterr() == ("Par\n", "greenroom: The engine was lost.\n")
+    assert cli("chat", "m", "hello", status=1) == ("Par\n", "greenroom: The engine was lost.\n")
 
 
-def test_an_answer_that_is_cut_off_is_not_taken_for_whole(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_is_cut_off_is_not_taken_for_whole(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, events(piece("Par")))
-    assert main(["chat", "m", "hello"]) == 1
-    out, err = capsys.readouterr()
+    out, err = cli("chat", "m", "hello", status=1)
     assert out == "Par\n" and "cut off" in err
 
 
 @pytest.mark.parametrize("strange", ["data: nonsense", "data: 7", 'data: {"choices": [7]}', 'data: {"error": 7}'])
-def test_an_answer_that_is_no_chat_fails(
-    strange: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_is_no_chat_fails(strange: str, gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, events(strange))
-    assert main(["chat", "m", "hello"]) == 1
-    assert "no chat" in capsys.readouterr().err
+    assert "no chat" in cli("chat", "m", "hello", status=1).err
 
 
-def test_thoughts_stay_out_of_a_pipe(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thoughts_stay_out_of_a_pipe(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, events(piece(reasoning_content="hmm"), piece("hi"), "data: [DONE]"))
-    assert main(["chat", "m", "hello"]) == 0
-    assert capsys.readouterr().out == "hi\n"
+    assert cli("chat", "m", "hello").out == "hi\n"
 
 
 def test_a_terminal_sees_thoughts_time_and_nothing_dangerous(gateway: FakeGateway) -> None:
@@ -218,13 +192,13 @@ def test_new_forgets_all_but_the_first_instruction(gateway: FakeGateway, monkeyp
 
 
 def test_a_question_that_failed_is_forgotten_and_the_conversation_goes_on(
-    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     typed(monkeypatch, "one", "two")
     gateway.on("POST", PATH, error(503, "queue_full", "Too many wait."))
-    assert main(["chat", "m"]) == 0
+    said = cli("chat", "m")
     assert [len(asked.json["messages"]) for asked in gateway.asked] == [1, 1]
-    assert capsys.readouterr().err.count("Too many wait.") == 2
+    assert said.err.count("Too many wait.") == 2
 
 
 def test_a_long_conversation_drops_its_oldest_messages(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from greenroom.cli.commands.models.engines import (
     ask_program,
     ask_python,
 )
-from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.config.test_plugins import install
 
 ROOT = Path(__file__).parents[4]
@@ -47,9 +47,8 @@ def python_with(path: Path, **versions: str) -> Path:
     return program(path, json.dumps({"python": "3.12.1", "found": versions}))
 
 
-def engines(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
-    assert main(["engines", "--json", *options]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["engines"]
+def engines(cli: Cli, *options: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = cli("engines", "--json", *options).json["engines"]
     return found
 
 
@@ -58,8 +57,8 @@ def configured(path: Path, models: str) -> str:
     return str(path)
 
 
-def test_without_a_configuration_every_engine_has_its_usual_place(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {row["engine"]: row for row in engines(capsys)}
+def test_without_a_configuration_every_engine_has_its_usual_place(cli: Cli) -> None:
+    found = {row["engine"]: row for row in engines(cli)}
     assert set(found) >= {"llamacpp", "transformers", "vllm", "sglang", "whisper", "command"}
     assert found["llamacpp"]["where"] == found["transformers"]["where"] == sys.executable
     assert found["llamacpp"]["installed"] and found["llamacpp"]["versions"]["xllamacpp"]
@@ -67,19 +66,16 @@ def test_without_a_configuration_every_engine_has_its_usual_place(capsys: pytest
 
 
 @pytest.mark.slow
-def test_it_is_said_why_no_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["engines"]) == 0
-    assert capsys.readouterr().err == "no configuration here, so no models; name one with --config\n"
+def test_it_is_said_why_no_models_are_named(tmp_path: Path, cli: Cli) -> None:
+    assert cli("engines").err == "no configuration here, so no models; name one with --config\n"
     file = configured(tmp_path / "greenroom.yaml", "  a: {cmd: sh, memory_mib: 1, pined: true}\n")
-    assert main(["engines"]) == 0
-    assert "greenroom.yaml cannot be used" in capsys.readouterr().err
+    assert "greenroom.yaml cannot be used" in cli("engines").err
     configured(tmp_path / "greenroom.yaml", "  a: {cmd: 'sh --port ${PORT}', memory_mib: 1}\n")
     for options in ([], ["--config", file]):
-        assert main(["engines", *options]) == 0
-        assert capsys.readouterr().err == ""
+        assert cli("engines", *options).err == ""
 
 
-def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_python_is_asked_for_itself(tmp_path: Path, cli: Cli) -> None:
     whole = python_with(
         tmp_path / "whole", torch="2.13.0+cpu", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6", llguidance="1.9"
     )
@@ -88,7 +84,7 @@ def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureF
         f"  {name}: {{engine: transformers, path: m, python: {python}}}\n"
         for name, python in (("a", whole), ("b", old), ("c", whole), ("d", "/nowhere/python"))
     )
-    rows = [row for row in engines(capsys, "-c", configured(tmp_path / "c.yaml", models)) if row["models"]]
+    rows = [row for row in engines(cli, "-c", configured(tmp_path / "c.yaml", models)) if row["models"]]
     assert [(row["where"], row["installed"], row["models"]) for row in rows] == [
         (str(whole), True, ["a", "c"]),
         (str(old), False, ["b"]),
@@ -100,15 +96,12 @@ def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureF
     assert rows[2]["why"] == "there is no Python /nowhere/python" and rows[2]["install"] is None
 
 
-def test_people_are_told_what_is_missing_what_for_and_what_to_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_are_told_what_is_missing_what_for_and_what_to_type(tmp_path: Path, cli: Cli) -> None:
     python = python_with(tmp_path / "python", torch="2.9.1", transformers="5.22.2", h11="0.16.0", llguidance="1.9")
     config = configured(
         tmp_path / "c.yaml", f"  a: {{engine: transformers, path: m, python: {python}}}\n  b: {{path: b.gguf}}\n"
     )
-    assert main(["engines", "-c", config]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("engines", "-c", config).lines
     assert lines[0].split() == ["ENGINE", "INSTALLED", "VERSION", "MODELS", "WHERE"]
     versions = "torch=2.9.1,transformers=5.22.2,h11=0.16.0,llguidance=1.9"
     assert ["transformers", "no", versions, "a", str(python)] in [line.split() for line in lines]
@@ -117,47 +110,42 @@ def test_people_are_told_what_is_missing_what_for_and_what_to_type(
     assert f"  {python} -m pip install 'torch>=2.11' 'jinja2>=3.1.6'" in lines
 
 
-def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(tmp_path: Path, cli: Cli) -> None:
     python = python_with(tmp_path / "python", torch="2.11.0", transformers="5.17.0", h11="0.16.0", jinja2="3.1.6")
     config = configured(tmp_path / "c.yaml", f"  a: {{engine: transformers, path: m, python: {python}}}\n")
-    assert main(["engines", "-c", config]) == 0
-    assert "transformers  mostly" in capsys.readouterr().out
-    (row,) = [row for row in engines(capsys, "-c", config) if row["engine"] == "transformers"]
+    assert "transformers  mostly" in cli("engines", "-c", config).out
+    (row,) = [row for row in engines(cli, "-c", config) if row["engine"] == "transformers"]
     assert row["installed"] and [one["package"] for one in row["missing"]] == ["llguidance"]
 
 
-def test_our_own_python_is_told_by_our_own_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_own_python_is_told_by_our_own_extra(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     # This Python has them, and a command cannot be told otherwise.
     monkeypatch.setattr(engines_module, "ask_python", lambda python, wanted: InstalledPackages("3.11.2"))
-    found = {row["engine"]: row["install"] for row in engines(capsys)}
+    found = {row["engine"]: row["install"] for row in engines(cli)}
     assert found["transformers"] == f"{sys.executable} -m pip install 'greenroom[transformers]'"
     assert found["llamacpp"] == f"{sys.executable} -m pip install 'greenroom[llamacpp]', or put llama-server on PATH"
 
 
-def test_a_binary_of_llama_cpp_is_asked_for_its_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_binary_of_llama_cpp_is_asked_for_its_version(tmp_path: Path, cli: Cli) -> None:
     binary = program(tmp_path / "llama-server", "version: 6543 (abc) built with cc")
     config = configured(
         tmp_path / "c.yaml", f"  a: {{path: a.gguf, program: {binary}}}\n  b: {{path: b.gguf, program: nowhere}}\n"
     )
-    rows = {row["models"][0]: row for row in engines(capsys, "-c", config) if row["models"]}
+    rows = {row["models"][0]: row for row in engines(cli, "-c", config) if row["models"]}
     assert rows["a"]["versions"] == {"llama-server": "6543"} and rows["a"]["installed"]
     assert not rows["b"]["installed"] and "nowhere" in rows["b"]["why"]
 
 
-def test_commands_are_programs_that_are_there_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_programs_that_are_there_or_not(tmp_path: Path, cli: Cli) -> None:
     config = configured(
         tmp_path / "c.yaml", '  a: {cmd: "sh --port ${PORT}"}\n  b: {cmd: "no-such-program --port ${PORT}"}\n'
     )
-    rows = {row["models"][0]: row for row in engines(capsys, "-c", config) if row["models"]}
+    rows = {row["models"][0]: row for row in engines(cli, "-c", config) if row["models"]}
     assert rows["a"]["installed"] and rows["a"]["where"].endswith("/sh")
     assert not rows["b"]["installed"] and "no-such-program" in rows["b"]["why"]
 
 
-def test_installations_of_comfyui_are_there_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_installations_of_comfyui_are_there_or_not(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "comfy").mkdir()
     (tmp_path / "comfy" / "main.py").touch()
     (tmp_path / "empty").mkdir()
@@ -165,17 +153,15 @@ def test_installations_of_comfyui_are_there_or_not(tmp_path: Path, capsys: pytes
     models = {"there": "path: comfy", "empty": "path: empty", "gone": "cmd: '/nowhere/comfy ${PORT}'"}
     lines = [f"  {name}: {{engine: comfyui, {place}, {own}}}" for name, place in models.items()]
     (tmp_path / "c.yaml").write_text("models:\n" + "\n".join(lines) + "\n")
-    assert main(["engines", "--json", "--config", str(tmp_path / "c.yaml")]) == 0
-    rows = json.loads(capsys.readouterr().out)["engines"]
+    rows = cli("engines", "--json", "--config", tmp_path / "c.yaml").json["engines"]
     found = {row["models"][0]: row for row in rows if row["engine"] == "comfyui"}
     assert {name: row["installed"] for name, row in found.items()} == {"there": True, "empty": False, "gone": False}
     assert found["there"]["where"] == str(tmp_path / "comfy")
     assert "/nowhere/comfy" in found["gone"]["why"]
 
 
-def test_a_file_that_is_named_must_be_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["engines", "--config", str(tmp_path / "missing.yaml")]) == 1
-    assert "missing.yaml" in capsys.readouterr().err
+def test_a_file_that_is_named_must_be_right(tmp_path: Path, cli: Cli) -> None:
+    assert "missing.yaml" in cli("engines", "--config", tmp_path / "missing.yaml", status=1).err
 
 
 def test_a_real_python_says_what_it_has() -> None:
@@ -213,7 +199,7 @@ def test_the_extra_is_what_the_command_says_to_install() -> None:
 
 
 def test_an_engine_of_another_package_says_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     site = tmp_path / "site"
     site.mkdir()
@@ -230,9 +216,8 @@ class Forge(ProcessEngine):
 """
     install(site, "[greenroom.engines]\nforge = acme_forge:Forge\nbent = acme_gone:Bent\n", acme_forge=code)
     config = configured(tmp_path / "c.yaml", "  a: {engine: forge}\n")
-    rows = {row["engine"]: row for row in engines(capsys, "-c", config)}
+    rows = {row["engine"]: row for row in engines(cli, "-c", config)}
     assert (rows["forge"]["installed"], rows["forge"]["versions"]) == (False, {"acme": "1.0"})
     assert rows["forge"]["why"] == "there is no anvil; type: apt install anvil"
     assert "'bent' of acme_gone:Bent does not load" in rows["bent"]["why"]
-    assert main(["check", config]) == 0
-    assert "warning: models.a: there is no anvil; type: apt install anvil" in capsys.readouterr().out
+    assert "warning: models.a: there is no anvil; type: apt install anvil" in cli("check", config).out

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.main import main
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, warn
+from tests.cli.command import Cli
 from tests.engines.estimates.test_estimate_hf import folder
 from tests.models import tiny
 
@@ -36,23 +36,21 @@ def configured(folder: Path, *models: str) -> Path:
     return path
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["estimate", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def as_json(cli: Cli, *words: str) -> Any:
+    return cli("estimate", *words, "--json").json
 
 
-def test_a_file_is_told_part_by_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", big(), "--gpus", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_file_is_told_part_by_part(cli: Cli) -> None:
+    lines = cli("estimate", big(), "--gpus", "1").lines
     assert lines[0].split() == ["GPU_MIB", "HOST_MIB", "PART"]
     rows = {words[2]: words[:2] for line in lines[1:] if len(words := line.split(maxsplit=2)) == 3}
     assert rows["weights"] == ["289", "1"] and rows["KV cache"] == ["128", "0"] and "context" in rows
     assert any(line.startswith("planned with: ") and line.endswith("(gguf)") for line in lines)
 
 
-def test_context_and_gpus_can_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_context_and_gpus_can_be_asked_about(cli: Cli) -> None:
     def parts(*words: str) -> dict[str, tuple[int, int]]:
-        found = as_json(capsys, big(), *words)["estimate"]["parts"]
+        found = as_json(cli, big(), *words)["estimate"]["parts"]
         return {part["part"]: (part["gpu_mib"], part["host_mib"]) for part in found}
 
     assert parts("--gpus", "1", "--ctx", "8192")["KV cache"] == (256, 0)
@@ -60,36 +58,35 @@ def test_context_and_gpus_can_be_asked_about(capsys: pytest.CaptureFixture[str])
     assert parts("--gpus", "2")["context"][0] == 2 * parts("--gpus", "1")["context"][0]
 
 
-def test_a_model_placed_on_the_host_takes_no_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_placed_on_the_host_takes_no_gpu_memory(tmp_path: Path, cli: Cli) -> None:
     path = configured(
         tmp_path, f"  chat: {{path: {big()}, devices: [host]}}", f"  other: {{path: {big()}, device: cpu}}"
     )
-    placed, on_cpu = (as_json(capsys, name, "--config", str(path)) for name in ("chat", "other"))
+    placed, on_cpu = (as_json(cli, name, "--config", str(path)) for name in ("chat", "other"))
     assert placed["need"]["gpu_mib"] == placed["estimate"]["gpu_mib"] == 0
     assert placed["need"] == on_cpu["need"] and placed["need"]["host_mib"] > 289
 
 
-def test_a_folder_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = as_json(capsys, str(folder(tmp_path / "m")), "--gpus", "1", "--ctx", "4096")
+def test_a_folder_is_told_too(tmp_path: Path, cli: Cli) -> None:
+    found = as_json(cli, str(folder(tmp_path / "m")), "--gpus", "1", "--ctx", "4096")
     assert found["estimate"]["source"] == "safetensors" == found["need"]["source"]
     assert {part["part"]: part["gpu_mib"] for part in found["estimate"]["parts"]}["KV cache"] == 16
     assert found["measured"] is None and found["estimate_error"] is None
 
 
-async def test_a_model_is_compared_with_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_model_is_compared_with_what_was_measured(tmp_path: Path, cli: Cli) -> None:
     path = configured(tmp_path, f"  chat: {{path: {big()}, aliases: [talk]}}", '  other: {cmd: "serve ${PORT}"}')
-    before = as_json(capsys, "talk", "--config", str(path))
+    before = as_json(cli, "talk", "--config", str(path))
     assert before["model"] == "chat" and before["need"]["source"] == "gguf" and before["need"]["gpu_mib"] > 289
     await remember(path, tmp_path / "state", 800)
-    after = as_json(capsys, "chat", "--config", str(path))
+    after = as_json(cli, "chat", "--config", str(path))
     assert after["need"] == {"gpu_mib": 800, "host_mib": before["need"]["host_mib"], "source": "measured"}
     assert after["measured"]["gpu_mib"] == 800
     assert after["estimate_error"] == pytest.approx(before["need"]["gpu_mib"] / 800 - 1)
-    assert main(["estimate", "chat", "--config", str(path)]) == 0
-    told = capsys.readouterr().out
+    told = cli("estimate", "chat", "--config", path).out
     assert "measured: 800 MiB of GPU" in told and "what was measured" in told
     # With another context it is another figure.
-    assert as_json(capsys, "chat", "--config", str(path), "--ctx", "64")["measured"] is None
+    assert as_json(cli, "chat", "--config", str(path), "--ctx", "64")["measured"] is None
 
 
 async def remember(config: Path, state: Path, gpu_mib: int) -> None:
@@ -102,33 +99,15 @@ async def remember(config: Path, state: Path, gpu_mib: int) -> None:
     await needs.close()
 
 
-def test_what_the_operator_said_is_the_figure_that_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_operator_said_is_the_figure_that_counts(tmp_path: Path, cli: Cli) -> None:
     path = configured(tmp_path, f"  chat: {{path: {big()}, memory_mib: 55}}")
-    found = as_json(capsys, "chat", "--config", str(path))
+    found = as_json(cli, "chat", "--config", str(path))
     assert found["need"] == {"gpu_mib": 55, "host_mib": 0, "source": "declared"}
     assert found["estimate"]["source"] == "gguf"
 
 
-def test_what_says_nothing_fails_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_says_nothing_fails_with_what_to_do(tmp_path: Path, cli: Cli) -> None:
     path = configured(tmp_path, '  chat: {cmd: "serve ${PORT}"}')
-    assert main(["estimate", "chat", "--config", str(path)]) == 1
-    assert "give memory_mib" in capsys.readouterr().err
-    assert main(["estimate", "stranger", "--config", str(path)]) == 1
-    assert "no model stranger" in capsys.readouterr().err
-    assert main(["estimate", str(tmp_path / "gone.gguf")]) == 1
-    assert capsys.readouterr().err.startswith("greenroom: ")
-
-
-@pytest.mark.parametrize("words", [("--ctx", "many"), ("--gpus", "-1"), ("--ctx", "9" * 5_000)])
-def test_numbers_must_be_numbers(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate", big(), *words])
-    assert ended.value.code == 2
-    assert "whole number" in capsys.readouterr().err
-
-
-def test_more_gpus_than_any_machine_has_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate", big(), "--gpus", "999999999"])
-    assert ended.value.code == 2
-    assert "no machine has 999,999,999 GPUs" in capsys.readouterr().err
+    assert "give memory_mib" in cli("estimate", "chat", "--config", path, status=1).err
+    assert "no model stranger" in cli("estimate", "stranger", "--config", path, status=1).err
+    assert cli("estimate", tmp_path / "gone.gguf", status=1).err.startswith("greenroom: ")

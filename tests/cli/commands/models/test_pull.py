@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import random
@@ -20,6 +19,7 @@ from greenroom.cli.commands.models import pull
 from greenroom.cli.main import main
 from greenroom.library.fetched_marks import FetchedMarks
 from greenroom.library.roots import Roots
+from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
@@ -43,11 +43,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandinHub]
         yield hub
 
 
-def test_without_a_gateway_it_fetches_into_the_hubs_cache(
-    hub: StandinHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pull", REPO, "--quantization", "q4_0"]) == 0
-    said = capsys.readouterr()
+def test_without_a_gateway_it_fetches_into_the_hubs_cache(hub: StandinHub, tmp_path: Path, cli: Cli) -> None:
+    said = cli("pull", REPO, "--quantization", "q4_0")
     snapshot = tmp_path / "hf/hub/models--org--name/snapshots" / hub.commit(REPO)
     assert said.out == f"{snapshot}\n"
     assert (snapshot / "model-Q4_0.gguf").read_bytes() == MODEL
@@ -68,20 +65,18 @@ def test_what_is_pulled_is_no_longer_deleted_by_updates_that_fetched_it(hub: Sta
 
 
 def test_without_a_gateway_it_fetches_to_where_the_configuration_here_would_find_it(
-    hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.delenv("HF_HOME")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "greenroom.yaml").write_text("model_roots: [models]\n")
     (tmp_path / "models").mkdir()
-    assert main(["pull", REPO, "--quantization", "q4_0"]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/models/models--org--name/snapshots/")
+    assert cli("pull", REPO, "--quantization", "q4_0").out.startswith(f"{tmp_path}/models/models--org--name/snapshots/")
 
 
-def test_to_a_folder_as_json(hub: StandinHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_a_folder_as_json(hub: StandinHub, tmp_path: Path, cli: Cli) -> None:
     page = f"{hub.url}/{REPO}/blob/main/config.json"
-    assert main(["pull", page, "--to", str(tmp_path / "new"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli("pull", page, "--to", tmp_path / "new", "--json").json
     assert (said["status"], said["files_downloaded"], said["bytes"]) == ("completed", 1, 2)
     assert said["destination"] == str(tmp_path / "new/config.json")
 
@@ -95,11 +90,8 @@ def test_to_a_folder_as_json(hub: StandinHub, tmp_path: Path, capsys: pytest.Cap
         ([REPO, "--url", "http://127.0.0.1:9"], 3, "no gateway answers"),
     ],
 )
-def test_failures_are_one_line(
-    hub: StandinHub, capsys: pytest.CaptureFixture[str], words: list[str], status: int, said: str
-) -> None:
-    assert main(["pull", *words]) == status
-    assert said in capsys.readouterr().err
+def test_failures_are_one_line(hub: StandinHub, cli: Cli, words: list[str], status: int, said: str) -> None:
+    assert said in cli("pull", *words, status=status).err
 
 
 # --- by a gateway -----------------------------------------------------------------------------------------------------
@@ -125,28 +117,22 @@ def view(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_gateway_that_runs_fetches(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gateway_that_runs_fetches(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", pull.DOWNLOADS, answer({"job_id": ID, "status": "pending"}, 202))
     gateway.on("GET", f"{pull.DOWNLOADS}/{ID}", answer(view()))
-    assert main(["pull", REPO, "--revision", "v1", "--include", "a", "--include", "b", "--to", "mine"]) == 0
-    assert capsys.readouterr().out == "/models/x\n"
-    assert gateway.asked[0].json == {
-        "model": REPO,
-        "revision": "v1",
-        "include": ["a", "b"],
-        "destination": "mine",
-    }
+    assert (
+        cli("pull", REPO, "--revision", "v1", "--include", "a", "--include", "b", "--to", "mine").out == "/models/x\n"
+    )
+    assert gateway.asked[0].json == {"model": REPO, "revision": "v1", "include": ["a", "b"], "destination": "mine"}
 
 
-def test_a_gateways_refusal_and_failure_are_told(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gateways_refusal_and_failure_are_told(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", pull.DOWNLOADS, error(403, "not_allowed", "Not for this key."))
-    assert main(["pull", REPO]) == 1
-    assert "Not for this key." in capsys.readouterr().err
+    assert "Not for this key." in cli("pull", REPO, status=1).err
     gateway.on("POST", pull.DOWNLOADS, answer({"job_id": ID, "status": "pending"}, 202))
     failed = view(status="failed", error={"code": "gated", "message": "Ask its owner."})
     gateway.on("GET", f"{pull.DOWNLOADS}/{ID}", answer(failed))
-    assert main(["pull", REPO]) == 1
-    assert "Ask its owner." in capsys.readouterr().err
+    assert "Ask its owner." in cli("pull", REPO, status=1).err
 
 
 # --- a terminal, and an interrupt -------------------------------------------------------------------------------------
@@ -209,24 +195,19 @@ def test_sizes_are_short(count: int | None, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/name:", "org/name@", "org/name:@", ":Q4"])
-def test_a_name_that_is_none_is_said_as_it_was_typed(
-    hub: StandinHub, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pull", name]) == 1
-    assert f"greenroom: {name} is no model of the hub: one is org/name" in capsys.readouterr().err
+def test_a_name_that_is_none_is_said_as_it_was_typed(hub: StandinHub, name: str, cli: Cli) -> None:
+    assert f"greenroom: {name} is no model of the hub: one is org/name" in cli("pull", name, status=1).err
 
 
-def test_a_name_with_a_space_is_quoted(hub: StandinHub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pull", "org/na me"]) == 1
-    assert "greenroom: 'org/na me' is no model of the hub: one is org/name" in capsys.readouterr().err
+def test_a_name_with_a_space_is_quoted(hub: StandinHub, cli: Cli) -> None:
+    assert "greenroom: 'org/na me' is no model of the hub: one is org/name" in cli("pull", "org/na me", status=1).err
 
 
 def test_a_hub_that_cannot_be_reached_is_named_with_the_variable(
-    hub: StandinHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: StandinHub, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "nonsense")
-    assert main(["pull", REPO]) == 1
-    assert "HF_ENDPOINT is 'nonsense', which is no address" in capsys.readouterr().err
+    assert "HF_ENDPOINT is 'nonsense', which is no address" in cli("pull", REPO, status=1).err
 
 
 def test_a_hub_that_does_not_answer_is_said_soon(hub: StandinHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +226,9 @@ def test_a_hub_that_does_not_answer_is_said_soon(hub: StandinHub, monkeypatch: p
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
 def test_a_cache_that_cannot_be_written_names_the_variable_and_the_path(
-    hub: StandinHub, variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: StandinHub, variable: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv(variable, "/dev/null")
-    assert main(["pull", REPO]) == 1
-    said = capsys.readouterr().err
+    said = cli("pull", REPO, status=1).err
     assert "/dev/null" in said and f"{variable} says so" in said

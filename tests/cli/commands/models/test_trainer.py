@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from greenroom.cli.commands.models.trainer import addresses_of
 from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.trainer.fake_replica import FakeReplica
 from tests.waiting import PATIENCE_S, until_now
 
@@ -29,26 +29,22 @@ def words(pair: list[FakeReplica]) -> list[str]:
     return [word for one in pair for word in ("--replica", one.url)]
 
 
-def test_update_prints_what_became_of_each(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trainer", "update", "org/new", *words(pair)]) == 0
-    said = capsys.readouterr().out.splitlines()
+def test_update_prints_what_became_of_each(pair: list[FakeReplica], cli: Cli) -> None:
+    said = cli("trainer", "update", "org/new", *words(pair)).lines
     assert said[0] == "All replicas serve org/new as version 2."
     assert said[1] == f"  {pair[0].url} serves version 2 of org/new (c1)"
 
 
-def test_update_fails_with_1_and_says_why(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
+def test_update_fails_with_1_and_says_why(pair: list[FakeReplica], cli: Cli) -> None:
     pair[1].fails_with = ("fetch_failed", "no such repository")
-    assert main(["trainer", "update", "org/new", "--json", *words(pair)]) == 1
-    told = json.loads(capsys.readouterr().out)
+    told = cli("trainer", "update", "org/new", "--json", *words(pair), status=1).json
     assert told["ok"] is False and [one["outcome"] for one in told["replicas"]] == ["rolled_back", "failed"]
-    assert main(["trainer", "update", "org/new", "--no-all-or-nothing", *words(pair)]) == 1
-    assert main(["trainer", "verify", *words(pair)]) == 1
-    assert "differs" in capsys.readouterr().out
+    cli("trainer", "update", "org/new", "--no-all-or-nothing", *words(pair), status=1)
+    assert "differs" in cli("trainer", "verify", *words(pair), status=1).out
 
 
-def test_prompt_prints_every_answer(pair: list[FakeReplica], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trainer", "prompt", "hi", *words(pair)]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{one.url} (version 1): hi!" for one in pair]
+def test_prompt_prints_every_answer(pair: list[FakeReplica], cli: Cli) -> None:
+    assert cli("trainer", "prompt", "hi", *words(pair)).lines == [f"{one.url} (version 1): hi!" for one in pair]
 
 
 def test_the_environment_names_weights_and_every_address_of_a_name(
@@ -63,30 +59,17 @@ def test_the_environment_names_weights_and_every_address_of_a_name(
     assert addresses_of("127.0.0.1", 80) == ["http://127.0.0.1:80"]
 
 
-def test_wrong_usage_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_told(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.delenv("MODEL_REPO_ID", raising=False)
-    assert main(["trainer", "update"]) == 2
-    assert "MODEL_REPO_ID" in capsys.readouterr().err
-    assert main(["trainer", "verify", "--replica", "ftp://x"]) == 2
+    assert "MODEL_REPO_ID" in cli("trainer", "update", status=2).err
+    cli("trainer", "verify", "--replica", "ftp://x", status=2)
     monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "127.0.0.1")
     for url in ("http://inference:tcp", "ftp://inference"):
         monkeypatch.setenv("INFERENCE_SERVICE_URL", url)
-        assert main(["trainer", "verify"]) == 2
-        assert "INFERENCE_SERVICE_URL" in capsys.readouterr().err
+        assert "INFERENCE_SERVICE_URL" in cli("trainer", "verify", status=2).err
 
 
-@pytest.mark.parametrize("option", ["--every-s=-1", "--every-s=nan", "--every-s=0", "--away-s=-1", "--away-s=inf"])
-def test_times_that_cannot_be_waited_are_refused(
-    pair: list[FakeReplica], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["trainer", "keep", "org/new", option, *words(pair)])
-    assert ended.value.code == 2 and "seconds" in capsys.readouterr().err
-
-
-def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(
-    pair: list[FakeReplica],
-) -> None:
+def test_keep_lets_one_that_was_replaced_catch_up_until_it_is_ended(pair: list[FakeReplica]) -> None:
     argv = [sys.executable, "-P", "-m", "greenroom", "trainer", "keep", "--every-s", "0.05", *words(pair)]
     env = {**os.environ, "MODEL_REPO_ID": "org/new"}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as keeper:
@@ -117,9 +100,6 @@ def test_it_ends_at_once_in_the_middle_of_an_update(
 
 
 @pytest.mark.parametrize("what", [["verify"], ["prompt", "hi"], ["update", "org/new"]])
-def test_a_name_without_an_address_is_told(
-    what: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_without_an_address_is_told(what: list[str], monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("INFERENCE_REPLICAS_HOST", "nowhere.invalid")
-    assert main(["trainer", *what]) == 1
-    assert "the replicas cannot be asked" in capsys.readouterr().err
+    assert "the replicas cannot be asked" in cli("trainer", *what, status=1).err

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from greenroom.cli.commands.operating.explain import words
-from greenroom.cli.main import main
-from tests.cli.fake_gateway import FakeGateway, answer, error
+from tests.cli.command import Cli
+from tests.cli.fake_gateway import FakeGateway, answer
 
 PATH = "/api/v1/explain"
 
@@ -27,29 +26,14 @@ def on(*names: str) -> list[dict[str, Any]]:
     return [{"id": f"id-{name}", "name": name, "mib": 100} for name in names]
 
 
-def test_the_question_carries_what_was_said(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_question_carries_what_was_said(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", PATH, answer(explained("serve", slot="s1")))
-    assert main(["explain", "qwen"]) == 0
+    assert cli("explain", "qwen").out == "qwen is ready: the request would be served at once\n"
     assert gateway.asked[-1].json == {"model": "qwen"}
-    assert capsys.readouterr().out == "qwen is ready: the request would be served at once\n"
     argv = ["explain", "qwen", "--priority", "high", "--tenant", "lab", "--stream", "--budget-s", "2.5"]
-    assert main(argv) == 0
+    assert "its answer would be cut after 2.5s: its budget" in cli(*argv).out
     said = {"model": "qwen", "priority": "high", "tenant": "lab", "stream": True, "x_budget_s": 2.5}
     assert gateway.asked[-1].json == said
-    assert "its answer would be cut after 2.5s: its budget" in capsys.readouterr().out
-
-
-def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    told = explained("wait", why="busy", position=3, eta_s=4.0)
-    gateway.on("POST", PATH, answer(told))
-    assert main(["explain", "qwen", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told
-
-
-def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("POST", PATH, error(404, "model_not_found", "There is no model x."))
-    assert main(["explain", "x"]) == 1
-    assert "There is no model x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -77,10 +61,7 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
                 "  its answer would begin in about 21s",
             ],
         ),
-        (
-            explained("swap", move="wake"),
-            ["qwen would be woken", "  how long that takes is not known yet"],
-        ),
+        (explained("swap", move="wake"), ["qwen would be woken", "  how long that takes is not known yet"]),
         (
             explained("swap", move="wake", wait_max_s=2.5),
             ["qwen would be woken", "  how long that takes is not known yet; after 2.5s it would be refused"],
@@ -183,14 +164,6 @@ def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str]) -
 def test_nothing_is_told_of_the_place_and_time_of_a_request_that_is_refused_at_once() -> None:
     told = explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0)
     assert len(words(told)) == 2
-
-
-@pytest.mark.parametrize("said", ["-1", "0", "nan", "inf", "soon"])
-def test_a_budget_that_is_no_time_is_wrong_usage(said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "qwen", f"--budget-s={said}"])
-    assert ended.value.code == 2
-    assert f"--budget-s: {said} is no number of seconds above 0" in capsys.readouterr().err
 
 
 def test_every_candidate_of_a_task_is_told_with_its_reason() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.commands.operating import gpus
-from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.cli.commands.operating.test_ps import in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.standins import fake_gpu
@@ -40,41 +39,16 @@ def seen(*shown: dict[str, Any], **probe: Any) -> dict[str, Any]:
     return {"probe": said, "gpus": list(shown), "host": host}
 
 
-def test_a_pipe_gets_one_stable_line_for_each_gpu(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_one_stable_line_for_each_gpu(gateway: FakeGateway, cli: Cli) -> None:
     bare = gpu(index=1, name="T4", utilisation=None, temperature_c=None, holders=[], strangers=[])
     gateway.on("GET", "/api/v1/gpus", answer(seen(gpu(), bare)))
-    assert main(["gpus"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("gpus")
     assert err == ""
     assert out.splitlines() == [
         "GPU   USED_MIB  TOTAL_MIB  FREE_MIB  BUSY  TEMP  NAME         WHO",
         "gpu0  21000     143000     121000    37%   61C   NVIDIA_H200  llm 20100; lease train 400; gimp (pid 13) 500",
         "gpu1  21000     143000     121000    -     -     T4           -",
     ]
-
-
-def test_json_is_what_the_gateway_gave(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu())))
-    assert main(["gpus", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == seen(gpu())
-
-
-@pytest.mark.parametrize("as_json", [True, False])
-def test_watching_goes_on_until_interrupted(
-    as_json: bool, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    naps: list[float] = []
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", nap)
-    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu())))
-    assert main(["gpus", "--watch", *(["--json"] if as_json else [])]) == 130
-    out = capsys.readouterr().out
-    assert (len(out.splitlines()) if as_json else out.count("USED_MIB")) == 3
 
 
 def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> None:
@@ -88,7 +62,7 @@ def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> No
 
 @pytest.mark.parametrize("options", [[], ["--watch"]])
 def test_figures_that_are_old_or_guessed_are_said_to_be_in_a_pipe_too(
-    options: list[str], gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def nap(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -96,50 +70,43 @@ def test_figures_that_are_old_or_guessed_are_said_to_be_in_a_pipe_too(
     monkeypatch.setattr(time, "sleep", nap)
     stale = seen(gpu(), failure="the driver is gone", looked_s_ago=42, pids_visible=False)
     gateway.on("GET", "/api/v1/gpus", answer(stale))
-    assert main(["gpus", *options]) == (130 if options else 0)
-    out, err = capsys.readouterr()
+    out, err = cli("gpus", *options, status=130 if options else 0)
     assert "NVIDIA_H200" in out and err == "these figures are 42s old: the driver is gone\n"
     assert "processes cannot be seen" in "\n".join(gpus.summary(stale))
 
 
-def test_a_machine_without_gpus_says_so_and_why(
-    gateway: FakeGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_gpus_says_so_and_why(gateway: FakeGateway, tmp_path: Path, cli: Cli) -> None:
     gateway.on("GET", "/api/v1/gpus", answer(seen(kind="none")))
-    assert main(["gpus"]) == 0
-    assert capsys.readouterr() == ("", "no GPUs are used here (probe: none)\n")
+    assert cli("gpus") == ("", "no GPUs are used here (probe: none)\n")
     config = tmp_path / "greenroom.yaml"
     config.write_text("memory: {probe: none}\n")
-    assert main(["gpus", "--local", "--config", str(config)]) == 0
-    assert capsys.readouterr() == ("", "no GPUs are used here (probe: none): memory.probe is none\n")
+    assert cli("gpus", "--local", "--config", config) == (
+        "",
+        "no GPUs are used here (probe: none): memory.probe is none\n",
+    )
 
 
 def test_without_a_gateway_the_machine_itself_is_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     file = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-a", 24_000, 500))
     assert fake_gpu.take(file, 1_000)
     config = tmp_path / "greenroom.yaml"
     config.write_text(f"memory: {{probe: file, file: {file}}}\n")
-    assert main(["gpus", "--local", "--config", str(config), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = cli("gpus", "--local", "--config", config, "--json").json
     (one,) = shown["gpus"]
     assert (one["id"], one["used_mib"], one["free_mib"]) == ("GPU-a", 1_500, 22_500)
     assert [stranger["used_mib"] for stranger in one["strangers"]] == [1_000]
     assert gpus.rows(shown)[0][:4] == ("gpu0", "1500", "24000", "22500")
 
 
-def test_a_probe_that_does_not_work_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_that_does_not_work_is_said_in_one_line(tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "greenroom.yaml"
     config.write_text("memory: {probe: file, file: none.json}\n")
-    assert main(["gpus", "--local", "--config", str(config)]) == 1
-    assert "none.json does not describe GPUs" in capsys.readouterr().err
+    assert "none.json does not describe GPUs" in cli("gpus", "--local", "--config", config, status=1).err
 
 
-def test_without_a_gateway_it_is_told_how_to_look_all_the_same(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gateway_it_is_told_how_to_look_all_the_same(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GREENROOM_URL", "http://127.0.0.1:1")
-    assert main(["gpus"]) == 3
-    assert "--local" in capsys.readouterr().err
+    assert "--local" in cli("gpus", status=3).err

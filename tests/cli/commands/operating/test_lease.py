@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import signal
@@ -23,6 +22,7 @@ from greenroom.cli.main import main
 from greenroom.leases.records import LeaseAsk, holder_of
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper
+from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.harness import fake, gateway, url
 from tests.redis_server import redis_server
@@ -51,9 +51,7 @@ LEASE = {
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_lists_each_lease_with_its_memory_and_holder(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_lists_each_lease_with_its_memory_and_holder(gateway: FakeGateway, cli: Cli) -> None:
     slot = LEASE | {"id": "s3", "name": "qwen", "kind": "slot", "holder": None, "preemptible": False}
     leases = [
         LEASE,
@@ -63,8 +61,7 @@ def test_the_table_lists_each_lease_with_its_memory_and_holder(
         slot,
     ]
     gateway.on("GET", "/api/v1/leases", answer({"leases": leases}))
-    assert main(["leases"]) == 0
-    lines = [line.split(maxsplit=8) for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split(maxsplit=8) for line in cli("leases").lines]
     assert lines[0] == ["LEASE", "NAME", "KIND", "STATE", "MEMORY_MIB", "PRIORITY", "PID", "EXPIRES", "NOTE"]
     assert lines[1] == ["l-1", "fine_tune", "program", "held", "gpu0=20,000", "2", "42", "24s", "preemptible"]
     assert lines[2][-1] == "recalled: leaves within 12s" and lines[3][-1] == "overdue: was to leave 1m ago"
@@ -72,15 +69,7 @@ def test_the_table_lists_each_lease_with_its_memory_and_holder(
     assert lines[5] == ["s3", "qwen", "model", "held", "gpu0=20,000", "2", "-", "-", "-"]
 
 
-def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("GET", "/api/v1/leases", answer({"leases": [LEASE]}))
-    assert main(["leases", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"leases": [LEASE]}
-
-
-def test_leases_in_redis_are_shown_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leases_in_redis_are_shown_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     async def take(address: str) -> None:
         store = RedisStore(address, "box", grace_s=0, offers={"gpu0": 10_000})
         await store.acquire(LeaseAsk("l-1", "train", 4_000))
@@ -89,48 +78,20 @@ def test_leases_in_redis_are_shown_alike(
     monkeypatch.setenv("GREENROOM_HOST", "box")
     with redis_server(tmp_path / "redis") as server:
         asyncio.run(take(server.url))
-        assert main(["leases", "--url", server.url]) == 0
-        row = capsys.readouterr().out.splitlines()[1].split()
+        row = cli("leases", "--url", server.url).lines[1].split()
         assert row[:6] == ["l-1", "train", "program", "held", "gpu0=4,000", "1"]
 
 
 # --- lease ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gateway_nothing_is_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_gateway_nothing_is_run(cli: Cli, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    assert main(["lease", "--mib", "1", "--url", "http://127.0.0.1:9", "--", "touch", str(made)]) == 3
-    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    assert (
+        "http://127.0.0.1:9 does not answer"
+        in cli("lease", "--mib", "1", "--url", "http://127.0.0.1:9", "--", "touch", made, status=3).err
+    )
     assert not made.exists()
-
-
-@pytest.mark.parametrize("argv", [["--mib", "1"], ["--", "true"], ["--mib", "x", "--", "true"]])
-def test_memory_and_a_program_are_needed(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["lease", *argv])
-    assert ended.value.code == 2
-
-
-@pytest.mark.parametrize("priority", ["urgent", "²", "--5", "1234", ""])
-def test_an_odd_priority_is_refused(capsys: pytest.CaptureFixture[str], priority: str) -> None:
-    assert main(["lease", "--mib", "1", f"--priority={priority}", "--", "true"]) == 2
-    assert f"'{priority}' is no priority" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["wait=nan", "wait=inf", "wait=-1", "grace-s=1e9", "ttl-s=nan"])
-def test_an_odd_time_is_refused(capsys: pytest.CaptureFixture[str], option: str) -> None:
-    assert main(["lease", "--mib", "1", f"--{option}", "--", "true"]) == 2
-    assert "is a number of seconds from 0 to 31,536,000" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--mib=-5", "--mib=0", "--gpus=0"])
-def test_no_memory_and_no_gpu_are_refused_before_anything_is_waited_for(
-    capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["lease", "--mib", "1", option, "--", "true"])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "is no whole number above 0" in err and "waiting for" not in err
 
 
 def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **more: Any) -> subprocess.Popen[str]:

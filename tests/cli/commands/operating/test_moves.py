@@ -1,24 +1,21 @@
 from __future__ import annotations
 
-import json
 import threading
-
-import pytest
 
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
 from greenroom.cli.commands.operating import moves
 from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.cli.commands.operating.test_ps import LOADING, in_terminal, model, status
 from tests.cli.fake_gateway import FakeGateway, answer, error
 
 LOADED = {"model": "org/m", "tier": "ready", "took_s": 1.5, "memory": {"gpu0": 300}}
 
 
-def test_load_says_what_it_does_and_how_it_ended(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_says_what_it_does_and_how_it_ended(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", "/api/v1/models/org%2Fm/load", answer(LOADED))
-    assert main(["load", "org/m"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("load", "org/m")
     assert out.startswith("org/m is ready after ") and err == "loading org/m\n"
     assert gateway.asked[-1].json == {}
 
@@ -31,22 +28,18 @@ def test_models_to_evict_are_passed_on(gateway: FakeGateway) -> None:
     assert gateway.asked[-1].json == {"evict": ["a"], "force": True}
 
 
-def test_unload_passes_its_grace_on(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unload_passes_its_grace_on(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("POST", "/api/v1/models/m/unload", answer({"model": "m", "tier": "cold", "took_s": 0.1, "memory": {}}))
-    assert main(["unload", "m", "--grace-s", "2.5"]) == 0
-    assert capsys.readouterr().out.startswith("m is cold after ")
+    assert cli("unload", "m", "--grace-s", "2.5").out.startswith("m is cold after ")
     assert gateway.asked[-1].json == {"grace_s": 2.5}
-    assert main(["unload", "m", "--force"]) == 0
+    cli("unload", "m", "--force")
     assert gateway.asked[-1].json == {"force": True}
 
 
-def test_sleep_passes_its_grace_on_and_says_where_the_model_is(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sleep_passes_its_grace_on_and_says_where_the_model_is(gateway: FakeGateway, cli: Cli) -> None:
     slept = {"model": "m", "tier": "asleep", "took_s": 0.1, "memory": {"host": 8000}}
     gateway.on("POST", "/api/v1/models/m/sleep", answer(slept))
-    assert main(["sleep", "m", "--grace-s", "0"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("sleep", "m", "--grace-s", "0")
     assert out.startswith("m is asleep after ") and err == "putting to sleep m\n"
     assert gateway.asked[-1].json == {"grace_s": 0.0}
 
@@ -58,45 +51,12 @@ def test_sleep_of_a_cold_model_tells_how_to_bring_it_there(gateway: FakeGateway)
     assert "m is cold after" in shown and "greenroom prepare m" in shown
 
 
-def test_prepare_says_that_the_model_waits_in_the_green_room(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_says_that_the_model_waits_in_the_green_room(gateway: FakeGateway, cli: Cli) -> None:
     slept = {"model": "m", "tier": "asleep", "took_s": 2.0, "memory": {"host": 8000}}
     gateway.on("POST", "/api/v1/models/m/prepare", answer(slept))
-    assert main(["prepare", "m", "--evict", "a"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("prepare", "m", "--evict", "a")
     assert out.startswith("m is asleep after ") and err == "preparing m\n"
     assert gateway.asked[-1].json == {"evict": ["a"]}
-
-
-def test_an_engine_that_cannot_sleep_is_told_with_what_to_do(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway.on("POST", "/api/v1/models/m/sleep", error(422, "unsupported", "m runs on llamacpp. `unload` works."))
-    assert main(["sleep", "m"]) == 1
-    assert "greenroom: m runs on llamacpp. `unload` works.\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("order", ["load", "unload", "sleep", "prepare"])
-def test_json_is_the_gateways_answer(order: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("POST", f"/api/v1/models/m/{order}", answer(LOADED))
-    assert main([order, "m", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == LOADED
-
-
-def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("POST", "/api/v1/models/x/load", error(404, "model_not_found", "There is no model x."))
-    assert main(["load", "x"]) == 1
-    assert "greenroom: There is no model x. `greenroom ps` lists those there are.\n" in capsys.readouterr().err
-
-
-def test_a_pinned_model_is_taken_with_the_option_of_the_command(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "m is pinned. Ask with force=true to have it leave all the same, or unpin it first."
-    gateway.on("POST", "/api/v1/models/m/unload", error(409, "model_pinned", said))
-    assert main(["unload", "m"]) == 1
-    assert "greenroom: m is pinned. Say --force to have it leave" in capsys.readouterr().err
 
 
 def test_the_outlook_has_the_gateways_estimate(gateway: FakeGateway) -> None:

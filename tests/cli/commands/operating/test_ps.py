@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 
 from greenroom.cli.commands.operating import ps
-from greenroom.cli.main import main
+from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
 
 
@@ -82,10 +80,9 @@ def test_it_is_told_when_an_idle_model_leaves() -> None:
     assert row[-1] == "leaves in 42s"
 
 
-def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("GET", "/api/v1/status", answer(status(READY, LOADING, WAKING, FAILED)))
-    assert main(["ps"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("ps")
     assert err == ""
     assert out.splitlines() == [
         "MODEL    TIER     PLACE       MEMORY_MIB  IN_FLIGHT  WAITING  IDLE  PID   NOTE",
@@ -96,23 +93,14 @@ def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys
     ]
 
 
-def test_what_is_wrong_with_the_key_file_is_told_beside_the_table(
-    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_with_the_key_file_is_told_beside_the_table(gateway: FakeGateway, cli: Cli) -> None:
     gateway.on("GET", "/api/v1/status", answer({**status(READY), "key_problems": ["the key file k.json is empty"]}))
-    assert main(["ps"]) == 0
-    assert "warning: the key file k.json is empty" in capsys.readouterr().err
+    assert "warning: the key file k.json is empty" in cli("ps").err
 
 
 def test_a_ready_model_is_where_its_memory_is() -> None:
     on_host, nowhere = model("m", tier="ready", memory={"host": 9}), model("n", tier="ready")
     assert [row[2] for row in ps.rows(status(on_host, nowhere))] == ["host", "-"]
-
-
-def test_json_is_the_status_as_the_gateway_gave_it(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("GET", "/api/v1/status", answer(status(READY)))
-    assert main(["ps", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == status(READY)
 
 
 def test_a_model_that_answers_is_not_idle() -> None:
@@ -144,24 +132,6 @@ def test_the_summary_says_how_large_the_green_room_is_where_it_has_a_bound() -> 
 
 def test_the_summary_leaves_out_a_host_that_nothing_uses() -> None:
     assert ps.summary(status()) == ["gpu0: 300 of 8,192 MiB used", "2 waiting; up for 2m"]
-
-
-@pytest.mark.parametrize("as_json", [True, False])
-def test_watching_goes_on_until_interrupted(
-    as_json: bool, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    naps: list[float] = []
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", nap)
-    gateway.on("GET", "/api/v1/status", answer(status(READY)))
-    assert main(["ps", "--watch", *(["--json"] if as_json else [])]) == 130
-    out = capsys.readouterr().out
-    assert (len(out.splitlines()) if as_json else out.count("MODEL ")) == 3
 
 
 def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> None:

@@ -99,18 +99,12 @@ def test_slots_that_share_a_process_have_what_it_says_of_them_and_the_rest_is_it
 
 
 def test_a_process_that_is_seen_with_less_than_it_says_has_nothing_of_its_own() -> None:
-    owners = {
-        "s1": Owner({A: 500}, host="w1", told={A: 400}),
-        "w1": Owner({}, frozenset({1}), is_host=True),
-    }
+    owners = {"s1": Owner({A: 500}, host="w1", told={A: 400}), "w1": Owner({}, frozenset({1}), is_host=True)}
     shares = attribute(reading(used("GPU-a", {1: 300})), owners, {1: "w1"})
     assert shares.own_mib == {A: 0} and shares.seen == {"s1": {A: 400}}
 
 
 def test_where_pids_cannot_be_seen_a_shared_process_is_taken_to_use_what_is_set_aside_for_it() -> None:
-    owners = {
-        "s1": Owner({A: 400}, host="w1", told={A: 400}),
-        "w1": Owner({A: 800}, frozenset({1}), is_host=True),
-    }
+    owners = {"s1": Owner({A: 400}, host="w1", told={A: 400}), "w1": Owner({A: 800}, frozenset({1}), is_host=True)}
     shares = attribute(reading(gpu(used_mib=1_500, processes=None)), owners, {})
     assert shares.foreign_mib == {A: 300} and shares.own_mib == {}

@@ -196,9 +196,7 @@ def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, mac
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 11: 5}
 
 
-def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_no_other(
-    machine: HostProbe,
-) -> None:
+def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_no_other(machine: HostProbe) -> None:
     class Ending(FakeNvml):
         def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
             self.compute = [(10, 20), (99, 5)] if self.lists == 0 else [(10, 20)]

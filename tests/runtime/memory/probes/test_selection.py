@@ -74,12 +74,7 @@ def test_numbers_of_gpus_that_differ_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"CUDA_VISIBLE_DEVICES": "GPU-a"},
-        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-    ],
+    "environ", [{}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}]
 )
 def test_what_is_clear_is_not_warned_of(environ: dict[str, str]) -> None:
     assert order_warning([gpu("GPU-a", 0, name="H200"), gpu("GPU-b", 1, name="T4")], environ) is None
