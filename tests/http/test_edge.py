@@ -156,52 +156,6 @@ async def test_body_beyond_the_limit_is_refused_unread(dial: Dial) -> None:
     assert await client.is_closed()
 
 
-async def test_chunked_body_is_refused_when_it_passes_the_limit(dial: Dial) -> None:
-    server, client = await dial()
-    server.body_max = 100
-    assert (await client.ask(CHUNKED + b"64\r\n" + b"x" * 100 + b"\r\n1\r\nx\r\n")).status == 413
-    assert server.seen == []
-
-
-async def test_large_body_goes_to_a_nameless_file(dial: Dial) -> None:
-    server, client = await dial(body_in_memory_max=1000)
-    spooled: list[bool] = []
-
-    def handle(exchange: Exchange) -> None:
-        spooled.append(exchange.body.is_spooled)
-        assert server.edge.bodies.spool_bytes == len(exchange.body)
-        assert server.edge.bodies.memory_bytes == 0
-        assert b"".join(exchange.body.chunks()) == exchange.body.read() == body
-        exchange.respond(200, [], b"")
-
-    server.handle = handle
-    body = os.urandom(200_000)
-    assert (await client.ask(post(body))).status == 200
-    assert spooled == [True]
-    assert server.edge.bodies.spool_bytes == 0
-
-
-async def test_body_is_refused_when_all_bodies_together_are_too_large(serve: Serve, connect: Connect) -> None:
-    server = await serve(bodies_total_max=1500)
-    held: list[Exchange] = []
-    server.handle = held.append
-    first, second = await connect(server), await connect(server)
-    await first.send(post(b"x" * 1000))
-    await until(lambda: len(held) == 1)
-    assert (await second.ask(post(b"x" * 1000))).status == 503
-    held[0].respond(200, [], b"")
-    third = await connect(server)
-    await third.send(post(b"x" * 1000))
-    await until(lambda: len(held) == 2)
-    held[1].respond(200, [], b"")
-    assert (await third.response()).status == 200
-
-
-async def test_spool_has_a_limit_too(dial: Dial) -> None:
-    _, client = await dial(body_in_memory_max=10, spool_total_max=1000)
-    assert (await client.ask(post(b"x" * 1001))).status == 503
-
-
 @pytest.mark.parametrize("extra", ["", "Expect: 100-continue\r\n"])
 async def test_body_that_stops_coming_is_refused_by_its_deadline(extra: str, dial: Dial) -> None:
     server, client = await dial(body_timeout_s=0.2)

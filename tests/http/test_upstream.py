@@ -289,9 +289,7 @@ async def test_retry_that_fails_is_lost(engines: Engines, pools: Pools) -> None:
     assert pool.retries == 1
 
 
-async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
-    engines: Engines, pools: Pools, tmp_path: Path
-) -> None:
+async def test_unreachable_engine_is_lost_before_the_first_byte(engines: Engines, pools: Pools, tmp_path: Path) -> None:
     engine = await engines(saying(OK))
     await engine.stop()
     notes = await ask(pools(engine, name="The engine of alpha"))

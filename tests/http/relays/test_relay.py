@@ -27,9 +27,7 @@ async def outcome_of(proxy: Proxy, number: int = 0) -> RelayOutcome:
         return await proxy.relays[number].wait()
 
 
-async def test_answer_reaches_the_client_with_filtered_headers(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_answer_comes_with_filtered_headers(engines: Engines, behind: Behind, connect: Connect) -> None:
     engine = await engines(saying(JSON))
     proxy = await behind(engine)
     client = await connect(proxy.server)
@@ -167,7 +165,7 @@ async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, c
     await engine.stop()
 
 
-async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
+async def test_slow_client_slows_the_engine_in_bounded_memory(
     engines: Engines, behind: Behind, connect: Connect
 ) -> None:
     sent = 0
@@ -198,9 +196,7 @@ async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
     assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
 
 
-async def test_connection_used_by_a_slow_client_serves_the_next_one(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_connection_of_a_slow_client_serves_the_next(engines: Engines, behind: Behind, connect: Connect) -> None:
     big = b"x" * 30_000_000
 
     async def script(call: Call) -> None:
@@ -352,7 +348,7 @@ async def test_committed_stream_continues_with_the_engines_events(facing: Facing
     ],
     ids=["json", "error", "lost", "endless"],
 )
-async def test_committed_stream_turns_any_other_answer_into_an_error(
+async def test_committed_stream_makes_other_answers_errors(
     answer: bytes, status: int, body: bytes, facing: Facing
 ) -> None:
     proxy, client = await facing(

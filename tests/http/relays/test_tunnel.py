@@ -205,7 +205,7 @@ async def test_tunnel_waits_for_the_side_that_reads_slowly(engines: Engines, beh
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
-async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
+async def test_client_of_a_deaf_engine_is_seen_to_leave(
     how: str, engines: Engines, behind: Behind, connect: Connect
 ) -> None:
     async def script(call: Call) -> None:

@@ -287,9 +287,7 @@ async def test_job_is_heard_later(app: App) -> None:
 
 
 @pytest.mark.slow
-async def test_a_size_names_the_model_of_that_size_on_disk_or_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_size_names_its_model_on_disk_or_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("HF_")]:
         monkeypatch.delenv(name)
     (tmp_path / "models").mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal, pids
+from tests.integration.facts import Journal
 from tests.integration.raw import Answer, asking, chat, http
 from tests.waiting import until
 
@@ -69,22 +68,6 @@ async def test_operator_bounds_what_callers_say(tmp_path: Path, said: float | st
     async with gateway(tmp_path, {"m": fake("m")}, scheduler={"keep_alive_max_s": 300}) as app:
         assert (await chat(app, "m", keep_alive=said)).status == 200
         assert keep_alive_s(app) == gets
-
-
-async def test_engine_never_sees_either_word(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    async with gateway(tmp_path, {"m": fake("m", *journal.switches, "--record")}) as app:
-        await chat(app, "m", keep_alive="5m", x_keep_alive_s=4)
-        (line,) = journal.lines("request")
-        assert set(json.loads(line["body"])) == {"model", "messages"}
-
-
-async def test_word_that_cannot_be_understood_is_refused_and_loads_nothing(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        answers = (await chat(app, "m", keep_alive="soon"), await chat(app, "m", x_keep_alive_s=[]))
-        assert [answer.status for answer in answers] == [400, 400]
-        assert [answer.error["param"] for answer in answers] == ["keep_alive", "x_keep_alive_s"]
-        assert not pids(app, "m") and not app.mover.moving
 
 
 async def test_form_may_say_it(tmp_path: Path) -> None:

@@ -82,9 +82,7 @@ async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path, kind: str, faul
         ("wake-garbage", "it woke with other weights than it had"),
     ],
 )
-async def test_one_that_does_not_wake_is_ended_and_started_anew(
-    tmp_path: Path, kind: str, fault: str, said: str
-) -> None:
+async def test_one_that_does_not_wake_is_ended_and_restarted(tmp_path: Path, kind: str, fault: str, said: str) -> None:
     async with serving(tmp_path, kind, fault, load_timeout_s=8 if fault == "wake-hangs" else 60) as (app, journal):
         await chat(app, "alpha")
         await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
@@ -142,7 +140,7 @@ async def test_one_that_no_gpu_holds_is_spread_in_equal_shares(tmp_path: Path, k
         assert [argv[name][argv[name].index(switch) + 1] for name in ("alpha", "bravo")] == ["2", "1"]
 
 
-async def test_transformers_model_that_no_gpu_holds_goes_to_vllm_where_it_is_installed(
+async def test_transformers_model_that_no_gpu_holds_goes_to_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)

@@ -105,7 +105,7 @@ async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client:
 
 
 @pytest.mark.parametrize(("model", "route"), [(model, route) for model in CAN for route in ROUTES])
-async def test_a_route_that_a_model_has_no_ability_for_is_refused(
+async def test_a_route_without_the_ability_for_it_is_refused(
     client: openai.AsyncOpenAI, model: str, route: str
 ) -> None:
     if route in CAN[model]:

@@ -53,7 +53,7 @@ def came(app: App) -> int:
 
 
 @pytest.mark.parametrize("name", ["default", "plain", "longest"])
-async def test_models_that_do_not_fit_together_are_served_in_turn(
+async def test_models_that_do_not_fit_are_served_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(package_of(PAGE, tmp_path)))

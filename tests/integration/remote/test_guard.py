@@ -84,7 +84,7 @@ async def test_a_provider_that_fails_falls_to_the_next_candidate(app: App, there
 CONFIG, REMOTES = "/api/v1/config", "/api/v1/remotes"
 
 
-async def test_the_switch_is_told_set_and_kept_and_never_blocks_a_model_by_its_name(
+async def test_the_switch_is_kept_and_never_blocks_a_model_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_KEY", KEY)
