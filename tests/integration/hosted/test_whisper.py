@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import gateway, url
+from tests.harness import gateway
 from tests.integration import orders
 from tests.integration.facts import at_rest, pids
 from tests.integration.raw import Answer, Raw, http, request_bytes
@@ -24,7 +24,7 @@ from tests.library.hub_cache import folder_files, put
 from tests.models import tiny_ears
 from tests.samples.sounds import FORM, form, heard, noise
 from tests.standins.standin_hub import standin_hub
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 openai = Later("openai")
 
@@ -50,14 +50,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     }
     async with gateway(folder, models) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
 
 
 def file(content: bytes = SOUND) -> tuple[str, io.BytesIO, str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
@@ -24,13 +22,6 @@ openai = Later("openai")
 HELLO: Any = [{"role": "user", "content": "hi"}]
 JSON = "content-type: application/json\r\n"
 pytestmark = pytest.mark.asyncio
-
-
-@pytest_asyncio.fixture
-async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
-    monkeypatch.setenv("STANDIN_KEY", KEY)
-    async with provider(tmp_path) as one:
-        yield one
 
 
 def cloud(**keys: Any) -> dict[str, Any]:

@@ -9,24 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, counters, is_ready
 from tests.integration.raw import chat
-from tests.standins.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import Provider
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 CLOUD: dict[str, Any] = {"engine": "remote", "remote": "acme", "use_model_name": "acme-large"}
-
-
-@pytest_asyncio.fixture
-async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
-    monkeypatch.setenv("STANDIN_KEY", KEY)
-    async with provider(tmp_path) as one:
-        yield one
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
 from greenroom.app import App
-from tests.harness import gateway, url
+from tests.harness import gateway
 from tests.integration.raw import chat, http
 from tests.models import tiny_torch
 from tests.torch_python import hosted
@@ -54,12 +54,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     }
     async with gateway(tmp_path_factory.mktemp("serving"), models, memory={"spare_worker": False}) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url(app)}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_embeddings_follow_the_files_of_sentence_transformers(client: AsyncOpenAI) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from greenroom.workers.torch_host.weights.weight_file import WeightFile
 from tests.workers.torch_host.samples import tiny
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 @pytest.fixture(scope="module")

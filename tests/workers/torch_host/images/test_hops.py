@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,13 +50,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         make_pipeline(folder / kind, kind)
     return folder
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 @contextlib.contextmanager

@@ -44,13 +44,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
-
-
 def prepared(
     folder: Path, descriptor: int, cancelled: threading.Event | None = None, **changes: Any
 ) -> PreparedPipeline:

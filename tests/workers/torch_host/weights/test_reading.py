@@ -6,7 +6,7 @@ import fcntl
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,6 @@ def weights() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
     shapes = {"first": (33, 129), "second": (7,), "third": (64, 200), "none": (0, 4)}
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 def arena_for(
