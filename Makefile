@@ -58,7 +58,6 @@ PROGRAM_TESTS := tests/cli tests/docs tests/process tests/workers tests/leases t
   tests/tenancy/governance/test_shared_nonces.py
 # Units are what no other stage of `make test` runs: layers are part of `check`, tests of the core are traced for its
 # coverage (but for its long runs), and a running gateway comes late because a unit that is broken explains it.
-# tests/test_stages.py sees that none is left out.
 GATEWAY_TESTS := tests/integration
 NOT_UNITS := tests/test_layers.py $(PROGRAM_TESTS) $(GATEWAY_TESTS) $(UI_TESTS)
 # What those leave out that run beside them: these need torch, or start engines that do.

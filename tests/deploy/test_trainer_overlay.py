@@ -139,9 +139,7 @@ class Cluster:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sync", ["api", "file"])
-def test_the_trainer_waits_for_the_first_weights_then_updates_all_and_a_new_pod_catches_up(
-    tmp_path: Path, sync: str
-) -> None:
+def test_the_trainer_waits_for_first_weights_updates_all_and_a_new_pod_catches_up(tmp_path: Path, sync: str) -> None:
     with standin_hub() as hub, contextlib.ExitStack() as stack, contextlib.ExitStack() as second:
         cluster = Cluster(tmp_path, hub.url, sync)
         repo, _, quantization = cluster.repo_id.partition(":")

@@ -13,12 +13,15 @@ from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import Pool
 from tests.waiting import until
 
-from .wires import QUICK, Client, Engine, Proxy, Script, Server, address
+from .wires import QUICK, Client, Engine, Proxy, Script, Server, address, post
 
 Serve = Callable[..., Awaitable[Server]]
 Connect = Callable[[Server], Awaitable[Client]]
 Engines = Callable[[Script], Awaitable[Engine]]
 Behind = Callable[..., Awaitable[Proxy]]
+Dial = Callable[..., Awaitable[tuple[Server, Client]]]
+Facing = Callable[..., Awaitable[tuple[Proxy, Client]]]
+Asked = Facing
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -68,6 +71,17 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 @pytest.fixture
+def dial(serve: Serve, connect: Connect) -> Dial:
+    """Start a server with these limits, and connect one client to it."""
+
+    async def start(**limits: Any) -> tuple[Server, Client]:
+        server = await serve(**limits)
+        return server, await connect(server)
+
+    return start
+
+
+@pytest.fixture
 async def engines() -> AsyncIterator[Engines]:
     started: list[Engine] = []
 
@@ -97,3 +111,28 @@ async def behind(serve: Serve) -> AsyncIterator[Behind]:
     for pool in pools:
         pool.close()
         await until(lambda pool=pool: pool.open_count == 0, "every connection to the engine closed")  # type: ignore[misc]
+
+
+@pytest.fixture
+def facing(engines: Engines, behind: Behind, connect: Connect) -> Facing:
+    """A proxy with these options before an engine that follows the script, and a client of it."""
+
+    async def start(script: Script, **options: Any) -> tuple[Proxy, Client]:
+        proxy = await behind(await engines(script))
+        for name, value in options.items():
+            setattr(proxy, name, value)
+        return proxy, await connect(proxy.server)
+
+    return start
+
+
+@pytest.fixture
+def asked(facing: Facing) -> Asked:
+    """The same, with a request of the client on its way."""
+
+    async def start(script: Script, request: bytes = post(b"{}"), **options: Any) -> tuple[Proxy, Client]:
+        proxy, client = await facing(script, **options)
+        await client.send(request)
+        return proxy, client
+
+    return start

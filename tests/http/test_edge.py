@@ -16,7 +16,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
 from tests.waiting import until, until_still
 
-from .conftest import Connect, Serve
+from .conftest import Connect, Dial, Serve
 from .wires import DEADLINE_S, Client, echo, get, leave, post
 
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -25,23 +25,19 @@ CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\
 # --- requests and answers -------------------------------------------------------------------------------------------
 
 
-async def test_connection_serves_one_request_after_another(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_connection_serves_one_request_after_another(dial: Dial) -> None:
+    server, client = await dial()
     for number in range(5):
-        await client.send(post(b"body %d" % number, f"/{number}?a=b"))
-        response = await client.response()
+        response = await client.ask(post(b"body %d" % number, f"/{number}?a=b"))
         assert response.body == b"POST /%d?a=b body %d" % (number, number)
         assert "connection" not in response.headers
         assert "date" in response.headers
     assert server.edge.stats.accepted == 1
 
 
-async def test_head_keeps_the_raw_path_and_lowers_names(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
-    await client.send(get("/upstream/a%2Fb/../c?x=%20", "X-Thing: One \r\n"))
-    await client.response()
+async def test_head_keeps_the_raw_path_and_lowers_names(dial: Dial) -> None:
+    server, client = await dial()
+    await client.ask(get("/upstream/a%2Fb/../c?x=%20", "X-Thing: One \r\n"))
     head = server.admitted[0]
     assert (head.path, head.query) == (b"/upstream/a%2Fb/../c", b"x=%20")
     assert head.get(b"x-thing") == b"One"
@@ -49,52 +45,44 @@ async def test_head_keeps_the_raw_path_and_lowers_names(serve: Serve, connect: C
     assert head.peer_ip == "127.0.0.1"
 
 
-async def test_absolute_target_of_our_host_is_read_as_its_path(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_absolute_target_of_our_host_is_read_as_its_path(dial: Dial) -> None:
+    server, client = await dial()
     await client.send(b"GET http://LocalHost:80/a?b HTTP/1.1\r\nHost: localhost:80\r\n\r\n")
     assert (await client.response()).body == b"GET /a?b "
     assert server.admitted[0].path == b"/a"
 
 
-async def test_one_empty_line_before_a_request_is_forgiven(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
-    await client.send(b"\r\n" + get("/a") + b"\r\n" + get("/b"))
-    assert (await client.response()).body == b"GET /a "
+async def test_one_empty_line_before_a_request_is_forgiven(dial: Dial) -> None:
+    _, client = await dial()
+    assert (await client.ask(b"\r\n" + get("/a") + b"\r\n" + get("/b"))).body == b"GET /a "
     assert (await client.response()).body == b"GET /b "
 
 
-async def test_client_that_asks_to_close_is_closed(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
-    await client.send(get("/", "Connection: close\r\n"))
-    assert (await client.response()).headers["connection"] == "close"
+async def test_client_that_asks_to_close_is_closed(dial: Dial) -> None:
+    _, client = await dial()
+    assert (await client.ask(get("/", "Connection: close\r\n"))).headers["connection"] == "close"
     assert await client.is_closed()
 
 
-async def test_http_1_0_is_closed_unless_it_asks_to_stay(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_http_1_0_is_closed_unless_it_asks_to_stay(dial: Dial) -> None:
+    _, client = await dial()
     await client.send(b"GET /stay HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     assert (await client.response()).headers["connection"] == "keep-alive"
-    await client.send(b"GET /go HTTP/1.0\r\n\r\n")
-    response = await client.response()
+    response = await client.ask(b"GET /go HTTP/1.0\r\n\r\n")
     assert (response.body, response.headers["connection"]) == (b"GET /go ", "close")
     assert await client.is_closed()
 
 
-async def test_head_gets_the_length_and_no_body(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
-    await client.send(b"HEAD /a HTTP/1.1\r\nHost: localhost\r\n\r\n" + get("/b"))
-    response = await client.response(head_only=True)
+async def test_head_gets_the_length_and_no_body(dial: Dial) -> None:
+    _, client = await dial()
+    response = await client.ask(b"HEAD /a HTTP/1.1\r\nHost: localhost\r\n\r\n" + get("/b"), head_only=True)
     assert response.headers["content-length"] == str(len(b"HEAD /a "))
     assert (await client.response()).body == b"GET /b "
 
 
-async def test_head_of_a_streamed_answer_gets_no_chunk(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_head_of_a_streamed_answer_gets_no_chunk(dial: Dial) -> None:
+    server, client = await dial()
     server.handle = stream_two
-    client = await connect(server)
     await client.send(b"HEAD /a HTTP/1.1\r\nHost: localhost\r\n\r\n" + get("/b"))
     assert (await client.response(head_only=True)).headers["transfer-encoding"] == "chunked"
     assert (await client.response()).body == b"one two"
@@ -108,60 +96,51 @@ def stream_two(exchange: Exchange) -> None:
     exchange.finish()
 
 
-async def test_streamed_answer_is_chunked_and_the_connection_stays(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_streamed_answer_is_chunked_and_the_connection_stays(dial: Dial) -> None:
+    server, client = await dial()
     server.handle = stream_two
-    client = await connect(server)
     for _ in range(3):
-        await client.send(get())
-        response = await client.response()
+        response = await client.ask(get())
         assert (response.body, response.headers["transfer-encoding"]) == (b"one two", "chunked")
 
 
-async def test_streamed_answer_to_http_1_0_ends_with_the_connection(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_streamed_answer_to_http_1_0_ends_with_the_connection(dial: Dial) -> None:
+    server, client = await dial()
     server.handle = stream_two
-    client = await connect(server)
-    await client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    response = await client.response()
+    response = await client.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     assert response.body == b"one two"
     assert "transfer-encoding" not in response.headers
 
 
-async def test_answer_without_content_has_no_length(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_answer_without_content_has_no_length(dial: Dial) -> None:
+    server, client = await dial()
     server.handle = lambda exchange: exchange.respond(204, [], b"")
-    client = await connect(server)
-    await client.send(get() + get())
-    assert "content-length" not in (await client.response()).headers
+    assert "content-length" not in (await client.ask(get() + get())).headers
     assert (await client.response()).status == 204
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 
-async def test_chunked_body_is_joined(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
+async def test_chunked_body_is_joined(dial: Dial) -> None:
+    _, client = await dial()
     await client.send(CHUNKED + b"3\r\nabc\r\n5;x=y\r\n\r\n\r\nd\r\n0\r\nX-Note: fine\r\n\r\n" + get("/next"))
     assert (await client.response()).body == b"POST /c abc\r\n\r\nd"
     assert (await client.response()).body == b"GET /next "
 
 
-async def test_no_answer_waits_until_the_one_before_it_is_acknowledged(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
-    await client.send(get("/a"))
-    assert (await client.response()).body == b"GET /a "
+async def test_no_answer_waits_until_the_one_before_it_is_acknowledged(dial: Dial) -> None:
+    server, client = await dial()
+    assert (await client.ask(get("/a"))).body == b"GET /a "
     assert server.sends_at_once()
 
 
-async def test_requests_are_the_same_wherever_the_bytes_are_split(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_requests_are_the_same_wherever_the_bytes_are_split(dial: Dial) -> None:
+    _, client = await dial()
     data = (
         CHUNKED + b"2\r\n\r\n\r\n1\r\nx\r\n0\r\n\r\n" + post(b"\r\n\r\n") + CHUNKED + b"0\r\nA: b\r\n\r\n" + get("/z")
     )
     expected = [b"POST /c \r\nx", b"POST / \r\n\r\n", b"POST /c ", b"GET /z "]
-    client = await connect(server)
     for cut in range(1, len(data)):
         await client.send(data[:cut])
         await asyncio.sleep(0)
@@ -169,73 +148,17 @@ async def test_requests_are_the_same_wherever_the_bytes_are_split(serve: Serve, 
         assert [(await client.response()).body for _ in expected] == expected, cut
 
 
-async def test_body_beyond_the_limit_is_refused_unread(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_body_beyond_the_limit_is_refused_unread(dial: Dial) -> None:
+    server, client = await dial()
     server.body_max = 100
-    client = await connect(server)
-    await client.send(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 101\r\n\r\n")
-    response = await client.response()
+    response = await client.ask(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 101\r\n\r\n")
     assert (response.status, response.headers["connection"]) == (413, "close")
     assert await client.is_closed()
 
 
-async def test_chunked_body_is_refused_when_it_passes_the_limit(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    server.body_max = 100
-    client = await connect(server)
-    await client.send(CHUNKED + b"64\r\n" + b"x" * 100 + b"\r\n1\r\nx\r\n")
-    assert (await client.response()).status == 413
-    assert server.seen == []
-
-
-async def test_large_body_goes_to_a_nameless_file(serve: Serve, connect: Connect) -> None:
-    server = await serve(body_in_memory_max=1000)
-    spooled: list[bool] = []
-
-    def handle(exchange: Exchange) -> None:
-        spooled.append(exchange.body.is_spooled)
-        assert server.edge.bodies.spool_bytes == len(exchange.body)
-        assert server.edge.bodies.memory_bytes == 0
-        assert b"".join(exchange.body.chunks()) == exchange.body.read() == body
-        exchange.respond(200, [], b"")
-
-    server.handle = handle
-    body = os.urandom(200_000)
-    client = await connect(server)
-    await client.send(post(body))
-    assert (await client.response()).status == 200
-    assert spooled == [True]
-    assert server.edge.bodies.spool_bytes == 0
-
-
-async def test_body_is_refused_when_all_bodies_together_are_too_large(serve: Serve, connect: Connect) -> None:
-    server = await serve(bodies_total_max=1500)
-    held: list[Exchange] = []
-    server.handle = held.append
-    first, second = await connect(server), await connect(server)
-    await first.send(post(b"x" * 1000))
-    await until(lambda: len(held) == 1)
-    await second.send(post(b"x" * 1000))
-    assert (await second.response()).status == 503
-    held[0].respond(200, [], b"")
-    third = await connect(server)
-    await third.send(post(b"x" * 1000))
-    await until(lambda: len(held) == 2)
-    held[1].respond(200, [], b"")
-    assert (await third.response()).status == 200
-
-
-async def test_spool_has_a_limit_too(serve: Serve, connect: Connect) -> None:
-    server = await serve(body_in_memory_max=10, spool_total_max=1000)
-    client = await connect(server)
-    await client.send(post(b"x" * 1001))
-    assert (await client.response()).status == 503
-
-
 @pytest.mark.parametrize("extra", ["", "Expect: 100-continue\r\n"])
-async def test_body_that_stops_coming_is_refused_by_its_deadline(extra: str, serve: Serve, connect: Connect) -> None:
-    server = await serve(body_timeout_s=0.2)
-    client = await connect(server)
+async def test_body_that_stops_coming_is_refused_by_its_deadline(extra: str, dial: Dial) -> None:
+    server, client = await dial(body_timeout_s=0.2)
     # A promise of much more does not buy more time.
     await client.send(f"POST / HTTP/1.1\r\nHost: localhost\r\n{extra}Content-Length: 4000000\r\n\r\n".encode())
     if extra:
@@ -245,13 +168,11 @@ async def test_body_that_stops_coming_is_refused_by_its_deadline(extra: str, ser
     assert server.edge.stats.body_timeouts == 1
 
 
-async def test_body_that_keeps_its_rate_may_take_long(serve: Serve, connect: Connect) -> None:
-    server = await serve(body_timeout_s=0.1, body_rate_min_bytes_s=1000)
-    client = await connect(server)
+async def test_body_that_keeps_its_rate_may_take_long(dial: Dial) -> None:
+    _, client = await dial(body_timeout_s=0.1, body_rate_min_bytes_s=1000)
     await client.send(post(b"x" * 4000)[:-1])
     await asyncio.sleep(0.5)
-    await client.send(b"x")
-    assert (await client.response()).status == 200
+    assert (await client.ask(b"x")).status == 200
 
 
 # --- admission ------------------------------------------------------------------------------------------------------
@@ -261,24 +182,22 @@ def deny(head: Head) -> int:
     raise InvalidKey("Not with this key.")
 
 
-async def test_refused_request_without_a_body_leaves_the_connection_open(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_refused_request_without_a_body_leaves_the_connection_open(dial: Dial) -> None:
+    server, client = await dial()
     server.admit = deny
-    client = await connect(server)
     await client.send(get("/a") + get("/b"))
     for _ in range(2):
         response = await client.response()
         assert response.status == 401
         assert "connection" not in response.headers
     server.admit = lambda head: 0
-    await client.send(get("/c"))
-    assert (await client.response()).body == b"GET /c "
+    assert (await client.ask(get("/c"))).body == b"GET /c "
     assert server.edge.stats.refused == 2
 
 
 @pytest.mark.parametrize("body", [b"", b"{}"])
 @pytest.mark.parametrize("ends", ["answered", "refused", "body too large", "bug"])
-async def test_every_answer_has_what_admit_added(body: bytes, ends: str, serve: Serve, connect: Connect) -> None:
+async def test_every_answer_has_what_admit_added(body: bytes, ends: str, dial: Dial) -> None:
     def admit(head: Head) -> int:
         head.add_to_answer([(b"x-one", b"1")])
         head.add_to_answer([(b"x-two", b"2")])
@@ -289,29 +208,24 @@ async def test_every_answer_has_what_admit_added(body: bytes, ends: str, serve: 
             raise ValueError
         return 1 if ends == "body too large" else 2
 
-    server = await serve()
+    server, client = await dial()
     server.admit = admit
-    client = await connect(server)
-    await client.send(post(body))
-    headers = (await client.response()).headers
+    headers = (await client.ask(post(body))).headers
     assert [headers[name] for name in ("x-one", "x-two", "x-left")] == ["1", "2", "5"]
 
 
-async def test_refused_upload_can_read_why(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_refused_upload_can_read_why(dial: Dial) -> None:
+    server, client = await dial()
     server.admit = deny
-    client = await connect(server)
     # Far more than socket buffers hold: a server that closed at once would destroy its own answer.
-    await client.send(post(b"x" * 8_000_000))
-    assert (await client.response()).status == 401
+    assert (await client.ask(post(b"x" * 8_000_000))).status == 401
     assert await client.is_closed()
     assert server.seen == []
 
 
-async def test_refused_upload_without_end_is_cut_off(serve: Serve, connect: Connect) -> None:
-    server = await serve(linger_bytes_max=100_000, linger_s=30)
+async def test_refused_upload_without_end_is_cut_off(dial: Dial) -> None:
+    server, client = await dial(linger_bytes_max=100_000, linger_s=30)
     server.admit = deny
-    client = await connect(server)
     with pytest.raises(ConnectionError):
         await client.send(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         while True:
@@ -319,38 +233,30 @@ async def test_refused_upload_without_end_is_cut_off(serve: Serve, connect: Conn
             await asyncio.sleep(0)
 
 
-async def test_refused_client_that_does_not_leave_is_cut_off(serve: Serve, connect: Connect) -> None:
-    server = await serve(linger_s=0.1)
-    client = await connect(server)
-    await client.send(b"nonsense\r\n\r\n")
-    assert (await client.response()).status == 400
+async def test_refused_client_that_does_not_leave_is_cut_off(dial: Dial) -> None:
+    server, client = await dial(linger_s=0.1)
+    assert (await client.ask(b"nonsense\r\n\r\n")).status == 400
     await until(lambda: server.edge.connections == 0)
 
 
-async def test_expectation_is_answered_after_admission(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_expectation_is_answered_after_admission(dial: Dial) -> None:
+    server, client = await dial()
     request = post(b"abc", extra="Expect: 100-continue\r\n")
-    await client.send(request[:-3])
-    assert (await client.response()).status == 100
+    assert (await client.ask(request[:-3])).status == 100
     assert server.seen == []
-    await client.send(b"abc")
-    assert (await client.response()).body == b"POST / abc"
+    assert (await client.ask(b"abc")).body == b"POST / abc"
     server.admit = deny
-    await client.send(request[:-3])
-    assert (await client.response()).status == 401
+    assert (await client.ask(request[:-3])).status == 401
 
 
-async def test_body_sent_along_needs_no_continue(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
-    await client.send(post(b"abc", extra="Expect: 100-continue\r\n"))
-    assert (await client.response()).status == 200
+async def test_body_sent_along_needs_no_continue(dial: Dial) -> None:
+    _, client = await dial()
+    assert (await client.ask(post(b"abc", extra="Expect: 100-continue\r\n"))).status == 200
 
 
-async def test_other_expectations_fail(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
-    await client.send(post(b"abc", extra="Expect: the-unexpected\r\n"))
-    assert (await client.response()).status == 417
+async def test_other_expectations_fail(dial: Dial) -> None:
+    _, client = await dial()
+    assert (await client.ask(post(b"abc", extra="Expect: the-unexpected\r\n"))).status == 417
     assert await client.is_closed()
 
 
@@ -362,27 +268,23 @@ async def test_bug_in_admit_handle_or_refuse_is_answered_with_500(serve: Serve, 
 
     server.admit = broken
     client = await connect(server)
-    await client.send(get())
-    assert (await client.response()).status == 500
+    assert (await client.ask(get())).status == 500
     server.admit = lambda head: 0
     server.handle = broken  # type: ignore[assignment]
     client = await connect(server)
-    await client.send(get())
-    assert (await client.response()).status == 500
+    assert (await client.ask(get())).status == 500
     server.refuse = broken  # type: ignore[assignment]
-    await client.send(get())
-    assert (await client.response()).status == 500
+    assert (await client.ask(get())).status == 500
     assert server.edge.stats.bugs == 4
 
 
-async def test_error_raised_by_the_handler_is_rendered(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_error_raised_by_the_handler_is_rendered(dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         raise BadRequest("no such thing")
 
     server.handle = handle
-    client = await connect(server)
     await client.send(get() + get())
     assert [(await client.response()).status for _ in range(2)] == [400, 400]
 
@@ -390,11 +292,10 @@ async def test_error_raised_by_the_handler_is_rendered(serve: Serve, connect: Co
 # --- pipelining -----------------------------------------------------------------------------------------------------
 
 
-async def test_requests_sent_ahead_are_answered_in_order_and_not_before(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_requests_sent_ahead_are_answered_in_order_and_not_before(dial: Dial) -> None:
+    server, client = await dial()
     held: list[Exchange] = []
     server.handle = held.append
-    client = await connect(server)
     await client.send(b"".join(post(b"%d" % number) for number in range(50)))
     for number in range(50):
         await until(lambda number=number: len(held) == number + 1)  # type: ignore[misc]
@@ -402,8 +303,8 @@ async def test_requests_sent_ahead_are_answered_in_order_and_not_before(serve: S
     assert [(await client.response()).body for _ in range(50)] == [b"POST / %d" % number for number in range(50)]
 
 
-async def test_many_requests_sent_ahead_are_all_answered(serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
+async def test_many_requests_sent_ahead_are_all_answered(dial: Dial) -> None:
+    _, client = await dial()
     count = 3000
     sending = asyncio.create_task(client.send(get("/x") * count))
     for _ in range(count):
@@ -411,10 +312,9 @@ async def test_many_requests_sent_ahead_are_all_answered(serve: Serve, connect: 
     await sending
 
 
-async def test_client_that_asks_without_reading_is_not_served_on(serve: Serve, connect: Connect) -> None:
-    server = await serve(write_timeout_s=60)
+async def test_client_that_asks_without_reading_is_not_served_on(dial: Dial) -> None:
+    server, client = await dial(write_timeout_s=60)
     server.handle = lambda exchange: exchange.respond(200, [], b"x" * 100_000)
-    client = await connect(server)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     sending = asyncio.create_task(client.send(get() * 20_000))
     await until_still(lambda: len(server.seen))
@@ -426,11 +326,10 @@ async def test_client_that_asks_without_reading_is_not_served_on(serve: Serve, c
     client.reset()
 
 
-async def test_nothing_sent_ahead_is_begun_after_the_client_stopped_sending(serve: Serve, connect: Connect) -> None:
+async def test_nothing_sent_ahead_is_begun_after_the_client_stopped_sending(dial: Dial) -> None:
     """What was answered before is still delivered."""
-    server = await serve()
+    server, client = await dial()
     server.handle = lambda exchange: exchange.respond(200, [], b"x" * 1_000_000)
-    client = await connect(server)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(get() * 60)
     client.writer.write_eof()
@@ -445,11 +344,10 @@ async def test_nothing_sent_ahead_is_begun_after_the_client_stopped_sending(serv
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
-async def test_client_that_sent_far_ahead_is_seen_to_leave(how: str, serve: Serve, connect: Connect) -> None:
-    server = await serve(pipelined_bytes_max=1000)
+async def test_client_that_sent_far_ahead_is_seen_to_leave(how: str, dial: Dial) -> None:
+    server, client = await dial(pipelined_bytes_max=1000)
     held: list[Exchange] = []
     server.handle = held.append
-    client = await connect(server)
     await client.send(post(b"first") + get() * 1000)
     await until(lambda: len(held) == 1)
     leave(client, how)
@@ -462,8 +360,8 @@ async def test_client_that_sent_far_ahead_is_seen_to_leave(how: str, serve: Serv
 
 
 @pytest.mark.parametrize("length", [None, 100])
-async def test_cut_answer_is_seen_as_truncated(length: int | None, serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_cut_answer_is_seen_as_truncated(length: int | None, dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         exchange.start(200, [], length)
@@ -471,14 +369,12 @@ async def test_cut_answer_is_seen_as_truncated(length: int | None, serve: Serve,
         exchange.cut()
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    response = await client.response()
+    response = await client.ask(get())
     assert (response.body, response.whole) == (b"some", False)
 
 
-async def test_cut_answer_to_http_1_0_is_reset(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_cut_answer_to_http_1_0_is_reset(dial: Dial) -> None:
+    server, client = await dial()
     held: list[Exchange] = []
 
     def handle(exchange: Exchange) -> None:
@@ -487,7 +383,6 @@ async def test_cut_answer_to_http_1_0_is_reset(serve: Serve, connect: Connect) -
         held.append(exchange)
 
     server.handle = handle
-    client = await connect(server)
     await client.send(b"GET / HTTP/1.0\r\n\r\n")
     await client.reader.readuntil(b"some")
     held[0].cut()
@@ -495,8 +390,8 @@ async def test_cut_answer_to_http_1_0_is_reset(serve: Serve, connect: Connect) -
         await client.reader.read()
 
 
-async def test_answer_shorter_than_promised_is_cut(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_answer_shorter_than_promised_is_cut(dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         exchange.start(200, [], 10)
@@ -504,13 +399,11 @@ async def test_answer_shorter_than_promised_is_cut(serve: Serve, connect: Connec
         exchange.finish()
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    assert not (await client.response()).whole
+    assert not (await client.ask(get())).whole
 
 
-async def test_answer_longer_than_promised_is_cut(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_answer_longer_than_promised_is_cut(dial: Dial) -> None:
+    server, client = await dial()
     failures: list[GatewayBug] = []
 
     def handle(exchange: Exchange) -> None:
@@ -522,9 +415,7 @@ async def test_answer_longer_than_promised_is_cut(serve: Serve, connect: Connect
             failures.append(error)
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    assert not (await client.response()).whole
+    assert not (await client.ask(get())).whole
     assert len(failures) == 1
 
 
@@ -541,10 +432,8 @@ async def test_answer_longer_than_promised_is_cut(serve: Serve, connect: Connect
         (b"x\r\nevil", b"a"),
     ],
 )
-async def test_header_that_would_split_the_answer_is_not_sent(
-    name: bytes, value: bytes, serve: Serve, connect: Connect
-) -> None:
-    server = await serve()
+async def test_header_that_would_split_the_answer_is_not_sent(name: bytes, value: bytes, dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         with pytest.raises(GatewayBug):
@@ -552,13 +441,11 @@ async def test_header_that_would_split_the_answer_is_not_sent(
         exchange.respond(200, [(b"x-fine", b"yes")], b"")
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    assert (await client.response()).headers["x-fine"] == "yes"
+    assert (await client.ask(get())).headers["x-fine"] == "yes"
 
 
-async def test_status_without_a_name_is_sent_and_a_wrong_one_is_not(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_status_without_a_name_is_sent_and_a_wrong_one_is_not(dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         for status in (0, 99, 1000):
@@ -567,13 +454,11 @@ async def test_status_without_a_name_is_sent_and_a_wrong_one_is_not(serve: Serve
         exchange.respond(599, [], b"")
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    assert (await client.response()).status == 599
+    assert (await client.ask(get())).status == 599
 
 
-async def test_answer_cannot_be_started_twice(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_answer_cannot_be_started_twice(dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         exchange.start(200, [], None)
@@ -587,7 +472,6 @@ async def test_answer_cannot_be_started_twice(serve: Serve, connect: Connect) ->
         exchange.cut()
 
     server.handle = handle
-    client = await connect(server)
     await client.send(get() + get())
     assert [(await client.response()).whole for _ in range(2)] == [True, True]
 
@@ -597,8 +481,8 @@ async def test_answer_cannot_be_started_twice(serve: Serve, connect: Connect) ->
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
 @pytest.mark.parametrize("started", [False, True])
-async def test_client_that_leaves_is_told_once(how: str, started: bool, serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_client_that_leaves_is_told_once(how: str, started: bool, dial: Dial) -> None:
+    server, client = await dial()
     gone: list[Exchange] = []
     held: list[Exchange] = []
 
@@ -610,7 +494,6 @@ async def test_client_that_leaves_is_told_once(how: str, started: bool, serve: S
         held.append(exchange)
 
     server.handle = handle
-    client = await connect(server)
     await client.send(post(b"body"))
     await until(lambda: len(held) == 1)
     leave(client, how)
@@ -628,11 +511,8 @@ async def test_client_that_leaves_is_told_once(how: str, started: bool, serve: S
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HT", post(b"abc")[:-1], CHUNKED + b"3\r\nab"], ids=["nothing", "head", "body", "chunk"]
 )
-async def test_client_that_leaves_while_asking_leaves_nothing_behind(
-    sent: bytes, serve: Serve, connect: Connect
-) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_client_that_leaves_while_asking_leaves_nothing_behind(sent: bytes, dial: Dial) -> None:
+    server, client = await dial()
     await client.send(sent)
     await until(lambda: server.edge.connections == 1)
     await client.close()
@@ -641,8 +521,8 @@ async def test_client_that_leaves_while_asking_leaves_nothing_behind(
     assert server.edge.bodies.memory_bytes == 0
 
 
-async def test_client_that_leaves_after_its_answer_is_not_gone(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_client_that_leaves_after_its_answer_is_not_gone(dial: Dial) -> None:
+    server, client = await dial()
     gone: list[int] = []
 
     def handle(exchange: Exchange) -> None:
@@ -650,16 +530,14 @@ async def test_client_that_leaves_after_its_answer_is_not_gone(serve: Serve, con
         echo(exchange)
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    await client.response()
+    await client.ask(get())
     await client.close()
     await until(lambda: server.edge.connections == 0)
     assert gone == []
 
 
-async def test_slow_reader_pauses_the_source_and_resumes_it(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_slow_reader_pauses_the_source_and_resumes_it(dial: Dial) -> None:
+    server, client = await dial()
     moments: list[str] = []
     held: list[Exchange] = []
 
@@ -670,7 +548,6 @@ async def test_slow_reader_pauses_the_source_and_resumes_it(serve: Serve, connec
         exchange.start(200, [], None)
 
     server.handle = handle
-    client = await connect(server)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(get())
     await until(lambda: len(held) == 1)
@@ -687,8 +564,8 @@ async def test_slow_reader_pauses_the_source_and_resumes_it(serve: Serve, connec
     assert len((await reading).body) == written
 
 
-async def test_client_that_accepts_nothing_is_cut(serve: Serve, connect: Connect) -> None:
-    server = await serve(write_timeout_s=0.3)
+async def test_client_that_accepts_nothing_is_cut(dial: Dial) -> None:
+    server, client = await dial(write_timeout_s=0.3)
     gone: list[int] = []
 
     def handle(exchange: Exchange) -> None:
@@ -697,7 +574,6 @@ async def test_client_that_accepts_nothing_is_cut(serve: Serve, connect: Connect
         exchange.write(b"x" * 20_000_000)
 
     server.handle = handle
-    client = await connect(server)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(get())
     await until(lambda: gone == [1])
@@ -705,7 +581,7 @@ async def test_client_that_accepts_nothing_is_cut(serve: Serve, connect: Connect
     client.reset()
 
 
-async def test_client_that_reads_a_little_is_not_cut(serve: Serve, connect: Connect) -> None:
+async def test_client_that_reads_a_little_is_not_cut(serve: Serve) -> None:
     server = await serve(write_timeout_s=0.5)
     await server.pass_time(0)
     server.handle = lambda exchange: exchange.respond(200, [], b"x" * 60_000_000)
@@ -724,26 +600,21 @@ async def test_client_that_reads_a_little_is_not_cut(serve: Serve, connect: Conn
     writer.transport.abort()
 
 
-async def test_idle_connection_is_closed_without_a_word(serve: Serve, connect: Connect) -> None:
-    server = await serve(keepalive_s=0.2, header_timeout_s=30)
-    client = await connect(server)
-    await client.send(get())
-    await client.response()
+async def test_idle_connection_is_closed_without_a_word(dial: Dial) -> None:
+    server, client = await dial(keepalive_s=0.2, header_timeout_s=30)
+    await client.ask(get())
     assert await client.is_closed()
     assert server.edge.stats.idle_closed == 1
 
 
-async def test_deadline_of_a_later_request_starts_with_its_first_byte(serve: Serve, connect: Connect) -> None:
-    server = await serve(keepalive_s=30, header_timeout_s=0.4)
+async def test_deadline_of_a_later_request_starts_with_its_first_byte(dial: Dial) -> None:
+    server, client = await dial(keepalive_s=30, header_timeout_s=0.4)
     await server.pass_time(0)
-    client = await connect(server)
-    await client.send(get())
-    await client.response()
+    await client.ask(get())
     await server.pass_time(20)
     await client.send(get()[:10])
     await server.pass_time(0.3)
-    await client.send(get()[10:])
-    assert (await client.response()).status == 200
+    assert (await client.ask(get()[10:])).status == 200
     await client.send(b"GET")
     late = asyncio.create_task(client.response())
     while not late.done():
@@ -751,12 +622,11 @@ async def test_deadline_of_a_later_request_starts_with_its_first_byte(serve: Ser
     assert late.result().status == 408
 
 
-async def test_answering_has_no_deadline(serve: Serve, connect: Connect) -> None:
-    server = await serve(header_timeout_s=0.1, body_timeout_s=0.1, keepalive_s=0.1, write_timeout_s=0.1)
+async def test_answering_has_no_deadline(dial: Dial) -> None:
+    server, client = await dial(header_timeout_s=0.1, body_timeout_s=0.1, keepalive_s=0.1, write_timeout_s=0.1)
     await server.pass_time(0)
     held: list[Exchange] = []
     server.handle = held.append
-    client = await connect(server)
     await client.send(post(b"abc"))
     await until(lambda: len(held) == 1)
     for _ in range(3):
@@ -778,8 +648,7 @@ async def test_connections_beyond_the_limit_are_turned_away(serve: Serve, connec
     await first.close()
     await until(lambda: server.edge.connections == 1)
     fourth = await connect(server)
-    await fourth.send(get())
-    assert (await fourth.response()).status == 200
+    assert (await fourth.ask(get())).status == 200
 
 
 class FarAway(asyncio.Transport):
@@ -849,11 +718,10 @@ async def test_closing_lets_running_answers_finish(serve: Serve, connect: Connec
     assert await busy.is_closed()
 
 
-async def test_aborting_cuts_everything(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_aborting_cuts_everything(dial: Dial) -> None:
+    server, client = await dial()
     held: list[Exchange] = []
     server.handle = held.append
-    client = await connect(server)
     await client.send(get())
     await until(lambda: len(held) == 1)
     server.edge.abort()
@@ -877,8 +745,7 @@ async def test_unix_socket_is_served_to_its_owner_only(serve: Serve, tmp_path: P
     await server.edge.listen(path=path)
     assert os.stat(path).st_mode & 0o777 == 0o600
     client = Client(*await asyncio.open_unix_connection(path))
-    await client.send(get("/u"))
-    assert (await client.response()).body == b"GET /u "
+    assert (await client.ask(get("/u"))).body == b"GET /u "
     assert server.admitted[0].peer_ip == ""
     with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
         await server.edge.listen(path=path)
@@ -887,8 +754,8 @@ async def test_unix_socket_is_served_to_its_owner_only(serve: Serve, tmp_path: P
     assert not os.path.exists(path)
 
 
-async def test_connection_taken_over_leaves_http(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_connection_taken_over_leaves_http(dial: Dial) -> None:
+    server, client = await dial()
 
     class Shout:
         def __init__(self, exchange: Exchange) -> None:
@@ -910,9 +777,7 @@ async def test_connection_taken_over_leaves_http(serve: Serve, connect: Connect)
 
     shouts: list[Shout] = []
     server.handle = lambda exchange: shouts.append(Shout(exchange))
-    client = await connect(server)
-    await client.send(get("/", "Connection: Upgrade\r\nUpgrade: shout\r\n") + b"ahead ")
-    assert (await client.response()).status == 101
+    assert (await client.ask(get("/", "Connection: Upgrade\r\nUpgrade: shout\r\n") + b"ahead ")).status == 101
     assert server.admitted[0].upgrade == b"shout"
     await client.send(b"GET / HTTP/1.1!")
     async with asyncio.timeout(DEADLINE_S):
@@ -921,8 +786,8 @@ async def test_connection_taken_over_leaves_http(serve: Serve, connect: Connect)
     await until(lambda: shouts[0].gone)
 
 
-async def test_answered_connection_cannot_be_taken_over(serve: Serve, connect: Connect) -> None:
-    server = await serve()
+async def test_answered_connection_cannot_be_taken_over(dial: Dial) -> None:
+    server, client = await dial()
 
     def handle(exchange: Exchange) -> None:
         exchange.start(200, [], 0)
@@ -931,9 +796,7 @@ async def test_answered_connection_cannot_be_taken_over(serve: Serve, connect: C
         exchange.finish()
 
     server.handle = handle
-    client = await connect(server)
-    await client.send(get())
-    assert (await client.response()).status == 200
+    assert (await client.ask(get())).status == 200
 
 
 class Odd(FarAway):
@@ -946,22 +809,19 @@ class Odd(FarAway):
         self.close()
 
 
-async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(serve: Serve, connect: Connect) -> None:
-    server = await serve(keepalive_s=0.2)
+async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(dial: Dial) -> None:
+    server, client = await dial(keepalive_s=0.2)
     odd, connection = Odd(), ClientConnection(server.edge)
     connection.connection_made(odd)
-    client = await connect(server)
-    await client.send(get())
-    await client.response()
+    await client.ask(get())
     await until(lambda: odd.closed)
     connection.connection_lost(None)
     assert await client.is_closed()
     assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)
 
 
-async def test_an_upgrade_that_is_not_taken_is_answered_as_http(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
+async def test_an_upgrade_that_is_not_taken_is_answered_as_http(dial: Dial) -> None:
+    server, client = await dial()
     upgrade = "Connection: Upgrade\r\nUpgrade: h2c\r\n"
     await client.send(get("/a", upgrade) + post(b"abc", "/b", upgrade) + get("/c", "Upgrade: h2c\r\n"))
     assert [(await client.response()).body for _ in range(3)] == [b"GET /a ", b"POST /b abc", b"GET /c "]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from .conftest import Connect, Serve
+from .conftest import Connect, Dial, Serve
 from .wires import get
 
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
@@ -145,10 +145,9 @@ async def test_headers_beyond_a_limit_are_refused_and_closed(name: str, serve: S
 
 
 @pytest.mark.parametrize(("name", "said"), [("101 headers", "headers"), ("request line of 9 kB", "request line")])
-async def test_what_is_too_large_is_named(name: str, said: str, serve: Serve, connect: Connect) -> None:
-    client = await connect(await serve())
-    await client.send(TOO_LARGE[name])
-    told = json.loads((await client.response()).body)["error"]["message"]
+async def test_what_is_too_large_is_named(name: str, said: str, dial: Dial) -> None:
+    _, client = await dial()
+    told = json.loads((await client.ask(TOO_LARGE[name])).body)["error"]["message"]
     assert [word for word in ("headers", "request line") if word in told] == [said]
 
 
@@ -156,26 +155,22 @@ async def test_connect_is_refused(serve: Serve, connect: Connect) -> None:
     await refuse_everywhere(serve, connect, b"CONNECT evil:443 HTTP/1.1\r\nHost: evil:443\r\n\r\n", 405, bytewise=False)
 
 
-async def test_ambiguous_request_behind_a_good_one_is_refused_after_its_answer(serve: Serve, connect: Connect) -> None:
-    server = await serve()
-    client = await connect(server)
-    await client.send(get("/good") + AMBIGUOUS["two hosts"] + get("/never"))
-    assert (await client.response()).body == b"GET /good "
+async def test_ambiguous_request_behind_a_good_one_is_refused_after_its_answer(dial: Dial) -> None:
+    server, client = await dial()
+    assert (await client.ask(get("/good") + AMBIGUOUS["two hosts"] + get("/never"))).body == b"GET /good "
     assert (await client.response()).status == 400
     assert await client.is_closed()
     assert [seen.target for seen in server.seen] == [b"/good"]
 
 
-async def test_connection_without_a_byte_is_closed_by_the_deadline(serve: Serve, connect: Connect) -> None:
-    server = await serve(header_timeout_s=0.2)
-    client = await connect(server)
+async def test_connection_without_a_byte_is_closed_by_the_deadline(dial: Dial) -> None:
+    server, client = await dial(header_timeout_s=0.2)
     assert await client.is_closed()
     assert server.edge.stats.header_timeouts == 1
 
 
-async def test_trickled_header_is_refused_by_the_deadline(serve: Serve, connect: Connect) -> None:
-    server = await serve(header_timeout_s=0.3)
-    client = await connect(server)
+async def test_trickled_header_is_refused_by_the_deadline(dial: Dial) -> None:
+    server, client = await dial(header_timeout_s=0.3)
     # Each byte would re-arm a deadline that counted from the last one.
     for byte in get("/" + "a" * 10_000):
         client.writer.write(bytes([byte]))

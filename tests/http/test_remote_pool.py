@@ -20,9 +20,7 @@ class StillLoop(OddLoop):
 
 
 @pytest.mark.parametrize("worked_s", [0.0, 1.0])
-async def test_a_reused_connection_that_ends_is_replaced_only_if_it_ended_at_once(
-    engines: Engines, worked_s: float
-) -> None:
+async def test_a_reused_connection_is_replaced_only_if_it_ended_at_once(engines: Engines, worked_s: float) -> None:
     async def script(call: Call) -> None:
         if sum(1 for other in engine.calls if other.connection == call.connection) == 2:
             loop.ahead_s += worked_s

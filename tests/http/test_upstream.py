@@ -19,9 +19,10 @@ from greenroom.http.upstream import EngineAddress, Pool
 from tests.waiting import PATIENCE_S, until, until_still
 
 from .conftest import Engines
-from .wires import Call, Engine, OddLoop, address
+from .wires import Call, Engine, OddLoop, address, saying
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: e\r\ncontent-length: 3\r\n\r\n"
+Pools = Callable[..., Pool]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -73,7 +74,7 @@ class Notes:
 
 
 @pytest.fixture
-async def pools(loop_errors: list[object]) -> AsyncIterator[Callable[..., Pool]]:
+async def pools(loop_errors: list[object]) -> AsyncIterator[Pools]:
     made: list[Pool] = []
 
     def make(engine: Engine, **options: float) -> Pool:
@@ -93,18 +94,8 @@ async def ask(pool: Pool, head: bytes = HEAD, body: Body | bytes = b"abc") -> No
     return notes
 
 
-def saying(answer: bytes, *, close: bool = False, bytewise: bool = False) -> Callable[[Call], object]:
-    async def script(call: Call) -> None:
-        if bytewise:
-            for index in range(len(answer)):
-                await call.say(answer[index : index + 1])
-                await asyncio.sleep(0)
-        else:
-            await call.say(answer)
-        if close:
-            call.writer.close()
-
-    return script
+def bytewise(answer: bytes) -> list[bytes]:
+    return [bytes([byte]) for byte in answer]
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\nX-T: v\r\n\r\n"
@@ -120,11 +111,11 @@ FRAMINGS = {
 }
 
 
-@pytest.mark.parametrize("bytewise", [False, True])
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("name", FRAMINGS)
-async def test_answer_is_told_whole(name: str, bytewise: bool, engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_answer_is_told_whole(name: str, in_bytes: bool, engines: Engines, pools: Pools) -> None:
     answer, status, body, reusable = FRAMINGS[name]
-    engine = await engines(saying(answer, bytewise=bytewise))  # type: ignore[arg-type]
+    engine = await engines(saying(*(bytewise(answer) if in_bytes else [answer])))
     pool = pools(engine)
     for _ in range(2):
         notes = await ask(pool)
@@ -139,18 +130,16 @@ async def test_answer_is_told_whole(name: str, bytewise: bool, engines: Engines,
         assert notes.headers == [(b"content-length", b"2")]
 
 
-async def test_answer_without_length_ends_with_the_connection(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(b"HTTP/1.1 200 OK\r\n\r\nhello", close=True))  # type: ignore[arg-type]
+async def test_answer_without_length_ends_with_the_connection(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(b"HTTP/1.1 200 OK\r\n\r\nhello", closes=True))
     pool = pools(engine)
     notes = await ask(pool)
     assert (notes.told, notes.data) == (["head", "body", "complete"], b"hello")
     await until(lambda: pool.open_count == 0)
 
 
-async def test_answer_to_head_has_no_body_and_the_connection_stays(
-    engines: Engines, pools: Callable[..., Pool]
-) -> None:
-    engine = await engines(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n"))  # type: ignore[arg-type]
+async def test_answer_to_head_has_no_body_and_the_connection_stays(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n"))
     pool = pools(engine)
     for _ in range(3):
         notes = await ask(pool, b"HEAD /x HTTP/1.1\r\nhost: e\r\n\r\n", b"")
@@ -159,8 +148,8 @@ async def test_answer_to_head_has_no_body_and_the_connection_stays(
     assert engine.connections == 1
 
 
-async def test_body_sent_to_head_does_not_reach_the_next_request(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_body_sent_to_head_does_not_reach_the_next_request(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     for _ in range(2):
         notes = await ask(pool, b"HEAD /x HTTP/1.1\r\nhost: e\r\n\r\n", b"")
@@ -187,8 +176,8 @@ LATE = ("bad chunk",)
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_malformed_answer_is_a_lost_engine(name: str, engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(MALFORMED[name]))  # type: ignore[arg-type]
+async def test_malformed_answer_is_a_lost_engine(name: str, engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(MALFORMED[name]))
     pool = pools(engine)
     notes = await ask(pool)
     assert notes.told[-1] == "lost" and (notes.told[0] == "lost" or name in LATE)
@@ -196,18 +185,16 @@ async def test_malformed_answer_is_a_lost_engine(name: str, engines: Engines, po
     await until(lambda: pool.open_count == 0)
 
 
-async def test_the_first_of_two_content_types_counts(engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_the_first_of_two_content_types_counts(engines: Engines, pools: Pools) -> None:
     types = b"Content-Type: application/json\r\nContent-Type: text/html\r\n"
-    engine = await engines(saying(b"HTTP/1.1 200 OK\r\n" + types + b"Content-Length: 2\r\n\r\nok"))  # type: ignore[arg-type]
+    engine = await engines(saying(b"HTTP/1.1 200 OK\r\n" + types + b"Content-Length: 2\r\n\r\nok"))
     notes = await ask(pools(engine))
     assert notes.headers == [(b"content-type", b"application/json"), (b"content-length", b"2")]
 
 
 @pytest.mark.parametrize("surplus", [b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\npoison", b"x", b"HTTP/1"])
-async def test_surplus_bytes_never_reach_the_next_request(
-    surplus: bytes, engines: Engines, pools: Callable[..., Pool]
-) -> None:
-    engine = await engines(saying(OK + surplus))  # type: ignore[arg-type]
+async def test_surplus_bytes_never_reach_the_next_request(surplus: bytes, engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK + surplus))
     pool = pools(engine)
     for _ in range(3):
         notes = await ask(pool)
@@ -215,8 +202,8 @@ async def test_surplus_bytes_never_reach_the_next_request(
     assert engine.connections == 3
 
 
-async def test_idle_connection_that_speaks_is_dropped(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_idle_connection_that_speaks_is_dropped(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     await ask(pool)
     assert pool.idle_count == 1
@@ -226,8 +213,8 @@ async def test_idle_connection_that_speaks_is_dropped(engines: Engines, pools: C
     assert engine.connections == 2
 
 
-async def test_idle_connection_is_taken_without_waiting(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_idle_connection_is_taken_without_waiting(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     assert not pool.send_now(HEAD, b"abc", Notes())
     await ask(pool)
@@ -240,8 +227,8 @@ async def test_idle_connection_is_taken_without_waiting(engines: Engines, pools:
     assert (pool.connects, pool.reuses) == (1, 1)
 
 
-async def test_idle_connections_are_bounded_in_number_and_age(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_idle_connections_are_bounded_in_number_and_age(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     loop = OddLoop()
     loop.let.set()
     pool = pools(engine, idle_max=2, idle_s=60.0, loop=loop)
@@ -255,7 +242,7 @@ async def test_idle_connections_are_bounded_in_number_and_age(engines: Engines, 
     await until(lambda: pool.open_count == 1)
 
 
-async def test_stale_connection_is_retried_once_and_silently(engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_stale_connection_is_retried_once_and_silently(engines: Engines, pools: Pools) -> None:
     async def script(call: Call) -> None:
         # The second request on a connection meets one that is being closed.
         if sum(1 for other in engine.calls if other.connection == call.connection) == 2:
@@ -272,7 +259,7 @@ async def test_stale_connection_is_retried_once_and_silently(engines: Engines, p
     assert [call.body for call in engine.calls] == [b"abc"] * 3
 
 
-async def test_fresh_connection_that_closes_is_not_retried(engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_fresh_connection_that_closes_is_not_retried(engines: Engines, pools: Pools) -> None:
     async def script(call: Call) -> None:
         call.writer.close()
 
@@ -283,8 +270,8 @@ async def test_fresh_connection_that_closes_is_not_retried(engines: Engines, poo
     assert (engine.connections, pool.retries) == (1, 0)
 
 
-async def test_retry_that_fails_is_lost(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_retry_that_fails_is_lost(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     await ask(pool)
 
@@ -302,10 +289,8 @@ async def test_retry_that_fails_is_lost(engines: Engines, pools: Callable[..., P
     assert pool.retries == 1
 
 
-async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
-    engines: Engines, pools: Callable[..., Pool], tmp_path: Path
-) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_unreachable_engine_is_lost_before_the_first_byte(engines: Engines, pools: Pools, tmp_path: Path) -> None:
+    engine = await engines(saying(OK))
     await engine.stop()
     notes = await ask(pools(engine, name="The engine of alpha"))
     assert (notes.told, notes.before_first_byte) == (["lost"], True)
@@ -316,10 +301,8 @@ async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
     assert notes.told == ["lost"]
 
 
-async def test_engine_that_has_closed_its_socket_refuses(
-    engines: Engines, pools: Callable[..., Pool], tmp_path: Path
-) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_engine_that_has_closed_its_socket_refuses(engines: Engines, pools: Pools, tmp_path: Path) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     assert not await pool.refuses()
     await engine.stop()
@@ -349,9 +332,7 @@ async def test_engine_whose_backlog_is_full_does_not_refuse(family: socket.Addre
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", OK[:-1], CHUNKED[:-3]])
-async def test_engine_that_dies_is_lost_in_every_phase(
-    said: bytes, engines: Engines, pools: Callable[..., Pool]
-) -> None:
+async def test_engine_that_dies_is_lost_in_every_phase(said: bytes, engines: Engines, pools: Pools) -> None:
     async def script(call: Call) -> None:
         if said:
             await call.say(said)
@@ -363,9 +344,7 @@ async def test_engine_that_dies_is_lost_in_every_phase(
     assert notes.before_first_byte is (said == b"")
 
 
-async def test_closing_the_pool_tells_busy_sinks_and_cuts_idle_ones(
-    engines: Engines, pools: Callable[..., Pool]
-) -> None:
+async def test_closing_the_pool_tells_busy_sinks_and_cuts_idle_ones(engines: Engines, pools: Pools) -> None:
     async def script(call: Call) -> None:
         if call.body == b"abc":
             await call.say(OK)
@@ -385,10 +364,8 @@ async def test_closing_the_pool_tells_busy_sinks_and_cuts_idle_ones(
 
 
 @pytest.mark.parametrize("retried", [False, True])
-async def test_pool_closed_while_connecting_tells_the_sink(
-    retried: bool, engines: Engines, pools: Callable[..., Pool]
-) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_pool_closed_while_connecting_tells_the_sink(retried: bool, engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     loop = OddLoop()
     pool = pools(engine, loop=loop)
     notes = Notes()
@@ -408,9 +385,7 @@ async def test_pool_closed_while_connecting_tells_the_sink(
     assert engine.calls == []
 
 
-async def test_an_aborted_connection_reports_nothing_and_the_engine_notices(
-    engines: Engines, pools: Callable[..., Pool]
-) -> None:
+async def test_an_aborted_connection_reports_nothing_and_the_engine_notices(engines: Engines, pools: Pools) -> None:
     left = asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -429,8 +404,8 @@ async def test_an_aborted_connection_reports_nothing_and_the_engine_notices(
     assert notes.told == ["head", "body"]
 
 
-async def test_sink_that_leaves_at_the_head_hears_no_more(engines: Engines, pools: Callable[..., Pool]) -> None:
-    pool = pools(await engines(saying(OK, bytewise=True)))  # type: ignore[arg-type]
+async def test_sink_that_leaves_at_the_head_hears_no_more(engines: Engines, pools: Pools) -> None:
+    pool = pools(await engines(saying(*bytewise(OK))))
     notes = Notes()
 
     def leave() -> None:
@@ -443,8 +418,8 @@ async def test_sink_that_leaves_at_the_head_hears_no_more(engines: Engines, pool
     assert notes.told == ["head"]
 
 
-async def test_a_request_whose_sink_is_not_wanted_is_not_sent(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_a_request_whose_sink_is_not_wanted_is_not_sent(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     notes = Notes()
     notes.wanted = False
@@ -454,8 +429,8 @@ async def test_a_request_whose_sink_is_not_wanted_is_not_sent(engines: Engines, 
     assert len(engine.calls) == 1
 
 
-async def test_sink_that_fails_loses_its_answer_and_nothing_else(engines: Engines, pools: Callable[..., Pool]) -> None:
-    pool = pools(await engines(saying(OK, bytewise=True)))  # type: ignore[arg-type]
+async def test_sink_that_fails_loses_its_answer_and_nothing_else(engines: Engines, pools: Pools) -> None:
+    pool = pools(await engines(saying(*bytewise(OK))))
     notes = Notes()
 
     def fail() -> None:
@@ -468,8 +443,8 @@ async def test_sink_that_fails_loses_its_answer_and_nothing_else(engines: Engine
     assert (await ask(pool)).data == b"ok"
 
 
-async def test_large_bodies_arrive_whole(engines: Engines, pools: Callable[..., Pool]) -> None:
-    engine = await engines(saying(OK))  # type: ignore[arg-type]
+async def test_large_bodies_arrive_whole(engines: Engines, pools: Pools) -> None:
+    engine = await engines(saying(OK))
     pool = pools(engine)
     budget = BodyBudget(EdgeLimits(body_in_memory_max=1000))
     body = Body(budget)
@@ -483,7 +458,7 @@ async def test_large_bodies_arrive_whole(engines: Engines, pools: Callable[..., 
     body.close()
 
 
-async def test_spooled_body_waits_for_an_engine_that_reads_slowly(engines: Engines, pools: Callable[..., Pool]) -> None:
+async def test_spooled_body_waits_for_an_engine_that_reads_slowly(engines: Engines, pools: Pools) -> None:
     reading = asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -506,9 +481,7 @@ async def test_spooled_body_waits_for_an_engine_that_reads_slowly(engines: Engin
     body.close()
 
 
-async def test_answer_before_the_body_was_taken_ends_the_connection(
-    engines: Engines, pools: Callable[..., Pool]
-) -> None:
+async def test_answer_before_the_body_was_taken_ends_the_connection(engines: Engines, pools: Pools) -> None:
     async def script(call: Call) -> None:
         await call.say(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
         await asyncio.Event().wait()
@@ -524,8 +497,8 @@ async def test_answer_before_the_body_was_taken_ends_the_connection(
     body.close()
 
 
-async def test_unix_socket_works_too(tmp_path: Path, pools: Callable[..., Pool]) -> None:
-    engine = Engine(saying(OK))  # type: ignore[arg-type]
+async def test_unix_socket_works_too(tmp_path: Path, pools: Pools) -> None:
+    engine = Engine(saying(OK))
     path = str(tmp_path / "e.sock")
     await engine.start(path)
     pool = Pool(EngineAddress(path=path))

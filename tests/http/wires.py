@@ -146,6 +146,11 @@ class Client:
                 return Response(status, headers, b"")
             return await self._body(status, headers)
 
+    async def ask(self, data: bytes, *, head_only: bool = False) -> Response:
+        """The answer to this request."""
+        await self.send(data)
+        return await self.response(head_only=head_only)
+
     async def _body(self, status: int, headers: dict[str, str]) -> Response:
         if "content-length" in headers:
             try:
@@ -243,6 +248,19 @@ class Call:
 
 
 Script = Callable[[Call], Awaitable[None]]
+
+
+def saying(*parts: bytes, pause_s: float = 0.0, closes: bool = False) -> Script:
+    """Say these parts, with a pause after each, and then close the connection or leave it open."""
+
+    async def script(call: Call) -> None:
+        for part in parts:
+            await call.say(part)
+            await asyncio.sleep(pause_s)
+        if closes:
+            call.writer.close()
+
+    return script
 
 
 @dataclass

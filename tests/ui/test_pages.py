@@ -132,3 +132,14 @@ def _serious(opened: Tab, page: str) -> list[str]:
         for one in result["violations"]
         if one["impact"] in SERIOUS
     ]
+
+
+def test_a_model_is_pinned_and_let_go(looking: Tab) -> None:
+    page = looking.open("stage?model=kokoro")
+    drawer = page.get_by_role("dialog", name="kokoro")
+    pin = drawer.get_by_role("button", name="Pin", exact=True)
+    pin.click()
+    expect(drawer.get_by_text("pinned", exact=True)).to_be_visible()
+    drawer.get_by_role("button", name="Unpin").click()
+    expect(pin).to_be_visible()
+    expect(drawer.get_by_text("pinned", exact=True)).to_be_hidden()

@@ -69,9 +69,7 @@ def background(page: Page) -> str:
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize(("scheme", "colour"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 28)")])
-def test_it_fits_the_screen_with_the_bottom_line_on_top(
-    browser: Browser, report: Path, width: int, scheme: str, colour: str
-) -> None:
+def test_it_fits_the_screen_result_first(browser: Browser, report: Path, width: int, scheme: str, colour: str) -> None:
     with opened(browser, report, width, scheme) as page:
         assert not page.evaluate(WIDER_THAN_PAGE) and page.evaluate(EMPTY) == []
         assert page.evaluate(SQUEEZED) == 0 and page.evaluate(COVERED) == []

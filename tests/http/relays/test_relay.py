@@ -9,8 +9,8 @@ import pytest
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
-from tests.http.conftest import Behind, Connect, Engines
-from tests.http.wires import Call, Client, Engine, OddLoop, Proxy, get, post
+from tests.http.conftest import Asked, Behind, Connect, Engines, Facing
+from tests.http.wires import Call, Client, Engine, OddLoop, Proxy, get, post, saying
 from tests.waiting import PATIENCE_S, until, until_still
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -27,18 +27,12 @@ async def outcome_of(proxy: Proxy, number: int = 0) -> RelayOutcome:
         return await proxy.relays[number].wait()
 
 
-async def test_answer_reaches_the_client_with_filtered_headers(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(JSON)
-
-    engine = await engines(script)
+async def test_answer_comes_with_filtered_headers(engines: Engines, behind: Behind, connect: Connect) -> None:
+    engine = await engines(saying(JSON))
     proxy = await behind(engine)
     client = await connect(proxy.server)
     for number in range(3):
-        await client.send(post(b'{"model":"m"}', "/v1/x", "Content-Type: application/json\r\nCookie: c\r\n"))
-        response = await client.response()
+        response = await client.ask(post(b'{"model":"m"}', "/v1/x", "Content-Type: application/json\r\nCookie: c\r\n"))
         assert (response.status, response.body, response.headers["content-length"]) == (200, b"{}", "2")
         assert response.headers["x-request-id"] == "r-1"
         assert "server" not in response.headers
@@ -54,7 +48,7 @@ async def test_answer_reaches_the_client_with_filtered_headers(
     assert engine.connections == 1
 
 
-async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_stream_is_passed_on_as_it_comes_and_counted(asked: Asked) -> None:
     more = asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -62,9 +56,7 @@ async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, beh
         await more.wait()
         await call.say(chunk(b"ta: 1\n") + chunk(b"\ndata: 2\n\n") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+    proxy, client = await asked(script)
     assert b"text/event-stream" in await client.reader.readuntil(b"\r\n\r\n")
     async with asyncio.timeout(PATIENCE_S):
         assert await client.reader.readuntil(b"da\r\n") == chunk(b": hi\n\nda")
@@ -79,7 +71,7 @@ async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, beh
     assert relay.tail().endswith(b"data: [DONE]\n\n")
 
 
-async def test_tail_is_the_last_8_kib(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_tail_is_the_last_8_kib(facing: Facing) -> None:
     data = b"".join(b"%07d\n" % number for number in range(20_000))
 
     async def script(call: Call) -> None:
@@ -89,10 +81,8 @@ async def test_tail_is_the_last_8_kib(engines: Engines, behind: Behind, connect:
             await asyncio.sleep(0)
         await call.say(b"0\r\n\r\n")
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == data
+    proxy, client = await facing(script)
+    assert (await client.ask(post(b"{}"))).body == data
     relay = proxy.relays[0]
     assert relay.tail() == data[-TAIL_BYTES:]
     assert relay.total_bytes == len(data)
@@ -100,30 +90,23 @@ async def test_tail_is_the_last_8_kib(engines: Engines, behind: Behind, connect:
     assert len(relay._tail) + sum(map(len, relay._unread)) < 10 * TAIL_BYTES
 
 
-async def test_whole_stream_in_one_read_is_counted_too(engines: Engines, behind: Behind, connect: Connect) -> None:
-    async def script(call: Call) -> None:
-        await call.say(SSE + chunk(b"data: 1\n\ndata: 2\n\n") + b"0\r\n\r\n")
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == b"data: 1\n\ndata: 2\n\n"
+async def test_whole_stream_in_one_read_is_counted_too(facing: Facing) -> None:
+    proxy, client = await facing(saying(SSE + chunk(b"data: 1\n\ndata: 2\n\n") + b"0\r\n\r\n"))
+    assert (await client.ask(post(b"{}"))).body == b"data: 1\n\ndata: 2\n\n"
     assert (proxy.relays[0].events, proxy.relays[0].at_boundary) == (2, True)
 
 
-async def test_head_request_and_bodiless_answers_pass(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_head_request_and_bodiless_answers_pass(facing: Facing) -> None:
     async def script(call: Call) -> None:
         if call.head.startswith(b"HEAD"):
             await call.say(b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\n\r\n")
         else:
             await call.say(b"HTTP/1.1 204 No Content\r\n\r\n")
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
+    _, client = await facing(script)
     await client.send(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (await client.response(head_only=True)).headers["content-length"] == "77"
-    await client.send(get())
-    assert (await client.response()).status == 204
+    assert (await client.ask(get())).status == 204
 
 
 # --- clients that leave ---------------------------------------------------------------------------------------------
@@ -141,9 +124,7 @@ SILENT = ("waiting for the first byte", "in the middle of the head")
 
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("phase", PHASES)
-async def test_client_that_leaves_ends_the_engines_work_at_once(
-    phase: str, how: str, engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_client_that_leaves_ends_the_engines_work_at_once(phase: str, how: str, asked: Asked) -> None:
     said, left = asyncio.Event(), asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -152,9 +133,7 @@ async def test_client_that_leaves_ends_the_engines_work_at_once(
         await call.left()
         left.set()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+    proxy, client = await asked(script)
     await said.wait()
     await until(lambda: proxy.relays[0].exchange.started is (phase not in SILENT))
     if how == "fin":
@@ -186,7 +165,7 @@ async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, c
     await engine.stop()
 
 
-async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
+async def test_slow_client_slows_the_engine_in_bounded_memory(
     engines: Engines, behind: Behind, connect: Connect
 ) -> None:
     sent = 0
@@ -217,9 +196,7 @@ async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
     assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
 
 
-async def test_connection_used_by_a_slow_client_serves_the_next_one(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_connection_of_a_slow_client_serves_the_next(engines: Engines, behind: Behind, connect: Connect) -> None:
     big = b"x" * 30_000_000
 
     async def script(call: Call) -> None:
@@ -237,28 +214,19 @@ async def test_connection_used_by_a_slow_client_serves_the_next_one(
     slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
     assert (await slow.response()).body == big
     for _ in range(3):
-        await quick.send(post(b"{}"))
-        assert (await quick.response()).body == b"{}"
+        assert (await quick.ask(post(b"{}"))).body == b"{}"
     assert engine.connections == 1
 
 
 # --- engines that leave ---------------------------------------------------------------------------------------------
 
 
-async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).status == 502
+async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(facing: Facing) -> None:
+    proxy, client = await facing(saying(closes=True))
+    assert (await client.ask(post(b"{}"))).status == 502
     relay = proxy.relays[0]
     assert (relay.outcome, relay.before_first_byte) == (RelayOutcome.ENGINE_LOST, True)
-    await client.send(post(b"{}"))
-    assert (await client.response()).status == 502
+    assert (await client.ask(post(b"{}"))).status == 502
 
 
 @pytest.mark.parametrize(
@@ -269,18 +237,9 @@ async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(
         (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n"),
     ],
 )
-async def test_engine_lost_between_events_is_told_as_one_more_event(
-    said: bytes, body: bytes, engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(said)
-        await asyncio.sleep(0.05)
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    response = await client.response()
+async def test_engine_lost_between_events_is_told_as_one_more_event(said: bytes, body: bytes, facing: Facing) -> None:
+    proxy, client = await facing(saying(said, pause_s=0.05, closes=True))
+    response = await client.ask(post(b"{}"))
     assert response.body == body + b'data: {"error":{"code":"engine_lost"}}\n\n'
     assert response.whole
     relay = proxy.relays[0]
@@ -290,53 +249,29 @@ async def test_engine_lost_between_events_is_told_as_one_more_event(
 @pytest.mark.parametrize(
     "said", [SSE + chunk(b"data: 1"), SSE + chunk(b"data: 1\n"), JSON[:-1]], ids=["event", "line", "json"]
 )
-async def test_engine_lost_in_the_middle_cuts_the_answer(
-    said: bytes, engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(said)
-        await asyncio.sleep(0.05)
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    response = await client.response()
+async def test_engine_lost_in_the_middle_cuts_the_answer(said: bytes, facing: Facing) -> None:
+    _, client = await facing(saying(said, pause_s=0.05, closes=True))
+    response = await client.ask(post(b"{}"))
     assert not response.whole
     assert b"error" not in response.body
 
 
-async def test_engine_that_switches_protocols_unasked_is_lost(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nhello")
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).status == 502
+async def test_engine_that_switches_protocols_unasked_is_lost(facing: Facing) -> None:
+    _, client = await facing(saying(b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nhello"))
+    assert (await client.ask(post(b"{}"))).status == 502
 
 
 @pytest.mark.parametrize("pace_s", [0.0, 0.02])
-async def test_header_of_ours_that_breaks_the_answer_ends_the_relay(
-    pace_s: float, engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(JSON[:-2])
-        await asyncio.sleep(pace_s)
-        await call.say(JSON[-2:])
-
-    proxy = await behind(await engines(script))
-    proxy.extra = [(b"x-model", b"a\r\nset-cookie: evil")]
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).status == 502
+async def test_header_of_ours_that_breaks_the_answer_ends_the_relay(pace_s: float, facing: Facing) -> None:
+    proxy, client = await facing(
+        saying(JSON[:-2], JSON[-2:], pause_s=pace_s), extra=[(b"x-model", b"a\r\nset-cookie: evil")]
+    )
+    assert (await client.ask(post(b"{}"))).status == 502
     assert proxy.relays[0].outcome is RelayOutcome.ENGINE_LOST
     assert not proxy.relays[0].before_first_byte
 
 
-async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_stopped_relay_ends_the_engines_work(asked: Asked) -> None:
     left = asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -344,9 +279,7 @@ async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Beh
         await call.left()
         left.set()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+    proxy, client = await asked(script)
     await until(lambda: bool(proxy.relays) and proxy.relays[0].events == 1)
     waiting = asyncio.create_task(proxy.relays[0].wait())
     await asyncio.sleep(0)
@@ -359,16 +292,14 @@ async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Beh
     assert proxy.relays[0].outcome is RelayOutcome.STOPPED
 
 
-async def test_waiter_that_is_cancelled_changes_nothing(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_waiter_that_is_cancelled_changes_nothing(asked: Asked) -> None:
     go = asyncio.Event()
 
     async def script(call: Call) -> None:
         await go.wait()
         await call.say(JSON)
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+    proxy, client = await asked(script)
     await until(lambda: bool(proxy.relays))
     waiting = asyncio.create_task(proxy.relays[0].wait())
     await asyncio.sleep(0)
@@ -397,17 +328,9 @@ async def test_client_already_gone_is_an_outcome_at_once(engines: Engines, behin
 # --- after heartbeats -----------------------------------------------------------------------------------------------
 
 
-async def test_committed_stream_continues_with_the_engines_events(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
-
-    proxy = await behind(await engines(script))
-    proxy.committed = True
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == b": waiting\n\ndata: 1\n\n"
+async def test_committed_stream_continues_with_the_engines_events(facing: Facing) -> None:
+    proxy, client = await facing(saying(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n"), committed=True)
+    assert (await client.ask(post(b"{}"))).body == b": waiting\n\ndata: 1\n\n"
     assert proxy.relays[0].outcome is RelayOutcome.COMPLETE
 
 
@@ -425,45 +348,28 @@ async def test_committed_stream_continues_with_the_engines_events(
     ],
     ids=["json", "error", "lost", "endless"],
 )
-async def test_committed_stream_turns_any_other_answer_into_an_error(
-    answer: bytes, status: int, body: bytes, engines: Engines, behind: Behind, connect: Connect
+async def test_committed_stream_makes_other_answers_errors(
+    answer: bytes, status: int, body: bytes, facing: Facing
 ) -> None:
-    async def script(call: Call) -> None:
-        await call.say(answer)
-        await asyncio.sleep(0.05)
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    proxy.committed = True
-    proxy.on_done = lambda relay: relay.fail(b"data: error\n\n")
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    response = await client.response()
+    proxy, client = await facing(
+        saying(answer, pause_s=0.05, closes=True), committed=True, on_done=lambda relay: relay.fail(b"data: error\n\n")
+    )
+    response = await client.ask(post(b"{}"))
     assert (response.status, response.body) == (200, b": waiting\n\ndata: error\n\n")
     assert proxy.bad_heads == [(status, body)]
     assert proxy.relays[0].outcome is RelayOutcome.BAD_HEAD
 
 
-async def test_committed_stream_whose_engine_is_lost_ends_with_an_event(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    proxy.committed = True
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body.endswith(b'data: {"error":{"code":"engine_lost"}}\n\n')
+async def test_committed_stream_whose_engine_is_lost_ends_with_an_event(facing: Facing) -> None:
+    proxy, client = await facing(saying(closes=True), committed=True)
+    assert (await client.ask(post(b"{}"))).body.endswith(b'data: {"error":{"code":"engine_lost"}}\n\n')
     assert proxy.relays[0].before_first_byte
 
 
 # --- usage ----------------------------------------------------------------------------------------------------------
 
 
-async def test_usage_event_is_kept_from_the_client_but_not_from_us(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_usage_event_is_kept_from_the_client_but_not_from_us(facing: Facing) -> None:
     usage = b"data: " + json.dumps({"choices": [], "usage": {"total_tokens": 9}}).encode() + b"\n\n"
     stream = b'data: {"choices":[{}]}\n\n' + usage + b"data: [DONE]\n\n"
 
@@ -474,44 +380,32 @@ async def test_usage_event_is_kept_from_the_client_but_not_from_us(
             await asyncio.sleep(0)
         await call.say(b"0\r\n\r\n")
 
-    proxy = await behind(await engines(script))
-    proxy.drop_usage_event = True
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == stream.replace(usage, b"")
+    proxy, client = await facing(script, drop_usage_event=True)
+    assert (await client.ask(post(b"{}"))).body == stream.replace(usage, b"")
     assert proxy.relays[0].tail() == stream
     assert proxy.relays[0].events == 3
 
 
-async def test_engine_lost_while_an_event_is_held_back_leaves_whole_events(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(SSE + chunk(b"data: 1\n\ndata: unfin"))
-        await asyncio.sleep(0.05)
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    proxy.drop_usage_event = True
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    response = await client.response()
+async def test_engine_lost_while_an_event_is_held_back_leaves_whole_events(facing: Facing) -> None:
+    _, client = await facing(
+        saying(SSE + chunk(b"data: 1\n\ndata: unfin"), pause_s=0.05, closes=True), drop_usage_event=True
+    )
+    response = await client.ask(post(b"{}"))
     assert response.body == b'data: 1\n\ndata: {"error":{"code":"engine_lost"}}\n\n'
 
 
-async def test_filter_leaves_answers_with_a_length_alone(engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_filter_leaves_answers_with_a_length_alone(facing: Facing) -> None:
     body = b'data: {"choices":[],"usage":{}}\n\n'
 
-    async def script(call: Call) -> None:
-        await call.say(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body))
-        await asyncio.sleep(0.02)
-        await call.say(body)
-
-    proxy = await behind(await engines(script))
-    proxy.drop_usage_event = True
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == body
+    _, client = await facing(
+        saying(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body),
+            body,
+            pause_s=0.02,
+        ),
+        drop_usage_event=True,
+    )
+    assert (await client.ask(post(b"{}"))).body == body
 
 
 async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behind: Behind) -> None:
@@ -525,8 +419,7 @@ async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behi
         client = await Client.connect(proxy.server.port)
         for turn in range(10):
             body = b"%d-%d" % (number, turn)
-            await client.send(post(body))
-            assert (await client.response()).body == body
+            assert (await client.ask(post(body))).body == body
         await client.close()
 
     await asyncio.gather(*[one(number) for number in range(50)])
@@ -549,7 +442,7 @@ def in_pieces(body: bytes, pieces: int, *, length: bool) -> list[bytes]:
 @pytest.mark.parametrize("length", [True, False])
 @pytest.mark.parametrize(("size", "is_told"), [(100, True), (HELD_BYTES_MAX, True), (HELD_BYTES_MAX + 1, False)])
 async def test_headers_come_from_the_body_of_a_short_answer(
-    engines: Engines, behind: Behind, connect: Connect, length: bool, size: int, is_told: bool
+    length: bool, size: int, is_told: bool, facing: Facing
 ) -> None:
     body = b'{"text":"%b"}' % (b"x" * (size - 11))
 
@@ -558,27 +451,21 @@ async def test_headers_come_from_the_body_of_a_short_answer(
             await call.say(part)
             await asyncio.sleep(0.01)
 
-    proxy = await behind(await engines(script))
-    proxy.read_facts = lambda tail: [(b"x-end", tail[-3:])]
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    response = await client.response()
+    proxy, client = await facing(script, read_facts=lambda tail: [(b"x-end", tail[-3:])])
+    response = await client.ask(post(b"{}"))
     assert response.body == body and response.headers.get("x-end") == ('x"}' if is_told else None)
     assert proxy.relays[0].total_bytes == size
 
 
-async def test_held_answer_of_a_lost_engine_can_still_be_an_error(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-        await asyncio.sleep(0.05)
-        call.writer.close()
-
-    proxy = await behind(await engines(script))
-    proxy.read_facts = lambda tail: []
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+async def test_held_answer_of_a_lost_engine_can_still_be_an_error(asked: Asked) -> None:
+    proxy, client = await asked(
+        saying(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+            pause_s=0.05,
+            closes=True,
+        ),
+        read_facts=lambda tail: [],
+    )
     assert await outcome_of(proxy) is RelayOutcome.ENGINE_LOST
     assert (await client.response()).status == 502 and not proxy.relays[0].before_first_byte
 
@@ -592,9 +479,7 @@ async def test_held_answer_of_a_lost_engine_can_still_be_an_error(
         [b"data: 1\r\n\r\n", b"data: [DONE]\r\n\r\n"],
     ],
 )
-async def test_last_words_stand_before_the_end_of_a_stream(
-    engines: Engines, behind: Behind, connect: Connect, pieces: list[bytes]
-) -> None:
+async def test_last_words_stand_before_the_end_of_a_stream(pieces: list[bytes], asked: Asked) -> None:
     async def script(call: Call) -> None:
         await call.say(SSE)
         for piece in pieces:
@@ -602,23 +487,12 @@ async def test_last_words_stand_before_the_end_of_a_stream(
             await asyncio.sleep(0.02)
         await call.say(b"0\r\n\r\n")
 
-    proxy = await behind(await engines(script))
-    proxy.last_words = lambda tail: b": facts %d\n\n" % len(tail)
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
+    _, client = await asked(script, last_words=lambda tail: b": facts %d\n\n" % len(tail))
     whole = b"".join(pieces)
     before = whole.rindex(b"data: [DONE]")
     assert (await client.response()).body == whole[:before] + b": facts %d\n\n" % before + whole[before:]
 
 
-async def test_last_words_follow_a_stream_without_a_mark_of_its_end(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    async def script(call: Call) -> None:
-        await call.say(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
-
-    proxy = await behind(await engines(script))
-    proxy.last_words = lambda tail: b": facts\n\n"
-    client = await connect(proxy.server)
-    await client.send(post(b"{}"))
-    assert (await client.response()).body == b"data: 1\n\n: facts\n\n"
+async def test_last_words_follow_a_stream_without_a_mark_of_its_end(facing: Facing) -> None:
+    _, client = await facing(saying(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n"), last_words=lambda tail: b": facts\n\n")
+    assert (await client.ask(post(b"{}"))).body == b"data: 1\n\n: facts\n\n"

@@ -1,4 +1,4 @@
-"""Answers that are translated as a whole: what an engine cannot have gateways do."""
+"""Answers that are translated as a whole, which no engine can make dear; and the name of a model in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.neutral import Frame
@@ -15,7 +17,7 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, Translated
+from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, Translated
 from greenroom.http.request import Head
 
 PIECE_BYTES = 256 * 1024
@@ -139,3 +141,41 @@ def test_long_vectors_that_cannot_be_read_are_cut(spoilt: bytes) -> None:
     assert not wire.seen.endswith(b"0\r\n\r\n")
     relay.fail(b"data: an event\n\n")
     assert wire.is_cut and b"an event" not in wire.seen
+
+
+OLD, NEW = "alpha.gguf", '/models/a "b".gguf'
+
+
+def passed(data: bytes, cuts: list[int]) -> bytes:
+    names, out, begin = NameFilter(OLD, NEW), b"", 0
+    for cut in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+        out += names.feed(data[begin:cut])
+        begin = cut
+    return out + names.flush()
+
+
+def event(text: str, model: str = OLD) -> dict[str, object]:
+    return {"id": "1", "model": model, "choices": [{"delta": {"content": text}}]}
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 400), max_size=8), st.booleans())
+def test_only_the_name_changes(text: str, cuts: list[int], is_compact: bool) -> None:
+    said = event(f'{text} "model":"{OLD}" {text}')
+    data = json.dumps(said, separators=(",", ":") if is_compact else None).encode()
+    assert json.loads(passed(data, cuts)) == {**said, "model": NEW}
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=8))
+def test_other_bytes_pass_as_they_are(data: bytes, cuts: list[int]) -> None:
+    assert passed(data, cuts) == data
+
+
+def test_whole_events_are_not_held_back() -> None:
+    names = NameFilter(OLD, NEW)
+    data = b"data: " + json.dumps(event("x")).encode() + b"\n\n"
+    assert names.feed(data).endswith(b"\n\n") and names.flush() == b""
+
+
+def test_a_longer_name_that_begins_alike_is_another() -> None:
+    data = json.dumps(event("x", OLD + "2")).encode()
+    assert passed(data, []) == data

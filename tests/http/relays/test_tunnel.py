@@ -10,8 +10,8 @@ import pytest
 from greenroom.http.relays.relay import RelayOutcome
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.request import Head
-from tests.http.conftest import Behind, Connect, Engines
-from tests.http.wires import DEADLINE_S, Call, Proxy, get, leave
+from tests.http.conftest import Asked, Behind, Connect, Engines, Facing
+from tests.http.wires import DEADLINE_S, Call, Proxy, get, leave, saying
 from tests.waiting import until, until_still
 
 ASK = get("/ws", "Connection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Key: k\r\n")
@@ -39,8 +39,7 @@ async def test_bytes_pass_both_ways(engines: Engines, behind: Behind, connect: C
     engine = await engines(echoing)
     proxy = await behind(engine)
     client = await connect(proxy.server)
-    await client.send(ASK + b"ahead ")
-    response = await client.response()
+    response = await client.ask(ASK + b"ahead ")
     assert (response.status, response.headers["upgrade"], response.headers["connection"]) == (101, "echo", "upgrade")
     assert response.headers["sec-websocket-accept"] == "a"
     assert "server" not in response.headers
@@ -66,13 +65,12 @@ async def test_upgrade_has_the_headers_of_every_answer(engines: Engines, behind:
     proxy = await behind(await engines(echoing))
     proxy.server.admit = admit
     client = await connect(proxy.server)
-    await client.send(ASK)
-    response = await client.response()
+    response = await client.ask(ASK)
     assert (response.status, response.headers["x-ours"], response.headers["x-left"]) == (101, "1", "5")
 
 
 @pytest.mark.parametrize("who", ["client", "engine", "us", "pool"])
-async def test_both_sides_end_when_either_ends(who: str, engines: Engines, behind: Behind, connect: Connect) -> None:
+async def test_both_sides_end_when_either_ends(who: str, facing: Facing) -> None:
     left = asyncio.Event()
 
     async def script(call: Call) -> None:
@@ -82,10 +80,8 @@ async def test_both_sides_end_when_either_ends(who: str, engines: Engines, behin
         await call.left()
         left.set()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(ASK)
-    assert (await client.response()).status == 101
+    proxy, client = await facing(script)
+    assert (await client.ask(ASK)).status == 101
     assert await client.reader.readexactly(2) == b"hi"
     if who == "client":
         await client.close()
@@ -102,57 +98,40 @@ async def test_both_sides_end_when_either_ends(who: str, engines: Engines, behin
     assert not tunnel_of(proxy).is_open
 
 
-async def test_engine_that_declines_is_answered_as_http(engines: Engines, behind: Behind, connect: Connect) -> None:
-    async def script(call: Call) -> None:
-        await call.say(b"HTTP/1.1 426 Upgrade Required\r\nContent-Length: 2\r\n\r\nno")
-
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
+async def test_engine_that_declines_is_answered_as_http(facing: Facing) -> None:
+    proxy, client = await facing(saying(b"HTTP/1.1 426 Upgrade Required\r\nContent-Length: 2\r\n\r\nno"))
     for _ in range(2):
-        await client.send(ASK)
-        response = await client.response()
+        response = await client.ask(ASK)
         assert (response.status, response.body) == (426, b"no")
     assert not tunnel_of(proxy).is_open
 
 
-async def test_engine_chooses_among_the_protocols_that_are_asked_for(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
-    proxy = await behind(await engines(echoing))
-    client = await connect(proxy.server)
-    await client.send(ASK.replace(b"Upgrade: echo", b"Upgrade: other, Echo"))
-    response = await client.response()
+async def test_engine_chooses_among_the_protocols_that_are_asked_for(facing: Facing) -> None:
+    _, client = await facing(echoing)
+    response = await client.ask(ASK.replace(b"Upgrade: echo", b"Upgrade: other, Echo"))
     assert (response.status, response.headers["upgrade"]) == (101, "echo")
 
 
 @pytest.mark.parametrize("named", [b"Upgrade: other\r\n", b"Upgrade: echo\r\nUpgrade: other\r\n"])
-async def test_engine_that_agrees_to_another_protocol_is_lost(
-    named: bytes, engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_engine_that_agrees_to_another_protocol_is_lost(named: bytes, asked: Asked) -> None:
     async def script(call: Call) -> None:
         await call.say(AGREE.replace(b"Upgrade: echo\r\n", named) + b"hello ")
         await call.left()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(ASK)
+    proxy, _ = await asked(script, ASK)
     async with asyncio.timeout(DEADLINE_S):
         await until(lambda: bool(proxy.relays))
         assert await tunnel_of(proxy).wait() is RelayOutcome.ENGINE_LOST
 
 
-async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(asked: Asked) -> None:
     left = asyncio.Event()
 
     async def script(call: Call) -> None:
         await call.left()
         left.set()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(ASK)
+    proxy, client = await asked(script, ASK)
     await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
     await client.close()
     assert await tunnel_of(proxy).wait() is RelayOutcome.CLIENT_GONE
@@ -160,18 +139,14 @@ async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(
         await left.wait()
 
 
-async def test_tunnel_stopped_before_it_opens_ends_the_request(
-    engines: Engines, behind: Behind, connect: Connect
-) -> None:
+async def test_tunnel_stopped_before_it_opens_ends_the_request(asked: Asked) -> None:
     left = asyncio.Event()
 
     async def script(call: Call) -> None:
         await call.left()
         left.set()
 
-    proxy = await behind(await engines(script))
-    client = await connect(proxy.server)
-    await client.send(ASK)
+    proxy, _ = await asked(script, ASK)
     await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
     tunnel_of(proxy).stop()
     assert await tunnel_of(proxy).wait() is RelayOutcome.STOPPED
@@ -198,8 +173,7 @@ async def test_tunnel_waits_for_the_side_that_reads_slowly(engines: Engines, beh
 
     proxy = await behind(await engines(script), write_timeout_s=60)
     client = await connect(proxy.server)
-    await client.send(ASK)
-    assert (await client.response()).status == 101
+    assert (await client.ask(ASK)).status == 101
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await until_still(lambda: sent)
     assert sent < 40_000_000
@@ -231,7 +205,7 @@ async def test_tunnel_waits_for_the_side_that_reads_slowly(engines: Engines, beh
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
-async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
+async def test_client_of_a_deaf_engine_is_seen_to_leave(
     how: str, engines: Engines, behind: Behind, connect: Connect
 ) -> None:
     async def script(call: Call) -> None:
@@ -240,8 +214,7 @@ async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
 
     proxy = await behind(await engines(script), write_timeout_s=0.5)
     client = await connect(proxy.server)
-    await client.send(ASK)
-    assert (await client.response()).status == 101
+    assert (await client.ask(ASK)).status == 101
     tunnel, sent = tunnel_of(proxy), 0
     # Until one piece stays in the socket: the client is made to wait.
     while tunnel.bytes_from_client == sent:
@@ -256,11 +229,9 @@ async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
     await until(lambda: proxy.pool.open_count == 0)
 
 
-async def test_tunnel_is_cut_when_the_edge_is(engines: Engines, behind: Behind, connect: Connect) -> None:
-    proxy = await behind(await engines(echoing))
-    client = await connect(proxy.server)
-    await client.send(ASK)
-    assert (await client.response()).status == 101
+async def test_tunnel_is_cut_when_the_edge_is(facing: Facing) -> None:
+    proxy, client = await facing(echoing)
+    assert (await client.ask(ASK)).status == 101
     await proxy.server.edge.close()
     await client.send(b"still open")
     async with asyncio.timeout(DEADLINE_S):

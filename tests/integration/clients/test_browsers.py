@@ -289,9 +289,7 @@ async def test_honest_callers_are_served(gate: JournaledGateway, sent: Sent) -> 
     [{"Origin": FRIEND, **UPGRADE}, {**fetched("same-origin", "websocket", "websocket"), **OWN, **UPGRADE}, UPGRADE],
     ids=["allowed page", "own page", "program"],
 )
-async def test_websockets_of_honest_callers_are_joined_to_the_engine(
-    gate: JournaledGateway, headers: dict[str, str]
-) -> None:
+async def test_websockets_of_honest_callers_reach_the_engine(gate: JournaledGateway, headers: dict[str, str]) -> None:
     async with await Raw.open(gate.app) as raw:
         raw.send(Sent("WebSocket", path="/upstream/other/ws", headers=headers).rendered())
         assert (await raw.head())[0] == 101

@@ -246,9 +246,7 @@ async def test_load_survives_the_client_that_caused_it(gate: JournaledGateway, h
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_a_request_that_joined_a_load_is_answered_though_the_first_one_left(
-    gate: JournaledGateway, how: str
-) -> None:
+async def test_a_request_that_joined_a_load_is_answered_if_the_first_left(gate: JournaledGateway, how: str) -> None:
     model = f"slow-alone-{how}"
     await gate.app.operations.move(MoveKind.UNLOAD, ModelId(model))
     first, second = await gate.other(**asking(model)), await gate.other(**asking(model))
@@ -302,7 +300,7 @@ async def places_are_free(gate: JournaledGateway, model: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("last", LAST)
-async def test_request_taken_up_as_its_client_leaves_holds_no_place(
+async def test_request_whose_client_leaves_holds_no_place(
     gate: JournaledGateway, last: str, is_warm: bool, how: str
 ) -> None:
     for ahead in (0, A_TURN):

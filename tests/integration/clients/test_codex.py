@@ -63,11 +63,6 @@ def turn(text: str) -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
-    return Journal(tmp_path_factory.mktemp("journal"))
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
     async with gateway(tmp_path_factory.mktemp("codex"), {"told": fake("told", *journal.switches, "--record")}) as app:
         yield app

@@ -36,11 +36,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
-    return Journal(tmp_path_factory.mktemp("journal"))
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
     models = {
         "alpha": tiny(tiny_model("alpha"), aliases=["llama3"]),

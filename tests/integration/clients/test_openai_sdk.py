@@ -45,14 +45,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
         yield app
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
-
-
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +166,7 @@ async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: openai.As
         await client.embeddings.create(model="alpha", input="hi")
 
 
-async def test_failed_load_is_a_status_error_with_the_engines_words_and_when_to_retry(
+async def test_failed_load_is_a_status_error_that_says_why_and_when_to_retry(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
@@ -297,9 +289,7 @@ async def test_curl_is_told_no_before_it_sends_a_body_that_is_too_large(app: App
 
 
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
-async def test_facts_at_the_end_of_a_stream_trouble_no_client(
-    app: App, client: openai.AsyncOpenAI, stream_options: Any
-) -> None:
+async def test_facts_at_the_end_trouble_no_client(app: App, client: openai.AsyncOpenAI, stream_options: Any) -> None:
     """In a comment for those that read the bytes; the client sees the same events as without."""
     body: Any = {"model": "alpha", "messages": HELLO, "max_tokens": 20, "stream": True}
     body |= {} if stream_options is None else {"stream_options": stream_options}

@@ -10,11 +10,10 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import fake, gateway, tiny, url
+from tests.harness import fake, gateway, tiny
 from tests.integration.facts import Journal
 from tests.later import Later
 from tests.models import tiny as tiny_model
-from tests.waiting import PATIENCE_S
 
 openai = Later("openai")
 
@@ -29,11 +28,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
-    return Journal(tmp_path_factory.mktemp("journal"))
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
     models = {
         "alpha": tiny(tiny_model("alpha")),
@@ -42,14 +36,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> Asy
     }
     async with gateway(tmp_path_factory.mktemp("responses"), models, budget_mib=1000) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
 
 
 async def test_a_response(client: openai.AsyncOpenAI) -> None:

@@ -62,7 +62,7 @@ def assert_failed(answer: Answer, why: str, code: str = "model_load_failed") -> 
         pytest.param(["--exit-zero-without-listening"], "exit code 0", id="exit 0 without listening"),
     ],
 )
-async def test_engine_that_ends_while_loading_fails_all_waiters_at_once_and_backs_off(
+async def test_engine_that_ends_while_loading_fails_all_and_backs_off(
     tmp_path: Path, switches: list[str], why: str
 ) -> None:
     journal = Journal(tmp_path)
@@ -103,9 +103,7 @@ async def test_model_file_that_is_not_there_fails_the_load(tmp_path: Path) -> No
         ),
     ],
 )
-async def test_the_error_of_a_corrupt_gguf_begins_with_what_llama_cpp_says_of_it(
-    tmp_path: Path, kept: int, why: str
-) -> None:
+async def test_the_error_of_a_corrupt_gguf_begins_with_llama_cpps_words(tmp_path: Path, kept: int, why: str) -> None:
     corrupt = tmp_path / "corrupt.gguf"
     corrupt.write_bytes(tiny_model("alpha").read_bytes()[:kept])
     model = tiny(corrupt, load_timeout_s=NEVER_S)
@@ -312,7 +310,7 @@ def deaf_stranger(port: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("who", [stranger, deaf_stranger])
-async def test_engine_whose_port_a_stranger_took_gets_another_one(
+async def test_engine_whose_port_is_taken_gets_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: Any
 ) -> None:
     first, last = free_range(3)
@@ -331,7 +329,7 @@ async def test_engine_whose_port_a_stranger_took_gets_another_one(
             assert journal.lines("ready", pid=pids(app, "alpha")[0])
 
 
-async def test_strangers_on_every_port_fail_the_load_and_say_what_to_do(
+async def test_strangers_on_every_port_fail_the_load_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = free_range(1)

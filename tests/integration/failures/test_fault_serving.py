@@ -30,9 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_lost_before_its_first_byte_is_replaced_without_the_caller_seeing_it(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_engine_lost_before_its_first_byte_is_replaced_unseen_by_callers(tmp_path: Path, stream: bool) -> None:
     journal = Journal(tmp_path)
     async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches)}) as app:
         pid = await loaded(app, "alpha")
@@ -283,9 +281,7 @@ async def test_error_of_the_engine_is_passed_on_as_it_is(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("kind", "status"), [("non-sse-200", 502), ("error-500", 500)])
-async def test_after_heartbeats_what_is_no_stream_becomes_an_error_event(
-    tmp_path: Path, kind: str, status: int
-) -> None:
+async def test_after_heartbeats_what_is_no_stream_is_an_error_event(tmp_path: Path, kind: str, status: int) -> None:
     answer = await odd(tmp_path, kind, "--load-s", "0.6", heartbeat_after_s=0.1, heartbeat_every_s=0.1)
     assert answer.status == 200 and answer.events[0].startswith(": waiting")
     assert_ended_by(answer, "engine_error", status)

@@ -160,9 +160,7 @@ async def test_engine_that_has_closed_its_socket_and_does_not_end_is_ended(tmp_p
 
 
 @pytest.mark.parametrize("wait_max_s", [0, 1.5])
-async def test_request_waits_for_the_end_of_a_closed_engine_no_longer_than_for_anything_else(
-    tmp_path: Path, wait_max_s: float
-) -> None:
+async def test_request_waits_for_the_end_of_a_closed_engine_as_for_anything(tmp_path: Path, wait_max_s: float) -> None:
     journal = Journal(tmp_path)
     models = {"alpha": fake("alpha", *journal.switches, "--deaf-s", "3600")}
     async with gateway(tmp_path, models) as app:
@@ -239,9 +237,7 @@ async def test_stopped_engine_can_be_unloaded(tmp_path: Path) -> None:
         assert not is_alive(pid)
 
 
-async def test_keeper_killed_while_its_engine_serves_takes_the_tree_along_and_the_model_comes_back(
-    tmp_path: Path,
-) -> None:
+async def test_keeper_killed_while_its_engine_serves_takes_all_along_and_the_model_returns(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--fork-setsid", "--token-s", "0.01", "--tokens", str(ENDLESS))
     async with gateway(tmp_path, {"alpha": model}) as app:
@@ -266,9 +262,7 @@ async def test_stopped_keeper_does_not_hold_up_an_unload_for_ever(tmp_path: Path
         assert not is_alive(pid)
 
 
-async def test_llama_cpp_with_an_open_stream_stops_quickly_because_its_connections_are_cut_first(
-    tmp_path: Path,
-) -> None:
+async def test_llama_cpp_with_an_open_stream_stops_quickly_as_its_connections_are_cut(tmp_path: Path) -> None:
     model = tiny(tiny_model("bravo", loop=True), stop_timeout_s=PATIENT_S)
     async with gateway(tmp_path, {"bravo": model}) as app:
         pid = await loaded(app, "bravo")

@@ -221,9 +221,7 @@ async def test_a_spare_is_there_after_the_first_load_and_ends_with_the_gateway(t
 
 
 @pytest.mark.parametrize("how", ["crash", "mute"])
-async def test_a_worker_that_crashes_or_hangs_up_in_a_wake_is_replaced_within_the_move(
-    tmp_path: Path, how: str
-) -> None:
+async def test_a_worker_that_crashes_or_hangs_up_in_a_wake_is_replaced(tmp_path: Path, how: str) -> None:
     folder = Folder(tmp_path, "alpha", at={"wake": f"once {how}"})
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
         assert (await chat(app, "alpha")).status == 200
@@ -344,9 +342,7 @@ async def test_a_load_that_is_called_off_leaves_nothing(tmp_path: Path, phase: s
         assert not arenas() and not app.hosted_slots.there
 
 
-async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
-    tmp_path: Path,
-) -> None:
+async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf"}), Folder(tmp_path, "other")
     async with gateway(
         tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(close_s=0.2), **QUIET
@@ -366,9 +362,7 @@ async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_it
         assert worker_of(app, "alpha") == pid
 
 
-async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
-    tmp_path: Path,
-) -> None:
+async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha"), Folder(tmp_path, "other")
     async with gateway(
         tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(sleep_s=0.2), **QUIET
@@ -430,9 +424,7 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wakes_in_time", [True, False])
-async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_first(
-    tmp_path: Path, wakes_in_time: bool
-) -> None:
+async def test_a_second_call_off_does_not_interrupt_the_first_one(tmp_path: Path, wakes_in_time: bool) -> None:
     """Also where it was the deadline of the wake that came first, which nothing outside knows of."""
     folder = Folder(tmp_path, "alpha")
     async with gateway(
@@ -515,25 +507,6 @@ async def test_a_missing_folder_python_or_place_is_told(tmp_path: Path) -> None:
         with pytest.raises(OutsideRoots, match="lies outside of the roots"):
             await move(app, MoveKind.LOAD, "outside")
         assert not arenas() and not app.hosted_slots.workers
-
-
-async def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model(python="/no/such/python")}, **QUIET) as app:
-        with pytest.raises(LoadFailed, match="there is no Python /no/such/python"):
-            await move(app, MoveKind.LOAD, "alpha")
-
-
-async def test_a_python_that_ends_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n")
-    program.chmod(0o755)
-    async with gateway(tmp_path, {"alpha": folder.model(python=str(program))}, **QUIET) as app:
-        answer = await chat(app, "alpha")
-        assert answer.status == 503
-        assert "it ended while it started (exit code 3)" in answer.json()["error"]["message"]
-        assert "no torch here" in "\n".join(app.slots.log(ModelId("alpha")).tail(5))
 
 
 async def test_a_flush_reaches_the_worker_of_a_ready_model_only(tmp_path: Path) -> None:

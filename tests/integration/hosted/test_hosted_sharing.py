@@ -33,9 +33,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-async def test_a_sleeper_gives_its_gpu_back_to_the_store_and_a_wake_takes_it_again(
-    gpus: Path, redis: RedisServer
-) -> None:
+async def test_a_sleeper_gives_its_gpu_to_the_store_and_a_wake_takes_it_again(gpus: Path, redis: RedisServer) -> None:
     folder = Folder(gpus.parent, "alpha", mib=6_000)
     memory = {**sections(gpus, redis.url)["memory"], "spare_worker": False}
     models = {"alpha": folder.model(memory_mib=6_000, ttl_s=0)}

@@ -131,7 +131,7 @@ async def test_two_that_are_spread_alike_share_a_worker_and_a_crash_leaves_both_
         ({"transformer": 1_500, "text_encoder": 1_300}, {"device_map": "one"}, "With device_map: balanced"),
     ],
 )
-async def test_one_that_they_cannot_hold_is_refused_with_what_to_do(
+async def test_one_too_large_is_refused_with_advice(
     gpus: Path, sizes: dict[str, int], keys: dict[str, Any], says: str
 ) -> None:
     folder = Pipeline(gpus.parent, "huge", sizes)

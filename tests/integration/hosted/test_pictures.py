@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -15,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.full_disk import full_disk
 from tests.harness import fake, gateway, url
 from tests.integration.jobs.test_jobs import ended, post, result, submit
 from tests.integration.raw import Answer, Raw, http, request_bytes
@@ -88,14 +86,6 @@ async def test_answers_hold_urls_that_serve_the_pictures(app: App) -> None:
         assert got.headers["content-disposition"].startswith("inline")
         assert got.headers["content-length"] == str(len(content))
     assert kinds == ["image/png", "image/jpeg", "image/webp"]
-
-
-async def test_head_tells_the_same_without_the_picture(app: App) -> None:
-    [address] = await urls(app, asking(PNG))
-    head, got = await fetch(app, address, "HEAD"), await fetch(app, address)
-    for name in ("content-type", "content-length", "content-security-policy", "content-disposition"):
-        assert head.headers[name] == got.headers[name]
-    assert (await fetch(app, address, "POST")).status == 405
 
 
 @pytest.mark.parametrize("said", ["b64_json", None])
@@ -176,17 +166,6 @@ async def test_other_sites_pages_may_show_a_picture_they_were_given(app: App) ->
     assert (await fetch(app, address, Host="evil.example")).status == 403
 
 
-async def test_picture_is_gone_after_its_time(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}, images={"keep_s": 0.3}) as app:
-        [address] = await urls(app, asking(PNG))
-
-        async def is_gone() -> bool:
-            return (await fetch(app, address)).status == 404
-
-        await until(is_gone)
-        await until(lambda: not stored(app))
-
-
 async def test_url_is_that_of_the_configuration(tmp_path: Path) -> None:
     server = {"public_url": "https://models.example.org/ai/"}
     async with gateway(tmp_path, {"m": fake("m")}, server=server) as app:
@@ -262,15 +241,6 @@ async def test_pictures_larger_than_the_store_are_refused(app: App) -> None:
     assert (await result(app, job)).status == 507
 
 
-async def test_full_disk_is_told(app: App) -> None:
-    await urls(app, asking(PNG))
-    with full_disk(0):
-        answer = await http(app, "POST", GENERATIONS, asking(PNG))
-    assert (answer.status, answer.error["code"]) == (507, "picture_store_full")
-    assert len(stored(app)) == 1
-    assert len(await urls(app, asking(PNG))) == 1
-
-
 async def test_caller_that_leaves_while_the_engine_works_leaves_nothing(app: App) -> None:
     await urls(app, asking(PNG))
     async with await Raw.open(app) as raw:
@@ -278,19 +248,6 @@ async def test_caller_that_leaves_while_the_engine_works_leaves_nothing(app: App
         await until(lambda: app.inference.running == 1)
     await until(lambda: app.inference.running == 0)
     assert len(stored(app)) == 1
-
-
-async def test_engine_lost_before_its_answer_is_asked_again(app: App) -> None:
-    answers = await asyncio.gather(*(urls(app, asking(PNG)) for _ in range(8)))
-    assert len({address for [address] in answers}) == 8
-
-
-async def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        await urls(app, asking(PNG, PNG))
-        folder = app.state_dir.path / "pictures"
-        assert len(os.listdir(folder)) == 2
-    assert not os.listdir(folder)
 
 
 # --- answers of jobs on our own origin ------------------------------------------------------------------------------
@@ -326,23 +283,3 @@ async def test_openai_client(app: App, as_url: bool) -> None:
                 assert (await fetch(app, item.url)).headers["content-type"] == "image/png"
             else:
                 assert item.url is None and item.b64_json is not None
-
-
-async def test_the_next_request_does_not_wait_until_pictures_are_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}) as app:
-        may_write, keep = asyncio.Event(), app.pictures.keep
-
-        async def keep_slowly(tenant: str, pictures: Any) -> Any:
-            await may_write.wait()
-            return await keep(tenant, pictures)
-
-        # A disk that takes its time.
-        monkeypatch.setattr(app.pictures, "keep", keep_slowly)
-        first = asyncio.create_task(http(app, "POST", GENERATIONS, asking(PNG)))
-        await until(lambda: not app.tickets.open and len(app.activity) == 1)
-        assert (await http(app, "POST", GENERATIONS, asking(PNG) | {"response_format": "b64_json"})).status == 200
-        assert not first.done()
-        may_write.set()
-        assert (await first).status == 200

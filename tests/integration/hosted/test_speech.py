@@ -15,10 +15,9 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import gateway, url
+from tests.harness import gateway
 from tests.integration.raw import asking, http
 from tests.later import Later
-from tests.waiting import PATIENCE_S
 
 openai = Later("openai")
 
@@ -37,14 +36,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     assert shutil.which("espeak-ng"), "there is no espeak-ng; type `make setup`, or as root: apt-get install espeak-ng"
     async with gateway(tmp_path_factory.mktemp("speech"), {"voice": speaking()}) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
 
 
 async def wav(client: openai.AsyncOpenAI, text: str = TEXT, **more: Any) -> tuple[float, bytes]:

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import gateway, url
+from tests.harness import gateway
 from tests.integration import orders
 from tests.integration.facts import at_rest, pids
 from tests.integration.raw import Answer, Raw, http, request_bytes
@@ -24,7 +24,7 @@ from tests.library.hub_cache import folder_files, put
 from tests.models import tiny_ears
 from tests.samples.sounds import FORM, form, heard, noise
 from tests.standins.standin_hub import standin_hub
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 openai = Later("openai")
 
@@ -50,14 +50,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     }
     async with gateway(folder, models) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
 
 
 def file(content: bytes = SOUND) -> tuple[str, io.BytesIO, str]:
@@ -287,9 +279,7 @@ async def test_job_is_heard_later(app: App) -> None:
 
 
 @pytest.mark.slow
-async def test_a_size_names_the_model_of_that_size_on_disk_or_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_size_names_its_model_on_disk_or_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("HF_")]:
         monkeypatch.delenv(name)
     (tmp_path / "models").mkdir()

@@ -108,9 +108,7 @@ async def test_the_engine_is_asked_once_a_second_and_only_if_progress_is_read(tm
         ['{"progress": 0.5}', '{"progress": 1e999}'],
     ],
 )
-async def test_nonsense_is_no_progress_and_none_goes_backwards(
-    tmp_path: Path, journal: Journal, says: list[str]
-) -> None:
+async def test_nonsense_is_no_progress_nor_a_step_back(tmp_path: Path, journal: Journal, says: list[str]) -> None:
     async with gateway(tmp_path, {"m": painter(journal)}) as app:
         id = await running(app, picture(30, says=says))
         seen: list[float] = []

@@ -437,25 +437,6 @@ async def test_too_many_jobs_are_refused_and_ended_ones_make_room(tmp_path: Path
             await http(app, "DELETE", f"{JOBS}/{id}")
 
 
-async def test_one_key_leaves_room_for_the_jobs_of_others(tmp_path: Path) -> None:
-    keys = [{"name": name, "key": f"{name}-key"} for name in ("greedy", "modest")]
-    options = {"jobs": {"count_max": 8}, "server": {"api_keys": keys}}
-    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, **options) as app:
-        order = {"route": CHAT, "body": chat(tokens=1000, token_s=0.1)}
-
-        async def answers(key: str, count: int) -> list[Answer]:
-            headers = {"Authorization": f"Bearer {key}-key"}
-            return [await http(app, "POST", JOBS, order, headers=headers) for _ in range(count)]
-
-        greedy = await answers("greedy", 6)
-        assert [one.status for one in greedy] == [202] * 4 + [429] * 2
-        assert greedy[-1].error["code"] == "too_many_jobs" and int(greedy[-1].headers["retry-after"]) > 0
-        assert "jobs.unfinished_per_key_max" in greedy[-1].error["message"]
-        assert [one.status for one in await answers("modest", 4)] == [202] * 4
-        for id in [one.json()["id"] for one in greedy[:4]]:
-            await http(app, "DELETE", f"{JOBS}/{id}", headers={"Authorization": "Bearer greedy-key"})
-
-
 async def test_jobs_wait_where_the_queue_is_full(tmp_path: Path) -> None:
     models = {"m": fake("m", concurrency=1)}
     async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}, server=COUNTED) as app:
@@ -525,21 +506,6 @@ async def test_more_jobs_than_are_handed_over_are_all_run_and_no_tenant_waits_fo
         assert {row["id"] for row in listed} == set(many)
 
 
-async def test_results_age(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}, jobs={"keep_s": 0.01}) as app:
-        id = await submit(app, chat())
-        await until(lambda: gone_or_over(app, id))
-        await asyncio.sleep(0.05)
-        await app.operation_table.tidy()
-        assert (await http(app, "GET", f"{JOBS}/{id}")).status == 404
-        assert not list((tmp_path / "state" / "jobs").iterdir())
-
-
-async def gone_or_over(app: App, id: str) -> bool:
-    answer = await http(app, "GET", f"{JOBS}/{id}")
-    return answer.status == 404 or answer.json()["status"] in OVER
-
-
 # --- restarts -------------------------------------------------------------------------------------------------------
 
 
@@ -563,13 +529,3 @@ async def test_results_and_waiting_jobs_survive_a_restart(tmp_path: Path) -> Non
         await until(lambda: app.operation_table.get(revoked).status == "failed")
         assert (await job(app, revoked, key("boss")))["error"]["code"] == "invalid_api_key"
         assert journal.count("request") == 3
-
-
-async def test_a_job_that_may_run_twice_is_queued_again_after_a_restart(tmp_path: Path) -> None:
-    models = {"m": fake("m")}
-    async with gateway(tmp_path, models) as app:
-        id = await submit(app, chat(tokens=10, token_s=0.2), retry=True)
-        await until(lambda: is_status(app, id, "running"))
-    async with gateway(tmp_path, models) as app:
-        assert (await ended(app, id))["status"] == "done"
-        assert (await result(app, id)).status == 200

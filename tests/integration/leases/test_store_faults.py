@@ -102,9 +102,7 @@ async def test_a_store_that_is_gone_costs_new_loads_only(tmp_path: Path, redis: 
         assert (after.id, after.token, after.claim) == (before.id, before.token, before.claim)
 
 
-async def test_a_store_that_forgot_everything_hears_of_holders_before_it_grants(
-    tmp_path: Path, redis: RedisServer
-) -> None:
+async def test_a_store_that_forgot_all_hears_of_holders_before_it_grants(tmp_path: Path, redis: RedisServer) -> None:
     gpus = described(tmp_path, (A, 10_000))
     async with (
         sharing("one", gpus, redis.url, {"a": taking("a", gpus, 6_000)}, ttl_s=3) as one,
@@ -139,7 +137,7 @@ async def looked_again(app: App) -> None:
         await until(lambda before=before: app.memory_watch.last is not before, "it is looked at")  # type: ignore[misc]
 
 
-async def test_a_trainer_that_stands_still_loses_its_lease_and_nothing_starts_in_its_memory(
+async def test_a_trainer_that_stands_still_loses_its_lease_but_not_its_memory(
     tmp_path: Path, redis: RedisServer
 ) -> None:
     gpus = described(tmp_path, (A, 10_000))

@@ -88,7 +88,7 @@ async def test_a_model_is_a_lease_that_the_other_gateway_plans_around(tmp_path: 
         await until(lambda: not others(two), "the other hears of that too")
 
 
-async def test_a_model_that_others_keep_out_stands_in_line_and_idle_ones_leave(
+async def test_a_model_that_others_keep_out_waits_in_line_and_idle_ones_leave(
     tmp_path: Path, redis: RedisServer
 ) -> None:
     gpus = described(tmp_path, (A, 10_000))
@@ -126,7 +126,7 @@ async def test_a_split_model_that_others_keep_out_stands_in_line_for_its_share_o
             assert set(held.claim) == {A, B} and sum(held.claim.values()) >= 12_000 and held.kind == "slot"
 
 
-async def test_a_swap_within_one_gateway_holds_the_newcomer_before_its_victim_is_touched(
+async def test_a_swap_in_one_gateway_holds_the_newcomer_before_the_victim_goes(
     tmp_path: Path, redis: RedisServer
 ) -> None:
     gpus = described(tmp_path, (A, 10_000))
@@ -176,7 +176,7 @@ async def test_a_busy_model_is_not_cut_short_for_a_trainer(tmp_path: Path, redis
             await until(lambda: training.holds, "the trainer has its memory")
 
 
-async def test_a_busy_pinned_model_leaves_at_once_where_its_memory_was_granted_to_another(
+async def test_a_busy_pinned_model_leaves_at_once_where_another_has_its_memory(
     tmp_path: Path, redis: RedisServer
 ) -> None:
     gpus = described(tmp_path, (A, 10_000))
@@ -212,9 +212,7 @@ async def test_a_busy_pinned_model_leaves_at_once_where_its_memory_was_granted_t
         await other.release("you/s1", kind="slot")
 
 
-async def test_leases_asked_of_a_gateway_over_http_are_kept_in_the_shared_store(
-    tmp_path: Path, redis: RedisServer
-) -> None:
+async def test_leases_asked_for_over_http_are_kept_in_the_shared_store(tmp_path: Path, redis: RedisServer) -> None:
     gpus = described(tmp_path, (A, 10_000), (B, 10_000))
     async with (
         sharing("one", gpus, redis.url, {"a": taking("a", gpus, 6_000, devices=["gpu0"])}) as one,
@@ -241,7 +239,7 @@ async def test_leases_asked_of_a_gateway_over_http_are_kept_in_the_shared_store(
         assert (gone.status, gone.error["code"]) == (404, "lease_unknown")
 
 
-async def test_a_program_that_holds_through_one_gateway_is_recalled_for_a_model_of_another(
+async def test_a_program_that_holds_through_one_gateway_is_recalled_for_another(
     tmp_path: Path, redis: RedisServer
 ) -> None:
     gpus = described(tmp_path, (A, 10_000))

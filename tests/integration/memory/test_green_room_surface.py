@@ -68,7 +68,7 @@ async def test_an_engine_that_cannot_sleep_says_which_it_is_and_what_to_do(tmp_p
     assert still.json()["tier"] == "ready"
 
 
-async def test_the_file_of_a_model_is_read_ahead_while_its_caller_waits_for_room(
+async def test_a_models_file_is_read_ahead_while_its_caller_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ready model answers slowly; the other, which will replace it, is read meanwhile and never loaded."""

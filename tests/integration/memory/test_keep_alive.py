@@ -1,9 +1,8 @@
-"""How long a model stays, by what its callers say: from the request to the engine's end."""
+"""How long a model stays: by what its callers say, and by a pin that nothing but force overrides."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal, pids
-from tests.integration.raw import chat, http
+from tests.integration.facts import Journal
+from tests.integration.raw import Answer, asking, chat, http
 from tests.waiting import until
 
 
@@ -71,22 +70,6 @@ async def test_operator_bounds_what_callers_say(tmp_path: Path, said: float | st
         assert keep_alive_s(app) == gets
 
 
-async def test_engine_never_sees_either_word(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    async with gateway(tmp_path, {"m": fake("m", *journal.switches, "--record")}) as app:
-        await chat(app, "m", keep_alive="5m", x_keep_alive_s=4)
-        (line,) = journal.lines("request")
-        assert set(json.loads(line["body"])) == {"model", "messages"}
-
-
-async def test_word_that_cannot_be_understood_is_refused_and_loads_nothing(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        answers = (await chat(app, "m", keep_alive="soon"), await chat(app, "m", x_keep_alive_s=[]))
-        assert [answer.status for answer in answers] == [400, 400]
-        assert [answer.error["param"] for answer in answers] == ["keep_alive", "x_keep_alive_s"]
-        assert not pids(app, "m") and not app.mover.moving
-
-
 async def test_form_may_say_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     parts = {"model": "m", "keep_alive": "2m", "language": "en", "file": "x"}
@@ -98,3 +81,117 @@ async def test_form_may_say_it(tmp_path: Path) -> None:
         assert answer.status == 200, answer.body
         assert "keep_alive" not in answer.json()["fields"] and "language" in answer.json()["fields"]
         assert keep_alive_s(app) == 120.0
+
+
+ONE_AT_A_TIME: dict[str, Any] = {"gpus": [{"memory_mib": 1_000, "margin_mib": 0}]}
+MODELS: dict[str, Any] = {"a": fake("a", memory_mib=900), "b": fake("b", memory_mib=900)}
+
+
+async def _pin(app: App, model: str, body: dict[str, Any] | None = None) -> Answer:
+    return await http(app, "POST", f"/api/v1/models/{model}/pin", body)
+
+
+async def _shown(app: App, model: str) -> tuple[bool, str]:
+    seen = (await http(app, "GET", f"/api/v1/models/{model}")).json()
+    return seen["pinned"], seen["tier"]
+
+
+async def test_nothing_evicts_a_model_that_was_pinned(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, **ONE_AT_A_TIME) as app:
+        assert (await chat(app, "a")).status == 200
+        said = await _pin(app, "a")
+        assert (said.status, said.json()) == (200, {"model": "a", "pinned": True})
+        assert await _shown(app, "a") == (True, "ready")
+        refused = await chat(app, "b")
+        assert (refused.status, refused.error["code"]) == (503, "model_too_large")
+        # A reload that changes nothing about it keeps it pinned.
+        await app.reload()
+        assert await _shown(app, "a") == (True, "ready")
+        assert (await _pin(app, "a", {"pinned": False})).json()["pinned"] is False
+        assert (await chat(app, "b")).status == 200
+        assert await _shown(app, "a") == (False, "cold")
+
+
+async def test_only_models_that_there_are_can_be_pinned(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, **ONE_AT_A_TIME) as app:
+        assert (await _pin(app, "none")).status == 404
+        assert (await _pin(app, "a", {"pinned": "perhaps"})).status == 400
+        assert await _shown(app, "a") == (False, "cold")
+
+
+# Every order by which an operator makes a model leave: the path, and the body or the query by which it is forced.
+TAKING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "evictModel": ("POST", "/v1/models/load", {"modelId": "b", "evictModel": "a"}),
+    "evictModel, by an alias": ("POST", "/v1/models/load", {"model": "b", "evictModel": "also"}),
+    "evict": ("POST", "/api/v1/models/b/load", {"evict": ["a"]}),
+    "evict, answered at once": ("POST", "/api/v1/models/b/load?wait=false", {"evict": ["a"]}),
+    "unload": ("POST", "/api/v1/models/a/unload", {}),
+    "unload, by an alias": ("POST", "/api/v1/models/also/unload", {"grace_s": 1}),
+    "unload of the runner's API": ("POST", "/v1/models/unload", {"modelId": "a"}),
+    "unload of llama.cpp's API": ("POST", "/models/unload", {"model": "a"}),
+    "unload of llama-swap's API": ("POST", "/api/models/unload/a", {}),
+    "unload of llama-swap's API, in the query": ("POST", "/api/models/unload/a", {}),
+    "unload of all": ("POST", "/api/models/unload", {}),
+    "unload of all, in the query": ("POST", "/api/models/unload", {}),
+    "unload of all by GET": ("GET", "/unload", {}),
+}
+
+
+@pytest.mark.parametrize("order", TAKING)
+async def test_no_order_takes_a_pinned_model_unless_it_is_forced(tmp_path: Path, order: str) -> None:
+    method, path, body = TAKING[order]
+    models = {"a": fake("a", memory_mib=900, aliases=["also"], pinned=True), "b": fake("b", memory_mib=900)}
+    is_in_query = order.endswith("in the query") or method == "GET"
+
+    async def ask(app: App, *, force: bool) -> Answer:
+        if is_in_query:
+            return await http(app, method, f"{path}?force=true" if force else path)
+        return await http(app, method, path, {**body, "force": True} if force else body)
+
+    async with gateway(tmp_path, models, **ONE_AT_A_TIME) as app:
+        assert (await chat(app, "a")).status == 200
+        refused = await ask(app, force=False)
+        assert (refused.status, refused.error["code"]) == (409, "model_pinned")
+        assert "a is pinned" in refused.error["message"] and "force=true" in refused.error["message"]
+        assert await _shown(app, "a") == (True, "ready")
+        assert (await ask(app, force=True)).status in (200, 202)
+        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")
+
+
+async def test_unloading_all_leaves_what_is_pinned_and_says_so(tmp_path: Path) -> None:
+    models = {"a": fake("a", memory_mib=400), "b": fake("b", memory_mib=400)}
+    async with gateway(tmp_path, models, **ONE_AT_A_TIME) as app:
+        for model in models:
+            assert (await chat(app, model)).status == 200
+        await _pin(app, "a")
+        assert (await http(app, "GET", "/unload")).status == 409
+        assert (await _shown(app, "a"), await _shown(app, "b")) == ((True, "ready"), (False, "cold"))
+        # What is not in memory is not taken out of it, and no model leaves for itself.
+        assert (await http(app, "POST", "/v1/models/load", {"modelId": "a", "evictModel": "a"})).status == 202
+        await _pin(app, "b")
+        assert (await http(app, "POST", "/api/v1/models/b/unload")).status == 200
+
+
+@pytest.mark.parametrize("order", ["evictModel", "evict", "unload"])
+async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_path: Path, order: str) -> None:
+    method, path, body = TAKING[order]
+    models = {"a": fake("a", memory_mib=900, pinned=True), "b": fake("b", memory_mib=900)}
+    keys = [
+        {"name": "loads", "key": "loads-key", "verbs": ["load"]},
+        {"name": "loads-b", "key": "loads-b-key", "verbs": ["load"], "models": ["b"]},
+        {"name": "asks", "key": "asks-key"},
+    ]
+    async with gateway(tmp_path, models, server={"api_keys": keys}, **ONE_AT_A_TIME) as app:
+
+        async def ask(key: str, path: str, body: dict[str, Any]) -> Answer:
+            return await http(app, method, path, body, headers={"Authorization": f"Bearer {key}-key"})
+
+        assert (await ask("asks", "/v1/chat/completions", asking("a"))).status == 200
+        forced = {**body, "force": True}
+        assert (await ask("asks", path, forced)).error["code"] == "not_allowed"
+        # A model that a key does not see is none that it can take.
+        assert (await ask("loads-b", path, forced)).error["code"] == "model_not_found"
+        assert (await ask("loads", "/api/v1/models/a/pin", {"pinned": False})).error["code"] == "not_allowed"
+        assert (await ask("loads", path, body)).error["code"] == "model_pinned"
+        assert (await ask("loads", path, forced)).status in (200, 202)
+        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")

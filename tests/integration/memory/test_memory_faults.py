@@ -125,9 +125,7 @@ async def test_what_ran_out_of_memory_is_remembered_over_a_restart(gpus: Path, j
         assert journal.count("start", name="greedy") == 3, "it fitted at once"
 
 
-async def test_engine_that_can_never_fit_fails_with_the_numbers_and_is_not_tried_for_ever(
-    gpus: Path, journal: Journal
-) -> None:
+async def test_engine_that_can_never_fit_fails_with_numbers_and_for_good(gpus: Path, journal: Journal) -> None:
     other = taking("other", gpus, 3_000)
     huge = taking("huge", gpus, 12_000, memory_mib=2_000)
     async with on(gpus, {"other": other, "huge": huge}, scheduler=LONG_BACKOFF) as app:
@@ -221,9 +219,7 @@ async def test_engine_that_dies_of_its_growth_fails_its_request_and_no_other(gpu
 # --- strangers ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_foreign_process_that_fills_the_gpu_evicts_no_model_and_is_waited_for(
-    gpus: Path, journal: Journal
-) -> None:
+async def test_a_stranger_that_fills_the_gpu_evicts_no_model_and_is_waited_for(gpus: Path, journal: Journal) -> None:
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000))
     ready = taking("ready", gpus, 8_000)
     cold = taking("cold", gpus, 20_000)
@@ -312,7 +308,7 @@ async def test_nothing_is_started_in_memory_that_is_not_back_yet(gpus: Path, jou
         assert journal.count("start", name="next") == 1
 
 
-async def test_memory_that_does_not_come_back_is_told_and_waited_for_no_longer(
+async def test_memory_that_does_not_come_back_is_told_and_given_up(
     gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = lingering(gpus.parent, taking("slow", gpus, 6_000), gpus, 6_000)

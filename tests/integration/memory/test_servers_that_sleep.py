@@ -1,10 +1,12 @@
-"""vLLM and SGLang behind a gateway, by stand-ins: swaps by sleep, and what happens when sleep or wake goes wrong."""
+"""vLLM and SGLang by stand-ins: swaps by sleep, what goes wrong, and engines that size themselves."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,8 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind
 from greenroom.runtime.timeouts import TIMEOUTS
-from tests.harness import gateway, served
-from tests.integration.facts import Journal, at_rest
+from tests.harness import FAKE_ENGINE, fake, gateway, served
+from tests.integration.facts import Journal, at_rest, is_loading
 from tests.integration.faults import is_alive
 from tests.integration.orders import pid_of, view
 from tests.integration.raw import chat, http
@@ -80,9 +82,7 @@ async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path, kind: str, faul
         ("wake-garbage", "it woke with other weights than it had"),
     ],
 )
-async def test_one_that_does_not_wake_is_ended_and_started_anew(
-    tmp_path: Path, kind: str, fault: str, said: str
-) -> None:
+async def test_one_that_does_not_wake_is_ended_and_restarted(tmp_path: Path, kind: str, fault: str, said: str) -> None:
     async with serving(tmp_path, kind, fault, load_timeout_s=8 if fault == "wake-hangs" else 60) as (app, journal):
         await chat(app, "alpha")
         await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
@@ -140,7 +140,7 @@ async def test_one_that_no_gpu_holds_is_spread_in_equal_shares(tmp_path: Path, k
         assert [argv[name][argv[name].index(switch) + 1] for name in ("alpha", "bravo")] == ["2", "1"]
 
 
-async def test_transformers_model_that_no_gpu_holds_goes_to_vllm_where_it_is_installed(
+async def test_transformers_model_that_no_gpu_holds_goes_to_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)
@@ -191,3 +191,61 @@ async def test_on_a_machine_without_a_gpu_it_is_stopped_instead(tmp_path: Path) 
         for kind, says in (("sleep", "cannot put it to sleep here"), ("prepare", "cannot prepare it here")):
             refused = await http(app, "POST", f"/api/v1/models/alpha/{kind}")
             assert refused.status == 422 and says in refused.error["message"], refused.error
+
+
+NAMES = ("alpha", "bravo")
+LOADS_S = ("--load-s", "0.5")
+
+
+def vllm(folder: Path) -> Path:
+    """A program called `vllm`: the fake engine behind `vllm serve`."""
+    path = folder / "vllm"
+    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -I -S {FAKE_ENGINE} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def said(folder: Path, journal: Journal) -> dict[str, Any]:
+    """Models of an unknown program, with the key."""
+    return {name: fake(name, *LOADS_S, *journal.switches, sizes_itself=True) for name in NAMES}
+
+
+def recognised(folder: Path, journal: Journal) -> dict[str, Any]:
+    """Models of `vllm serve`, without the key."""
+    models = {name: fake(name, *LOADS_S, *journal.switches) for name in NAMES}
+    program = str(vllm(folder))
+    return {
+        name: {**model, "cmd": [program, "serve", *model["cmd"][model["cmd"].index("--port") :]]}
+        for name, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("models_of", [said, recognised])
+async def test_two_that_start_at_once_on_one_gpu_load_one_after_the_other(tmp_path: Path, models_of: Any) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, models_of(tmp_path, journal)) as app:
+        answers = await asyncio.gather(*(chat(app, name) for name in NAMES))
+    assert [answer.status for answer in answers] == [200, 200]
+    lines = [(line["event"], line["name"]) for line in journal.lines("start", "ready")]
+    assert [event for event, _ in lines] == ["start", "ready", "start", "ready"]
+    assert {name for _, name in lines} == set(NAMES)
+
+
+async def test_each_has_a_gpu_of_its_own_so_both_load_at_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    models = said(tmp_path, journal)
+    for number, model in enumerate(models.values()):
+        model["devices"] = [f"gpu{number}"]
+    await both_load_at_once(tmp_path, models, gpus=[{"memory_mib": 1_000}] * 2)
+
+
+async def test_operator_says_that_vllm_does_not_size_itself(tmp_path: Path) -> None:
+    models = recognised(tmp_path, Journal(tmp_path))
+    await both_load_at_once(tmp_path, {name: {**model, "sizes_itself": False} for name, model in models.items()})
+
+
+async def both_load_at_once(folder: Path, models: dict[str, Any], **sections: Any) -> None:
+    async with gateway(folder, models, **sections) as app:
+        asked = [asyncio.create_task(chat(app, name)) for name in NAMES]
+        await until(lambda: all(is_loading(app, name) for name in NAMES), "both load")
+        assert [answer.status for answer in await asyncio.gather(*asked)] == [200, 200]

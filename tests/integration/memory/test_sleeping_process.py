@@ -114,9 +114,7 @@ async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path) -> None:
     # Long enough for a busy machine to load it in.
     [("--fail-at", {}), pytest.param("--hang-at", {"load_timeout_s": 8}, marks=pytest.mark.slow)],
 )
-async def test_one_that_does_not_wake_is_ended_and_started_anew(
-    tmp_path: Path, fault: str, keys: dict[str, Any]
-) -> None:
+async def test_one_that_does_not_wake_is_ended_and_restarted(tmp_path: Path, fault: str, keys: dict[str, Any]) -> None:
     async with serving(tmp_path, fault, "wake", **keys) as (app, journal):
         await chat(app, "alpha")
         await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))

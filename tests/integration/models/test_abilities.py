@@ -15,7 +15,6 @@ from tests.harness import fake, gateway, url
 from tests.integration.facts import Journal
 from tests.integration.raw import http
 from tests.later import Later
-from tests.waiting import PATIENCE_S
 
 openai = Later("openai")
 
@@ -40,14 +39,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     }
     async with gateway(tmp_path_factory.mktemp("abilities"), models) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
 
 
 async def ask(client: openai.AsyncOpenAI, route: str, model: str) -> Any:
@@ -105,7 +96,7 @@ async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client:
 
 
 @pytest.mark.parametrize(("model", "route"), [(model, route) for model in CAN for route in ROUTES])
-async def test_a_route_that_a_model_has_no_ability_for_is_refused(
+async def test_a_route_without_the_ability_for_it_is_refused(
     client: openai.AsyncOpenAI, model: str, route: str
 ) -> None:
     if route in CAN[model]:

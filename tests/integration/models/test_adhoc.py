@@ -151,7 +151,7 @@ async def test_wrong_options_are_refused_by_name(app: App, more: dict[str, Any],
         ("broken.gguf", {"backend": "llamacpp"}, 503, "could not be loaded"),
     ],
 )
-async def test_each_kind_of_error_has_its_status_and_its_words(
+async def test_each_error_has_its_status_and_words(
     app: App, name: str, more: dict[str, Any], status: int, words: str
 ) -> None:
     answer = await say(app, name, ADMIN, **more)
@@ -166,16 +166,6 @@ async def test_a_damaged_file_is_called_so_and_admins_learn_why(app: App, shelf:
     assert (answer.status, answer.error["param"]) == (400, "model")
     assert "damaged or incomplete" in answer.error["message"] and answer.error["details"]
     assert (await say(app, "damaged.gguf")).error["details"] is None
-
-
-async def test_a_download_that_is_not_there(app: App) -> None:
-    answer = await http(app, "GET", "/v1/models/download/invalid_id", headers={"authorization": f"Bearer {ADMIN}"})
-    assert (answer.status, answer.error["message"]) == (404, "Download job not found: invalid_id")
-
-
-async def test_a_backend_that_cannot_be_told_is_asked_for(app: App) -> None:
-    answer = await say(app, "empty")
-    assert answer.status == 400 and answer.error["message"].startswith("Field 'backend' is required")
 
 
 async def test_options_make_another_configuration_and_only_one_of_a_path_is_in_memory(app: App) -> None:
@@ -256,7 +246,7 @@ async def test_operators_order_them_about_by_any_name(app: App) -> None:
     assert (await post(app, "/api/v1/models/nothing/load", {})).status == 404
 
 
-async def test_a_request_before_the_folders_were_looked_at_waits(
+async def test_a_request_before_the_first_look_waits(
     tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = Library.refresh

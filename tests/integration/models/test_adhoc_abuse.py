@@ -115,7 +115,7 @@ def slow_look(app: App, monkeypatch: pytest.MonkeyPatch, meanwhile: asyncio.Even
     return looks
 
 
-async def test_a_model_that_is_configured_during_a_look_keeps_its_name(
+async def test_a_model_configured_during_a_look_keeps_its_name(
     app: App, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(tiny_model("alpha"), shelf / "models" / "mine.gguf")
@@ -131,7 +131,7 @@ async def test_a_model_that_is_configured_during_a_look_keeps_its_name(
     assert found.is_adhoc and found.public_id != "mine.gguf"
 
 
-async def test_a_root_that_is_removed_during_a_look_serves_nothing_more(
+async def test_a_root_removed_during_a_look_serves_no_more(
     app: App, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meanwhile = asyncio.Event()

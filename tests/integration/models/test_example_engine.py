@@ -33,9 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(200)
-def test_an_installed_engine_is_listed_checked_and_serves(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_engine_is_listed_and_serves(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
     models = {
         "polly": {"engine": "parrot", "options": {"prefix": "Squawk! "}},

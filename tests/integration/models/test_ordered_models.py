@@ -120,7 +120,7 @@ async def loaded(app: App, key: str | None = None) -> dict[str, Any]:
         (HUB, {"maxContextLength": 256, "quantization": "q8_0"}),
     ],
 )
-async def test_load_chat_state_lists_and_unload_by_one_name_are_of_one_slot(
+async def test_all_that_is_done_by_one_name_is_of_one_slot(
     app: App, root: Path, name: str, order: dict[str, Any]
 ) -> None:
     name = name.format(root=root)
@@ -198,9 +198,7 @@ async def test_what_requests_have_loaded_with_options_leaves_by_its_name(app: Ap
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-async def test_the_last_of_several_orders_stands_and_the_others_leave_nothing(
-    tmp_path: Path, root: Path, exclusive: bool
-) -> None:
+async def test_the_last_order_stands_and_others_leave_nothing(tmp_path: Path, root: Path, exclusive: bool) -> None:
     library = {"roots": [str(root)], "exclusive": exclusive}
     async with gateway(tmp_path, {}, library=library, server={"api_keys": KEYS}) as app:
         for orders in ([256, 512, 384], [512, 640]):

@@ -1,13 +1,19 @@
-"""The three health checks of running gateways: what an orchestrator sees when memory, models or the queue run out."""
+"""The three health checks of running gateways, and the second port, which has them and metrics alone."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.app import App
+from greenroom.errors import ConfigError
 from tests.harness import fake, gateway
-from tests.integration.raw import Raw, chat, http, request_bytes
+from tests.integration.raw import Answer, Raw, asking, chat, http, request_bytes
 from tests.waiting import until
 
 OUT_OF_MEMORY = {"cmd": ["/bin/sh", "-c", "echo 'CUDA error: out of memory' >&2; exit 1 # ${PORT}"], "memory_mib": 100}
@@ -77,3 +83,78 @@ async def test_a_gateway_that_shuts_down_is_alive_and_not_ready(tmp_path: Path) 
                 probe.send(request_bytes("GET", path, None))
                 assert (await probe.answer()).status == status, path
         assert (await running).status == 200
+
+
+KEYS = [{"name": "plain", "key": "plain-key"}, {"name": "admin", "key": "admin-key", "admin": True}]
+PLAIN, ADMIN = {"Authorization": "Bearer plain-key"}, {"Authorization": "Bearer admin-key"}
+MODELS = {"m": fake("m"), "shy": fake("shy", unlisted=True)}
+
+
+async def watched(app: App, path: str, method: str = "GET", **more: Any) -> Answer:
+    """Ask the second port."""
+    assert app.metrics_edge is not None
+    return await http(app, method, path, edge=app.metrics_edge, **more)
+
+
+async def test_second_port_serves_metrics_and_health_checks(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, server={"metrics_port": 0}) as app:
+        assert app.metrics_edge is not None
+        assert app.metrics_edge.addresses != app.edge.addresses
+        for path in ("/health", "/healthz", "/readyz"):
+            assert (await watched(app, path)).status == 200
+            assert (await http(app, "GET", path)).status == 200
+        assert b"\ngreenroom_uptime_seconds " in (await watched(app, "/metrics")).body
+        assert (await watched(app, "/metrics", "HEAD")).status == 200
+        assert b"\ngreenroom_uptime_seconds " in (await http(app, "GET", "/metrics")).body
+
+
+async def test_nothing_else_is_reachable_there(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, server={"metrics_port": 0, "api_keys": KEYS}) as app:
+        others = ["/", "/v1/models", "/api/v1/status", "/api/v1/openapi.json", "/upstream/m/metrics", "/metrics/"]
+        spellings = ["/%6detrics", "//metrics", "/metrics/../v1/models"]
+        for path in (*others, *spellings):
+            assert (await watched(app, path, headers=ADMIN)).status == 404, path
+        asked = await watched(app, "/v1/chat/completions", "POST", value=asking("m"), headers=ADMIN)
+        assert (asked.status, asked.error["code"]) == (404, "not_found")
+        assert (await watched(app, "/api/v1/reload", "POST", headers=ADMIN)).status == 404
+        assert (await watched(app, "/metrics", "POST", headers=ADMIN)).status == 404
+        assert (await watched(app, "/metrics", body=b"x", headers=ADMIN)).status == 413
+
+
+async def test_keys_count_there_as_on_the_first_port(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, server={"metrics_port": 0, "api_keys": KEYS}) as app:
+        assert (await watched(app, "/metrics")).status == 401
+        assert (await watched(app, "/metrics", headers={"Host": "rebound.example.org"})).status == 403
+        assert (await watched(app, "/healthz")).status == 200
+        assert b'model="shy"' not in (await watched(app, "/metrics", headers=PLAIN)).body
+        assert b'model="shy"' in (await watched(app, "/metrics", headers=ADMIN)).body
+
+
+async def test_metrics_can_be_off(tmp_path: Path) -> None:
+    async with gateway(tmp_path, MODELS, server={"metrics": False, "metrics_port": 0}) as app:
+        assert app.metrics_edge is None
+        assert (await http(app, "GET", "/metrics")).status == 404
+        assert (await http(app, "GET", "/healthz")).status == 200
+
+
+async def test_port_that_is_taken_is_named_by_its_key_and_the_first_is_closed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
+        taken, first = other.getsockname()[1], free.getsockname()[1]
+        free.close()
+        with pytest.raises(ConfigError) as refused:
+            async with gateway(tmp_path, MODELS, server={"port": first, "metrics_port": taken}):
+                pass
+        assert refused.value.message.startswith(f"server.metrics_port: cannot listen on 127.0.0.1:{taken}: ")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", first))
+
+
+async def test_series_of_the_runner_api_are_served_if_asked_for(tmp_path: Path) -> None:
+    aliases = {"metrics_port": 0, "metrics_aliases": "runner-api"}
+    async with gateway(tmp_path, MODELS, server=aliases) as app:
+        assert (await chat(app, "m", headers={"X-Tenant-ID": "lab"})).status == 200
+        text = (await watched(app, "/metrics")).body.decode()
+        found = {sample.name: sample for one in text_string_to_metric_families(text) for sample in one.samples}
+        assert 'vllm_requests_total{model="m",status="success",tenant="lab"} 1.0' in text
+        assert found["vllm_queue_depth"].value == 0
+        assert found["vllm_inference_duration_seconds_count"].labels == {"model": "m"}

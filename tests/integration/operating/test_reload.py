@@ -230,7 +230,7 @@ async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path:
         assert (await chat(app, "model")).text == "model 1 2 3"
 
 
-async def test_engine_of_a_package_that_does_not_load_changes_nothing(
+async def test_engine_package_that_does_not_load_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site"
@@ -352,7 +352,7 @@ async def reload_often(app: App, folder: Path) -> int:
 
 
 @pytest.mark.slow
-async def test_model_files_that_cannot_be_read_stop_a_reload_and_no_request(
+async def test_unreadable_model_files_stop_a_reload_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_answering = threading.Event()

@@ -18,9 +18,9 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.tenancy.governance.tokens import as_text
-from tests.harness import fake, gateway, tiny
+from tests.harness import gateway, tiny
 from tests.integration.governance.test_governance import now, with_key
-from tests.integration.raw import Answer, asking, http
+from tests.integration.raw import Answer, http
 from tests.models import tiny as tiny_model
 from tests.tenancy.governance.token_rig import key_file, shared_token
 
@@ -208,7 +208,6 @@ async def container(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[A
     models = {
         **{name: tiny(tiny_model(name)) for name in ("alpha", "beta")},
         "broken": {"cmd": "/bin/false ${PORT}", "memory_mib": 100},
-        "slow": fake("slow", "--tokens", "4", "--token-s", "1", concurrency=1),
     }
     runner = {"id": "safebox-model-llm-1", "type": "vllm-0.6.0"}
     with pytest.MonkeyPatch.context() as patch:
@@ -311,38 +310,11 @@ async def test_a_platform_drives_the_gateway(container: App) -> None:
     assert gone.json()["modelId"] == "beta" and gone.json()["gpuMemoryFreedMB"] > 0
 
 
-@pytest.mark.parametrize("order", [{"scope": "all"}, {"scope": "tag", "tag": "session-abc123"}])
-async def test_every_scope_is_flushed_with_a_token(container: App, order: dict[str, str]) -> None:
-    platform = Platform(container)
-    assert (await platform.post("/v1/cache/flush", order)).error["code"] == "token_missing"
-    assert fits(await platform.governed("cache-flush", "/v1/cache/flush", order), "flushed")["flushed"] is True
-
-
 async def test_a_load_that_fails_is_told_to_its_poller(container: App) -> None:
     with pytest.raises(RuntimeError, match="Model load failed: broken could not be loaded"):
         await Platform(container).load(modelId="broken")
     # One model of four: the others can be served.
     assert (await Platform(container).get("/health")).status == 200
-
-
-async def test_a_full_queue_is_told_with_its_depth(container: App) -> None:
-    """One is answered, one waits, and the third is turned away."""
-    platform, chat = Platform(container), asking("slow")
-    calls = [asyncio.ensure_future(platform.post("/v1/chat/completions", chat)) for _ in range(4)]
-    answers = await asyncio.gather(*calls)
-    full = next(answer for answer in answers if answer.status == 503)
-    error = fits(full, "queue full")["error"]
-    assert (error["code"], error["queueDepth"]) == ("queue_full", 1) and int(full.headers["retry-after"]) >= 1
-    assert any(answer.status == 200 for answer in answers)
-
-
-async def test_a_tenants_limit_is_that_of_its_variable(container: App) -> None:
-    platform, tenant = Platform(container), {"x-tenant-id": "community-y"}
-    answers = [await platform.post("/v1/chat/completions", {"model": "alpha", **CHAT}, tenant) for _ in range(2)]
-    assert [answer.status for answer in answers] == [200, 429]
-    error = fits(answers[1], "rate limited")["error"]
-    assert (error["code"], error["limit"], error["remaining"]) == ("rate_limit_exceeded", 1, 0)
-    assert "community-y" in error["message"] and 0 < int(answers[1].headers["retry-after"]) <= 120
 
 
 async def test_the_second_port_has_the_series_of_the_api(container: App) -> None:

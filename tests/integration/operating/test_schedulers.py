@@ -1,4 +1,4 @@
-"""Each scheduler runs a gateway with real engines: the two of Greenroom, and the one that a page builds."""
+"""Each scheduler runs a gateway with real engines, and another policy is a matter of a reload."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 from greenroom.app import App
 from greenroom.core.invariants import check
 from greenroom.core.plain import PlainScheduler
+from greenroom.core.policy.default import BoundedFirstCome
+from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.scheduler import DefaultScheduler
 from tests.docs.pages import package_of
-from tests.harness import gateway, tiny
-from tests.integration.facts import at_rest, is_ready
-from tests.integration.operating.test_reload import edit
+from tests.harness import fake, gateway, tiny
+from tests.integration.facts import at_rest, is_ready, pids
+from tests.integration.operating.test_reload import edit, put
 from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until
@@ -51,7 +53,7 @@ def came(app: App) -> int:
 
 
 @pytest.mark.parametrize("name", ["default", "plain", "longest"])
-async def test_models_that_do_not_fit_together_are_served_in_turn(
+async def test_models_that_do_not_fit_are_served_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(package_of(PAGE, tmp_path)))
@@ -82,3 +84,30 @@ async def test_only_a_restart_changes_the_scheduler(tmp_path: Path) -> None:
         assert (answer.status, answer.error["code"]) == (422, "invalid_config")
         assert "only a restart can change scheduler.implementation" in answer.error["message"]
         assert isinstance(app.loop.scheduler, DefaultScheduler)
+
+
+async def test_a_policy_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"model": fake("model")}) as app:
+        assert (await chat(app, "model")).status == 200
+        config, policy, before = app.config, app.loop.scheduler.state.policy, pids(app, "model")
+        edit(tmp_path, put("new", fake("new")))
+        for section, word in (({"policy": "lifo"}, "policy 'lifo'"), ({"swapper": "coin"}, "swapper 'coin'")):
+            edit(tmp_path, lambda said, section=section: said.update(scheduler=section))  # type: ignore[misc]
+            answer = await http(app, "POST", "/api/v1/reload")
+            assert (answer.status, answer.error["code"]) == (422, "invalid_config")
+            assert f"there is no {word}; there are " in answer.error["message"]
+            assert app.config is config and app.loop.scheduler.state.policy is policy
+            assert (await chat(app, "new")).status == 404
+        assert pids(app, "model") == before
+
+
+async def test_a_policy_is_changed_under_the_models_feet(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"model": fake("model")}) as app:
+        assert (await chat(app, "model")).status == 200
+        before = pids(app, "model")
+        assert isinstance(app.loop.scheduler.state.policy, BoundedFirstCome)
+        edit(tmp_path, lambda said: said.update(scheduler={"policy": "fifo"}))
+        await app.reload()
+        assert isinstance(app.loop.scheduler.state.policy, FirstCome)
+        assert (await chat(app, "model")).status == 200
+        assert pids(app, "model") == before

@@ -134,9 +134,7 @@ def test_a_load_fetches_what_is_not_there_and_is_polled_until_it_is_done(tmp_pat
 
 
 @pytest.mark.parametrize(("words", "said"), [((), "nothing to serve"), (("--models", "nowhere"), "there is no folder")])
-def test_without_models_and_configuration_it_says_what_to_type(
-    tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_without_models_and_a_file_it_says_what_to_type(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "GREENROOM_", "MODEL_"))}
     done = subprocess.run(
         [*PROGRAM, "serve", "--port", "0", *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False

@@ -1,12 +1,16 @@
-"""These tests run the gateway as in production: on uvloop."""
-
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-import uvloop
+import pytest
+import pytest_asyncio
+
+from tests.standins.standin_provider import KEY, Provider, provider
 
 
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"uvloop": uvloop.new_event_loop}
+@pytest_asyncio.fixture
+async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
+    monkeypatch.setenv("STANDIN_KEY", KEY)
+    async with provider(tmp_path) as one:
+        yield one

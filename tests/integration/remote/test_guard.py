@@ -1,4 +1,4 @@
-"""The guard over tasks: which requests reach a provider, counted there, with the switch on and off."""
+"""The guard over tasks, which counts what reaches a provider, and the switch that operators change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest_asyncio
 from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.raw import Answer, chat, http
-from tests.standins.standin_provider import KEY, Provider, provider
+from tests.standins.standin_provider import KEY, Provider, long_before_midnight, provider
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
-
 JSON = "content-type: application/json\r\n"
 STRICT = {"response_format": {"type": "json_object"}}
 TASKS = {
@@ -79,3 +79,34 @@ async def test_a_provider_that_fails_falls_to_the_next_candidate(app: App, there
     # One that says what is wrong with the request has answered it.
     there.script.append((400, JSON, b'{"error": {"message": "theirs"}}'))
     assert (await ask(app, "cloud-first")).status == 400
+
+
+CONFIG, REMOTES = "/api/v1/config", "/api/v1/remotes"
+
+
+async def test_the_switch_is_kept_and_never_blocks_a_model_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_KEY", KEY)
+    await long_before_midnight()
+    monkeypatch.delenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", raising=False)
+    async with provider(tmp_path) as there:
+        models = {"cloud": {"remote": "acme", "use_model_name": "large"}}
+        remotes = {"acme": there.remote(cost={"input": 1000, "output": 5000}, budget_per_day=50)}
+        async with gateway(tmp_path, models, remotes=remotes) as app:
+            assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": True}
+            for wrong in ({"allowCloudFallback": "false"}, {"allowCloudFallback": 0}, {}, {"allow": False}, [False]):
+                assert (await http(app, "PUT", CONFIG, wrong)).status == 400
+            more = {"allowCloudFallback": False, "port": 1}
+            assert (await http(app, "PUT", CONFIG, more)).status == 400
+            answer = await http(app, "PUT", CONFIG, {"allowCloudFallback": False})
+            assert (answer.status, answer.json()) == (200, {"allowCloudFallback": False})
+        monkeypatch.setenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", "true")
+        async with gateway(tmp_path, models, remotes=remotes) as app:
+            assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": False}
+            for name in ("cloud", "acme:large"):
+                assert (await chat(app, name, max_tokens=1)).status == 200
+            await until(lambda: round(app.spending.spent("acme"), 6) == 4.0, "both are settled")
+            (told,) = (await http(app, "GET", REMOTES)).json()["remotes"]
+            spent = {"spent_today": 4.0, "budget_per_day": 50.0, "problem": None}
+            assert told == {"name": "acme", "provider": "compatible", **spent}

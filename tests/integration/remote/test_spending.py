@@ -70,7 +70,7 @@ async def test_a_budget_is_a_hard_stop_also_after_a_restart(there: Provider, tmp
         await has_spent(app, 6.0)
 
 
-async def test_where_it_cannot_be_read_what_was_spent_nothing_is_until_an_operator_acts(
+async def test_what_was_spent_and_cannot_be_read_stops_all_until_an_operator_acts(
     there: Provider, tmp_path: Path
 ) -> None:
     said = options(there, budget_per_day=4.0)

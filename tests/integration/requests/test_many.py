@@ -83,9 +83,7 @@ async def unload_all(app: App) -> None:
     assert not app.slots.live
 
 
-async def test_200_mixed_requests_are_answered_exactly_once_and_never_by_an_engine_that_is_stopped(
-    tmp_path: Path,
-) -> None:
+async def test_200_mixed_requests_are_answered_once_and_never_by_an_engine_that_is_stopped(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     models = {name: fake(name, *journal.switches, "--token-s", "0.003") for name in NAMES}
     async with gateway(tmp_path, models, budget_mib=BUDGET_MIB) as app:

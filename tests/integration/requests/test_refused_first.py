@@ -114,11 +114,6 @@ PASSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
-    return Journal(tmp_path_factory.mktemp("journal"))
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
     """Models of which one fits beside a small one, whose operator sets what its callers leave out."""
     models = {

@@ -113,27 +113,6 @@ def only_error(data: list[Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("weird", "status"), [("error-500", 500), ("non-sse-200", 502)])
-async def test_engines_other_answer_after_the_first_heartbeat_is_an_error_event(
-    tmp_path: Path, weird: str, status: int
-) -> None:
-    models = {"odd": fake("odd", "--load-s", "0.8", "--sse-weird", weird)}
-    async with gateway(tmp_path, models, server=QUICK) as app:
-        answer = await chat(app, "odd", stream=True)
-        await at_rest(app)
-    assert (answer.status, answer.whole) == (200, True)
-    assert beats(answer.events)
-    error = only_error(answer.data)
-    assert (error["status"], error["code"]) == (status, "engine_error")
-    assert ("failed as told" if weird == "error-500" else "odd 1 2 3") in error["details"]
-
-
-async def test_engines_error_before_the_first_heartbeat_is_passed_on_as_it_is(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"odd": fake("odd", "--sse-weird", "error-500")}) as app:
-        answer = await chat(app, "odd", stream=True)
-    assert (answer.status, answer.error["message"]) == (500, "the engine failed as told")
-
-
 # --- not streaming --------------------------------------------------------------------------------------------------
 
 
@@ -269,15 +248,6 @@ async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Pa
         stopped = True
         await asyncio.gather(*callers)
     assert answer.text == "third 1 2 3"
-
-
-async def test_priority_that_cannot_be_one_is_refused_before_anything_loads(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"cold": fake("cold")}) as app:
-        for said in (True, 101, "urgent", [1]):
-            answer = await chat(app, "cold", x_priority=said)
-            assert (answer.status, answer.error["param"]) == (400, "x_priority"), said
-        assert (await chat(app, "cold", headers={"X-Priority": "urgent"})).status == 400
-        assert not app.loop.scheduler.state.slots
 
 
 # --- why requests waited --------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ async def trap() -> AsyncIterator[Trap]:
         yield set_up
 
 
-async def test_a_remote_request_goes_to_its_provider_whatever_the_caller_sends(
+async def test_a_remote_request_goes_to_its_provider_whatever_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_KEY", KEY)

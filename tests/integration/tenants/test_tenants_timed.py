@@ -1,4 +1,4 @@
-"""Two tenants with one prompt on llama.cpp and a stand-in of vLLM: neither counters nor time tell of the other."""
+"""Two tenants with one prompt: neither counters nor time tell of the other; and very many are told apart at first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import MoveKind
-from tests.harness import gateway, served, tiny
-from tests.integration.facts import Journal
+from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
+from greenroom.tenancy.keys import LIVE_MAX
+from tests.harness import fake, gateway, served, tiny
+from tests.integration.facts import Journal, at_rest
+from tests.integration.raw import Raw, asking, chat, http
 from tests.integration.tenants.timed_tenants import (
     KEYS,
     ask,
@@ -44,3 +47,69 @@ async def test_nothing_is_left_on_vllm(tmp_path: Path, leave: MoveKind) -> None:
     models = {"alpha": served("vllm", tmp_path / "vllm", *journal.switches)}
     async with gateway(tmp_path, models, server={"api_keys": KEYS}) as app:
         await assert_nothing_is_left(app, prompt_of(7, 50), leave, is_cached)
+
+
+NAMED = [
+    {"name": "batch", "key": "gr-batch", "tenant": "team"},
+    {"name": "alice", "key": "gr-alice", "admin": True},
+]
+
+
+def make_up_names(app: App) -> None:
+    for number in range(UNNAMED_SERIES_MAX):
+        app.metrics.request_done(
+            model="a",
+            tenant=f"made-up-{number}",
+            route="chat",
+            status=200,
+            seconds=1,
+            wait_s=0,
+            not_there_s=0,
+            first_byte_s=None,
+        )
+
+
+async def counted(app: App, key: str = "") -> dict[str, float]:
+    """Requests to model a, by tenant."""
+    await at_rest(app)
+    shown = await http(app, "GET", "/metrics", headers={"x-api-key": key} if key else {})
+    assert shown.status == 200
+    begin = 'greenroom_tenant_requests_total{model="a",tenant="'
+    lines = [line for line in shown.body.decode().splitlines() if line.startswith(begin)]
+    return {line[len(begin) :].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+async def test_without_keys_a_name_too_many_shares_a_label_unless_it_has_a_weight(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}, scheduler={"tenant_weights": {"lab": 2}}) as app:
+        make_up_names(app)
+        for tenant in ("late", "later", "lab"):
+            assert (await chat(app, "a", headers={"X-Tenant-ID": tenant})).status == 200
+        assert (await chat(app, "a")).status == 200
+        by_tenant = await counted(app)
+        assert (by_tenant["other"], by_tenant["lab"], by_tenant[""]) == (2, 1, 1)
+        assert len(by_tenant) == UNNAMED_SERIES_MAX + 3
+
+
+async def test_tenants_of_keys_are_told_apart_however_many_names_there_were(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}, server={"api_keys": NAMED}) as app:
+        make_up_names(app)
+        for key in ("gr-batch", "gr-alice"):
+            assert (await chat(app, "a", headers={"x-api-key": key, "X-Tenant-ID": "late"})).status == 200
+        by_tenant = await counted(app, "gr-alice")
+        assert (by_tenant["team"], by_tenant["alice"]) == (1, 1)
+        assert "other" not in by_tenant and "late" not in by_tenant
+
+
+@pytest.mark.slow
+async def test_tenants_beyond_those_that_are_told_apart_share_no_prefixes(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"v": served("vllm", tmp_path / "vllm", *journal.switches)}) as app:
+        async with await Raw.open(app) as raw:
+            for number in range(LIVE_MAX):
+                raw.ask(asking("none"), headers={"X-Tenant-ID": f"t{number}"})
+                if number % 50 == 49:
+                    assert {(await raw.answer()).status for _ in range(50)} == {404}
+        for tenant in ("t0", "t0", "late", "later", "late"):
+            assert (await chat(app, "v", headers={"X-Tenant-ID": tenant})).status == 200
+        salts = [line["salt"] for line in journal.lines("asked")]
+        assert salts[0] == salts[1] and len(set(salts[1:])) == 4, salts

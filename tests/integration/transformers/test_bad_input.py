@@ -189,9 +189,7 @@ async def test_bad_folder_is_refused_and_nothing_is_left_of_it(app: App, name: s
     await at_rest(app)
 
 
-async def test_a_model_that_answers_otherwise_than_transformers_is_refused_unless_an_operator_wants_it(
-    app: App,
-) -> None:
+async def test_a_model_that_answers_otherwise_is_refused_unless_an_operator_wants_it(app: App) -> None:
     memory, claims, pid = memfds(), held(app), await pid_of(app, "good")
     await refused(app, await chat(app, "own-attention"), "own-attention", "answers otherwise", "skip_check")
     assert (memfds(), held(app)) == (memory, claims)

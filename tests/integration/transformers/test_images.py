@@ -112,7 +112,7 @@ async def test_a_pipeline_and_a_writer_take_turns_in_workers_of_their_own(app: A
     assert len(pids) == 2, "each program has one worker, which lives on"
 
 
-async def test_a_pipeline_that_is_spread_over_two_budgets_paints_sleeps_and_paints_the_same(
+async def test_a_pipeline_over_two_budgets_paints_the_same_after_sleep(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Without GPUs its worker computes on the host, whatever the map of devices says; the plan is for both."""

@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.runtime.timeouts import WorkerTimeouts
 from tests.harness import gateway
 from tests.integration.facts import at_rest
 from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of
@@ -30,8 +29,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHARING = ("alpha", "bravo", "charlie")
 ALONE = "delta"
 ENDLESS = "endless"
-# Each costs the import of torch.
-KILLS = 2
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -54,12 +51,6 @@ async def test_models_share_a_process_and_each_answers_as_itself(app: App) -> No
     pids = {model: await pid_of(app, model) for model in SHARING}
     assert len(set(pids.values())) == 1
     assert await tiers(app, *SHARING) == ["ready"] * len(SHARING)
-
-
-async def test_isolated_model_has_a_process_of_its_own(app: App) -> None:
-    await says(app, "alpha")
-    await says(app, ALONE)
-    assert await pid_of(app, ALONE) != await pid_of(app, "alpha")
 
 
 async def test_one_sleeps_while_its_neighbours_serve(app: App) -> None:
@@ -121,29 +112,6 @@ async def test_an_isolated_model_that_dies_takes_no_other_with_it(app: App) -> N
     assert await pid_of(app, "alpha") == pid
     await says(app, ALONE)
     assert await pid_of(app, ALONE) not in (apart, pid)
-
-
-async def test_worker_lost_again_and_again_is_replaced_each_time(app: App) -> None:
-    pids = set()
-    for _ in range(KILLS):
-        await says(app, "alpha")
-        pids.add(await pid_of(app, "alpha"))
-        os.kill(await pid_of(app, "alpha"), signal.SIGKILL)
-    await says(app, "alpha")
-    assert len(pids) == KILLS
-    assert len((await view(app, "alpha"))["slots"]) == 1
-
-
-async def test_worker_that_stands_still_is_given_up_in_the_end(app: App) -> None:
-    """It must not hold the memory for ever, nor keep an order waiting."""
-    await says(app, "alpha")
-    pid = await pid_of(app, "alpha")
-    (worker,) = (one for one in app.hosted_slots.workers.values() if one.pid == pid)
-    worker.timeouts = WorkerTimeouts(close_s=1.0, close_shared_s=1.0)
-    os.kill(pid, signal.SIGSTOP)
-    assert (await order(app, "unload", "alpha", grace_s=0)).status == 200
-    await until(lambda: not is_alive(pid), "it was ended")
-    await says(app, "alpha")
 
 
 async def test_all_unloaded_hold_nothing(app: App) -> None:

@@ -14,9 +14,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
 from greenroom.app import App
-from tests.harness import gateway, url
-from tests.integration.orders import order
-from tests.integration.raw import Answer, chat, http
+from tests.harness import gateway
+from tests.integration.raw import chat, http
 from tests.models import tiny_torch
 from tests.torch_python import hosted
 
@@ -55,21 +54,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     }
     async with gateway(tmp_path_factory.mktemp("serving"), models, memory={"spare_worker": False}) as app:
         yield app
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url(app)}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-async def test_embeddings_tell_texts_apart(client: AsyncOpenAI) -> None:
-    answer = await client.embeddings.create(model="bert", input=["the lazy dog", "the lazy dog", "你好"])
-    same, again, other = (row.embedding for row in answer.data)
-    # The folder says nothing of their length, so they have that of the hidden states.
-    length = math.hypot(*same)
-    assert math.dist(same, again) < 1e-4 * length < 1e-3 * length < math.dist(same, other)
-    assert answer.usage.prompt_tokens > 0
 
 
 async def test_embeddings_follow_the_files_of_sentence_transformers(client: AsyncOpenAI) -> None:
@@ -116,52 +100,7 @@ async def test_seed_and_choices_and_logprobs(client: AsyncOpenAI) -> None:
     assert await drawn(2) != said
 
 
-async def test_what_is_too_long_is_the_callers_fault(app: App) -> None:
-    answer = await http(app, "POST", "/v1/completions", {"model": "qwen", "prompt": LONG * 40, "max_tokens": 4})
-    assert answer.status == 400 and answer.error["type"] == "invalid_request_error", answer.body
-    answer = await chat(app, "qwen", temperature="hot")
-    assert (answer.status, answer.error["param"]) == (400, "temperature"), answer.body
-
-
 # --- the prefix cache -----------------------------------------------------------------------------------------------
-
-
-def cached(answer: Answer) -> int:
-    assert answer.status == 200, answer.body
-    tokens = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert isinstance(tokens, int)
-    assert answer.headers["x-cache-hit"] == ("true" if tokens else "false")
-    return tokens
-
-
-async def asked(app: App, tag: str = "") -> Answer:
-    told = {"X-Cache-Tag": tag} if tag else {}
-    said = {"model": "qwen", "prompt": LONG, "max_tokens": 4, "temperature": 0}
-    return await http(app, "POST", "/v1/completions", said, headers=told)
-
-
-async def test_prefix_asked_for_again_is_not_computed_again_and_says_the_same(app: App) -> None:
-    first = await asked(app, "mine")
-    again = await asked(app, "mine")
-    assert cached(first) == 0 and cached(again) > 0
-    assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
-    assert cached(await asked(app, "other")) == 0, "tags do not share"
-
-
-async def test_flushed_prefix_is_forgotten(app: App) -> None:
-    await asked(app, "flushed")
-    assert cached(await asked(app, "flushed")) > 0
-    flushed = await http(app, "POST", "/v1/cache/flush", {"scope": "tag", "tag": "flushed"})
-    assert flushed.status == 200, flushed.body
-    assert flushed.json()["flushed"] is True and flushed.json()["entriesRemoved"] > 0
-    assert cached(await asked(app, "flushed")) == 0
-
-
-async def test_sleep_forgets_prefixes(app: App) -> None:
-    await asked(app, "slept")
-    assert cached(await asked(app, "slept")) > 0
-    assert (await order(app, "sleep", "qwen")).status == 200
-    assert cached(await asked(app, "slept")) == 0
 
 
 async def test_a_template_of_the_operators_takes_the_place_of_the_models_own(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ async def test_a_file_is_told_of_at_once_and_others_beside_it_are_not(tmp_path: 
     watch.close()
 
 
-async def test_without_notices_of_the_kernel_the_file_is_looked_at_now_and_then(
+async def test_without_notices_of_the_kernel_the_file_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a volume that other machines write, or where too many watches are in use."""

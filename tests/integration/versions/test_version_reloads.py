@@ -77,9 +77,7 @@ async def test_weights_that_another_gateway_serves_are_deleted_only_by_force(hub
         assert not files(tmp_path, "alpha")
 
 
-async def test_the_end_of_a_gateway_waits_for_all_that_uses_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_gateway_waits_for_uses_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink, asked, answers = os.unlink, threading.Event(), threading.Event()
 
     def hang(path: Any, **options: Any) -> None:

@@ -172,9 +172,7 @@ async def test_one_update_at_a_time(tmp_path: Path) -> None:
         assert [(row["id"], row["status"]) for row in listed] == [(task, "done")]
 
 
-async def test_an_update_tells_what_it_wants_before_its_row_is_on_disk_and_nothing_of_the_last_one(
-    tmp_path: Path,
-) -> None:
+async def test_an_update_tells_what_it_wants_at_once_and_nothing_of_the_last_one(tmp_path: Path) -> None:
     async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
         await update(app, "./nothing", status=404)
         assert app.updates.error("m") is not None

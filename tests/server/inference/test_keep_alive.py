@@ -84,9 +84,7 @@ def test_what_is_no_number_is_refused(number: float) -> None:
         (FOR_EVER, 0.0, 0.0),
     ],
 )
-def test_keep_alive_is_capped_at_what_the_operator_allows(
-    seconds: float | None, most_s: float | None, gets: float | None
-) -> None:
+def test_keep_alive_is_capped_by_the_operator(seconds: float | None, most_s: float | None, gets: float | None) -> None:
     assert capped(seconds, most_s) == gets
 
 

@@ -1,4 +1,4 @@
-"""The top level of a body: what is read, what is refused, and that values reach the engine as they were sent."""
+"""The top level of a body: what is read and refused, and that values reach the engine as they were sent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from greenroom.errors import BadRequest
+from greenroom.server.inference.body.body_check import CHAT, READ_BYTES_MAX
 from greenroom.server.inference.body.peek import FIELDS_MAX, ask_for_usage, join, peek, tokens_asked
 from greenroom.tenancy.keys import parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -31,8 +32,6 @@ def rejoined(body: bytes, drop: frozenset[str] = NOTHING, **put: bytes) -> bytes
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------
-
-
 def test_model_and_stream_are_read() -> None:
     peeked = peek(b' {"model": "org/qwen", "stream" : true, "messages": []}\n')
     assert (peeked.model, peeked.stream) == ("org/qwen", True)
@@ -58,8 +57,6 @@ def test_escaped_names_mean_the_same() -> None:
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -146,8 +143,6 @@ def test_large_body_gives_the_same_as_a_small_one() -> None:
 
 
 # --- what the engine gets -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -232,8 +227,6 @@ def test_any_bytes_are_read_or_refused(tail: bytes) -> None:
 
 
 # --- usage ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("said", "becomes", "asked"),
     [
@@ -293,3 +286,30 @@ def test_reading_and_joining_costs_a_small_multiple_of_the_bare_decoder() -> Non
     theirs = min(timeit.repeat(lambda: bare.decode(body), number=500, repeat=9))
     # Measured: 3 times. Anything that decodes values, or looks at every byte in Python, would be far above.
     assert ours < 40 * theirs
+
+
+HI = Raw(b'[{"role": "user", "content": "hi"}]')
+
+
+def check(size: int, **fields: Raw) -> None:
+    CHAT.check(fields, size, {}, frozenset())
+
+
+def test_a_large_field_is_left_to_the_engine_and_small_ones_beside_it_are_read() -> None:
+    large = Raw(b"[" + b"5," * READ_BYTES_MAX + b"5]")
+    check(len(bytes(large)), messages=large)
+    with pytest.raises(BadRequest, match="temperature"):
+        check(len(bytes(large)), messages=large, temperature=Raw(b'"hot"'))
+    with pytest.raises(BadRequest, match="messages"):
+        check(100, messages=Raw(b"[5]"))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b'[{"role": "user"', b'[{"role": "\xff"}]', b"[" * 100_000, b'[{"role": "a", "content": tru}]', b"1" * 5_000],
+)
+def test_garbage_in_a_field_is_a_mistake_in_it(broken: bytes) -> None:
+    with pytest.raises(BadRequest, match=r"^(messages|n)\b"):
+        check(len(broken), messages=Raw(broken))
+    with pytest.raises(BadRequest, match=r"^n\b"):
+        check(len(broken), messages=HI, n=Raw(broken))

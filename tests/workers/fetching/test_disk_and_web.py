@@ -347,9 +347,7 @@ def https_server(authority: trustme.CA, seen: list[bytes]) -> Iterator[int]:
         thread.join(10)
 
 
-def test_certificates_are_checked_and_an_authority_of_ones_own_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificates_are_checked_and_ones_own_authority_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority, seen = trustme.CA(), list[bytes]()
     bundle = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(bundle))

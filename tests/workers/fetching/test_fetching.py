@@ -323,9 +323,7 @@ def test_the_answer_about_a_repository_is_bounded(
 
 
 @pytest.mark.parametrize("part", ["head", pytest.param("body", marks=pytest.mark.slow)])
-def test_a_hub_that_answers_bit_by_bit_does_not_hold_the_place(
-    hub: StandinHub, cache: Path, tmp_path: Path, part: str
-) -> None:
+def test_a_hub_that_answers_by_bits_holds_no_place(hub: StandinHub, cache: Path, tmp_path: Path, part: str) -> None:
     hub.faults.drips = part
     assert failed(fetch(hub, tmp_path, repo=REPO, cache=str(cache), stall_s=0.2)) == "stalled"
 

@@ -28,6 +28,18 @@ async def serving(handler: Handler, folder: Path, **limits: Any) -> AsyncIterato
         await server.close()
 
 
+@contextlib.asynccontextmanager
+async def talking(
+    handler: Handler, folder: Path, sent: bytes = b"", **limits: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to such a server, by which this was sent."""
+    async with serving(handler, folder, **limits) as path:
+        reader, writer = await connected(path)
+        writer.write(sent)
+        yield reader, writer
+        writer.close()
+
+
 async def connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_unix_connection(str(path))
 
@@ -69,12 +81,9 @@ async def test_only_this_user_may_connect_and_the_socket_goes_with_the_server(so
 
 
 async def test_a_client_that_asks_to_close_is_closed(socket_folder: Path) -> None:
-    async with serving(echo, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    async with talking(echo, socket_folder, b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (reader, _):
         async with asyncio.timeout(WAIT_S):
             assert (await reader.read()).endswith(b"connection: close\r\n\r\n/x")
-        writer.close()
 
 
 @pytest.mark.parametrize("raw", [b"\x16\x03\x01\x00\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nbad\r\n\r\n"])
@@ -96,12 +105,9 @@ async def test_a_bug_in_a_handler_is_500_and_says_nothing_of_it(socket_folder: P
     async def broken(request: Request, answer: AnswerWriter) -> None:
         raise KeyError("secret")
 
-    async with serving(broken, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(GET)
+    async with talking(broken, socket_folder, GET) as (reader, _):
         said = await read(reader, b"}}")
         assert said.startswith(b"HTTP/1.1 500 ") and b"secret" not in said
-        writer.close()
 
 
 async def test_an_error_in_a_stream_is_its_last_event(socket_folder: Path) -> None:
@@ -110,12 +116,9 @@ async def test_an_error_in_a_stream_is_its_last_event(socket_folder: Path) -> No
         answer.event(b"one")
         raise ApiError("late", status=500)
 
-    async with serving(fails_late, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(GET)
+    async with talking(fails_late, socket_folder, GET) as (reader, _):
         said = await read(reader, b"0\r\n\r\n")
         assert b"b\r\ndata: one\n\n\r\n" in said and b'"message": "late"' in said
-        writer.close()
 
 
 @pytest.mark.parametrize("when", ["waiting", "streaming"])
@@ -155,25 +158,21 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_forgotten(so
 
 
 async def test_a_request_that_never_ends_is_given_up(socket_folder: Path) -> None:
-    async with serving(echo, socket_folder, request_timeout_s=0.05) as path:
-        reader, writer = await connected(path)
-        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
+    async with talking(
+        echo, socket_folder, b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf", request_timeout_s=0.05
+    ) as (reader, _):
         async with asyncio.timeout(WAIT_S):
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-        writer.close()
 
 
 async def test_a_client_that_sends_much_ahead_of_the_answer_is_cut(socket_folder: Path) -> None:
     async def endless(request: Request, answer: AnswerWriter) -> None:
         await asyncio.Event().wait()
 
-    async with serving(endless, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(GET + b"x" * (http.AHEAD_BYTES_MAX + 1))
+    async with talking(endless, socket_folder, GET + b"x" * (http.AHEAD_BYTES_MAX + 1)) as (reader, _):
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-        writer.close()
 
 
 async def test_connections_are_bounded(socket_folder: Path) -> None:
@@ -189,13 +188,12 @@ async def test_connections_are_bounded(socket_folder: Path) -> None:
 
 
 async def test_a_client_that_waits_to_be_told_may_send_its_body(socket_folder: Path) -> None:
-    async with serving(echo, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+    async with talking(
+        echo, socket_folder, b"POST /x HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+    ) as (reader, writer):
         assert await read(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"body")
         await read(reader, b"\r\n\r\nbody")
-        writer.close()
 
 
 async def test_an_answer_knows_when_its_client_does_not_keep_up(socket_folder: Path) -> None:
@@ -210,14 +208,11 @@ async def test_an_answer_knows_when_its_client_does_not_keep_up(socket_folder: P
         assert not answer.is_choked
         answer.end_events()
 
-    async with serving(flood, socket_folder) as path:
-        reader, writer = await connected(path)
-        writer.write(GET)
+    async with talking(flood, socket_folder, GET) as (reader, _):
         async with asyncio.timeout(WAIT_S):
             while not (await reader.read(65_536)).endswith(b"0\r\n\r\n"):
                 pass
         assert relieved.is_set()
-        writer.close()
 
 
 async def test_closing_the_server_cancels_its_requests(socket_folder: Path) -> None:

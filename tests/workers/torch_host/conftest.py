@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,14 @@ class Rig:
 
 
 Opener = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """Memory in a file, for an arena."""
+    made = os.memfd_create("arena")
+    yield made
+    os.close(made)
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ print(os.environ["OMP_WAIT_POLICY"])
 """
 
 
-def test_threads_that_compute_on_the_host_sleep_while_they_wait_unless_told_otherwise(
+def test_threads_that_compute_on_the_host_sleep_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

@@ -85,9 +85,7 @@ def test_it_says_what_it_is(worker: WorkerRig) -> None:
     assert worker.path.stat().st_mode & 0o077 == 0
 
 
-def test_a_model_is_opened_asleep_and_its_figures_are_told(
-    worker: WorkerRig, models: dict[str, Path], memory: int
-) -> None:
+def test_a_model_is_opened_asleep_with_its_figures(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
     worker.progress.clear()
     heard = worker.open("a", models["one"], memory)
     weights = (models["one"] / "model.safetensors").stat().st_size
@@ -169,9 +167,7 @@ def test_embeddings_are_served(worker: WorkerRig, models: dict[str, Path], memor
     worker.do("close", slot="e")
 
 
-def test_a_closed_slot_leaves_nothing_but_the_memory_its_gateway_holds(
-    worker: WorkerRig, models: dict[str, Path], memory: int
-) -> None:
+def test_a_closed_slot_leaves_only_its_gateways_memory(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
     worker.open("a", models["one"], memory)
     worker.do("wake", slot="a")
     first = worker.complete("a")
@@ -187,9 +183,7 @@ def test_a_closed_slot_leaves_nothing_but_the_memory_its_gateway_holds(
     worker.do("close", slot="a")
 
 
-def test_opening_and_closing_again_and_again_leaks_nothing(
-    worker: WorkerRig, models: dict[str, Path], memory: int
-) -> None:
+def test_opening_and_closing_for_long_leaks_nothing(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
     seen: list[tuple[int, int]] = []
     for _ in range(CYCLES):
         assert worker.open("a", models["one"], memory)["ok"]
@@ -247,9 +241,7 @@ def test_options_that_cannot_be_are_refused(
     assert mapped(worker) == 0
 
 
-def test_a_context_longer_than_the_model_has_positions_for_is_cut(
-    worker: WorkerRig, models: dict[str, Path], memory: int
-) -> None:
+def test_a_context_beyond_the_models_positions_is_cut(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
     worker.open("a", models["one"], memory, context=1_000_000, cache_tokens=2048)
     worker.do("wake", slot="a")
     # Every byte of it is a token of its own: too long by one.
@@ -260,7 +252,7 @@ def test_a_context_longer_than_the_model_has_positions_for_is_cut(
     worker.do("close", slot="a")
 
 
-def test_two_call_offs_in_quick_succession_leave_a_waking_model_asleep(opened: WorkerRig) -> None:
+def test_two_call_offs_at_once_leave_a_waking_model_asleep(opened: WorkerRig) -> None:
     asked = [opened.ask(op, slot="a") for op in ("wake", "sleep", "sleep", "wake", "sleep", "sleep")]
     assert all(opened.answer(number)["ok"] for number in asked)
     looked = opened.do("look")["slots"]["a"]
@@ -270,7 +262,7 @@ def test_two_call_offs_in_quick_succession_leave_a_waking_model_asleep(opened: W
     assert opened.complete("a")
 
 
-def test_two_call_offs_in_quick_succession_leave_nothing_of_an_open(
+def test_two_call_offs_at_once_leave_nothing_of_an_open(
     worker: WorkerRig, models: dict[str, Path], memory: int
 ) -> None:
     opening = worker.begin_open("a", models["one"], memory)
@@ -292,9 +284,7 @@ def test_a_second_caller_is_not_heard(worker: WorkerRig) -> None:
         socket.socket(socket.AF_UNIX).connect(str(worker.path))
 
 
-def test_another_worker_takes_over_what_a_killed_one_had(
-    worker: WorkerRig, models: dict[str, Path], memory: int
-) -> None:
+def test_another_worker_takes_what_a_killed_one_had(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
     with rig_folder() as folder:
         first = WorkerRig(folder)
         first.open("a", models["one"], memory)

@@ -1,4 +1,4 @@
-"""Long sounds in windows: everything is heard once, in order, at its own time."""
+"""Long sounds in windows: all is heard once, in order, at its own time; and how formats write it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from greenroom.workers.whisper.formats import srt, text_of, vtt
 from greenroom.workers.whisper.sound import RATE
 from greenroom.workers.whisper.transcribing import Segment, Transcriber, Wanted
 from tests.models import tiny_ears
@@ -118,3 +120,21 @@ async def test_real_model_hears_its_words_in_every_half_minute() -> None:
     found = await all_of(transcriber.segments(memoryview(noise(100)), Wanted()))
     assert [segment.text for segment in found] == [" alpha", " speaks"] * 4
     assert [segment.start for segment in found][::2] == pytest.approx([0, 30, 60, 90], abs=0.1)
+
+
+ONE = Segment(0, 0, 3661.5, 3662.0, " a < b\n\n--> c", [], 0.0, 0.0, 0.0, 0.0, [], "en")
+
+
+def test_hours_and_milliseconds_are_written_as_the_formats_want_them() -> None:
+    assert "01:01:01,500 --> 01:01:02,000\n" in srt([ONE])
+    assert "01:01:01.500 --> 01:01:02.000\n" in vtt([ONE])
+
+
+def test_text_cannot_end_its_block_or_begin_another() -> None:
+    assert srt([ONE, replace(ONE, text=" x")]).split("\n\n")[0].splitlines()[2:] == ["a < b --> c"]
+    (line,) = vtt([ONE]).split("\n\n")[1].splitlines()[1:]
+    assert line == "a &lt; b --&gt; c"
+
+
+def test_silence_is_an_empty_text() -> None:
+    assert (text_of([]), srt([]), vtt([])) == ("", "", "WEBVTT\n\n")

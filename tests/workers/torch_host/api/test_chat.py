@@ -465,14 +465,3 @@ async def test_a_prompt_that_leaves_no_room_is_refused(open_api: Opener) -> None
             body = {"messages": [{"role": "user", "content": "x y" * length}]}
             response = await rig.http.post("/v1/chat/completions", json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
-async def test_a_template_that_loops_fails_its_request_and_no_other(open_api: Opener, tmp_path: Any) -> None:
-    source = "{% if messages[0].content == 'loop' %}" + tokenizer_folders.LOOPING + "{% endif %}ok"
-    text = TextCodec.load(tokenizer_folders.byte_level(tmp_path / "odd", source))
-    async with open_api("fine", text=text, template_deadline_s=1.0) as rig:
-        looping = rig.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "loop"}]})
-        fine = ask(rig)
-        failed, answered = await asyncio.gather(looping, fine)
-    assert (failed.status_code, failed.json()["error"]["code"]) == (422, "template_failed")
-    assert answered.choices[0].message.content == "fine"

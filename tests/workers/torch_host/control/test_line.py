@@ -180,7 +180,7 @@ def test_a_flush_says_whose(line: Line) -> None:
         (KeyError("anything"), "failed"),
     ],
 )
-def test_an_error_is_answered_by_its_kind_and_the_slot_can_be_opened_again(
+def test_an_error_is_answered_by_its_kind_and_not_for_good(
     line: Line, desk: FakeDesk, error: Exception, kind: str
 ) -> None:
     desk.errors["open a"] = error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from greenroom.workers.torch_host.weights.weight_file import WeightFile
 from tests.workers.torch_host.samples import tiny
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +51,7 @@ def noted(call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., A
     return noting
 
 
-def test_tokenizer_and_device_weights_are_made_while_weights_are_read(
+def test_tokenizer_and_device_weights_are_made_meanwhile(
     llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads wait here until both are under way, and both say whether a read had begun before."""
@@ -90,9 +83,7 @@ def test_tokenizer_and_device_weights_are_made_while_weights_are_read(
     assert early == []
 
 
-def test_a_model_that_transformers_loads_is_prepared_too(
-    tmp_path: Path, descriptor: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_of_transformers_is_prepared(tmp_path: Path, descriptor: int, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny.store_oddly(tiny.make_model(tmp_path, "llama"))
     with caplog.at_level("INFO"):
         made = prepared(folder, descriptor)

@@ -404,7 +404,7 @@ def test_a_lost_device_is_reported_only_to_requests_that_may_have_caused_it(is_f
     assert told[0] is told[1]
 
 
-def test_a_request_that_may_have_ended_the_thread_is_told_and_not_sent_again(
+def test_a_request_that_may_have_ended_the_thread_is_not_sent_again(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
@@ -415,9 +415,7 @@ def test_a_request_that_may_have_ended_the_thread_is_told_and_not_sent_again(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_end_of_the_thread_is_reported_even_if_requests_cannot_be_ended(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_the_thread_is_told_if_requests_cannot_end(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = threading.Event()
 
     def on_fatal(error: BaseException, say: Callable[[], None]) -> None:
@@ -467,9 +465,7 @@ def _check_forgets(engine: EngineLoop, kv: Flat) -> None:
     assert engine.stats.available_blocks == 4096 // 16
 
 
-def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
-    llama: Any,
-) -> None:
+def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(llama: Any) -> None:
     is_computing, may_end = threading.Event(), threading.Event()
 
     def stand_still(*_: object) -> None:

@@ -370,9 +370,7 @@ def test_prompts_are_for_texts_and_must_be_known(served: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{"max_seq_length": 20}, {}])
-def test_a_text_beyond_the_models_length_is_refused_or_cut_as_asked(
-    served: Any, tmp_path: Path, settings: Mapping[str, Any]
-) -> None:
+def test_a_text_that_is_too_long_is_refused_or_cut(served: Any, tmp_path: Path, settings: Mapping[str, Any]) -> None:
     folder = make_sentences(tmp_path / "model", "bert", prompts=PROMPTS, settings=settings)
     limit = settings.get("max_seq_length", POSITIONS - 3)
     text = LONG * 4
@@ -437,9 +435,7 @@ def test_projections_in_half_precision(served: Any, tmp_path: Path) -> None:
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.05
 
 
-def test_projections_in_a_pickle_are_taken_only_where_that_is_allowed(
-    served: Any, worker: WorkerRig, tmp_path: Path
-) -> None:
+def test_projections_in_a_pickle_are_taken_only_if_allowed(served: Any, worker: WorkerRig, tmp_path: Path) -> None:
     folder = make_sentences(tmp_path / "model", "bert", dense(WIDTH, 16, torch.nn.Tanh()))
     weights = folder / "2_Dense" / "model.safetensors"
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
@@ -535,9 +531,7 @@ def test_what_cannot_be_done_right_is_refused_by_name(
     assert why in refusal(worker, folder)
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
-    worker: WorkerRig, whole: Path, tmp_path: Path
-) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(worker: WorkerRig, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(whole, folder)
     (folder / "1_Pooling" / "config.json").unlink()

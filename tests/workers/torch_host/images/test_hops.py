@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,13 +52,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
-
-
 @contextlib.contextmanager
 def stand_ins() -> Iterator[StandInDevices]:
     """Each operation inside takes many times as long: what needs no second device is done outside."""
@@ -92,7 +84,7 @@ def picture(made: PreparedPipeline, kind: str, said: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("device_map", MAPS)
 @pytest.mark.parametrize("kind", FIRST_QUICK)
-def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
+def test_a_picture_over_two_devices_is_the_plain_one(
     folders: Path, descriptor: int, kind: str, device_map: str
 ) -> None:
     with stand_ins() as devices:
@@ -108,7 +100,7 @@ def test_a_picture_over_two_devices_is_that_of_plain_diffusers(
 
 
 @pytest.mark.parametrize("kind", FIRST_QUICK)
-def test_an_edit_over_two_devices_is_that_of_plain_diffusers(folders: Path, descriptor: int, kind: str) -> None:
+def test_an_edit_over_two_devices_is_the_plain_one(folders: Path, descriptor: int, kind: str) -> None:
     """The encoder answers with a distribution, which hops too."""
     sent = Image.effect_mandelbrot((64, 48), (-2, -1, 1, 1), 50).convert("RGB")
     said: dict[str, Any] = {**ARGUMENTS, "image": sent, "strength": 0.7}
@@ -155,7 +147,7 @@ def test_what_a_caller_gave_is_not_changed_and_records_come_back_whole(devices: 
     assert back[0].latent_dist.mean.device == back[0]["latent_dist"].std.device == back[1][0].device == OTHER
 
 
-def test_a_wake_without_memory_on_one_device_leaves_nothing_on_the_other(
+def test_a_wake_without_memory_on_one_device_leaves_nothing(
     folders: Path, descriptor: int, devices: StandInDevices
 ) -> None:
     class Full(BorrowedArena):

@@ -158,7 +158,7 @@ def test_an_edit_has_as_many_pixels_as_a_new_picture_may_have(sent: tuple[int, i
     assert made_of[0] * made_of[1] <= PIXELS_MAX
 
 
-async def test_progress_is_told_while_a_picture_is_made_and_leaving_ends_it(
+async def test_progress_of_a_picture_is_told_and_leaving_ends_it(
     http: httpx2.AsyncClient, made: PreparedPipeline
 ) -> None:
     asked = asyncio.create_task(

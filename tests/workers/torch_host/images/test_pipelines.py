@@ -44,13 +44,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
-
-
 def prepared(
     folder: Path, descriptor: int, cancelled: threading.Event | None = None, **changes: Any
 ) -> PreparedPipeline:
@@ -175,7 +168,7 @@ def test_a_component_that_a_pipeline_converts_is_back_in_the_arena_afterwards(tm
     assert is_same(first[0], plain(folder, SMALL, dtype=torch.float16, variant="fp16"))
 
 
-def test_weights_that_do_not_fit_a_plan_are_loaded_by_diffusers(
+def test_weights_without_a_plan_are_diffusers(
     tmp_path: Path, descriptor: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_pipeline(tmp_path / "half", "flux", dtype=torch.float16)
@@ -261,7 +254,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_folder_is_said_to_be_bad_and_leaves_nothing(
+def test_a_bad_folder_is_called_bad_and_leaves_nothing(
     folders: Path, tmp_path: Path, name: str, descriptor: int
 ) -> None:
     folder = shutil.copytree(folders / "sdxl", tmp_path / "broken")
@@ -298,7 +291,7 @@ def test_a_pipeline_without_a_thread_leaves_nothing(
     assert len(closed) == 1, "its memory on the device is given back"
 
 
-def test_what_a_picture_held_is_free_before_the_cache_is_emptied(
+def test_what_a_picture_held_is_free_before_emptying(
     folders: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Large:

@@ -169,9 +169,7 @@ async def test_a_schema_that_is_too_much_fails_by_itself_in_time(byte_text: Text
         pytest.param({"type": "string", "pattern": "^(a)\\1$"}, id="a reference back"),
     ],
 )
-async def test_what_the_library_would_refuse_in_the_middle_is_refused_before(
-    grammars: Grammars, schema: dict[str, Any]
-) -> None:
+async def test_what_the_library_would_refuse_later_is_refused_first(grammars: Grammars, schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         await grammars.constraint(schema, True, "response_format")
     assert (refused.value.status, refused.value.param) == (400, "response_format")
@@ -219,7 +217,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
     made.go.set()
 
 
-async def test_a_schema_is_compiled_once_for_all_requests_and_kept(
+async def test_a_schema_is_compiled_once_and_kept(
     byte_text: TextCodec, grammars: Grammars, compiling: Compiling
 ) -> None:
     asking = [asyncio.create_task(grammars.constraint(CITY, True, f"f{number}")) for number in range(5)]
@@ -247,9 +245,7 @@ async def test_the_last_few_compiled_schemas_are_kept(byte_text: TextCodec, comp
     assert [json.loads(schema)["maxLength"] for schema in compiling.began] == [1, 2, 3, 2]
 
 
-async def test_compiling_needs_none_of_the_threads_that_all_models_share(
-    byte_text: TextCodec, grammars: Grammars
-) -> None:
+async def test_compiling_needs_no_thread_that_all_models_share(byte_text: TextCodec, grammars: Grammars) -> None:
     go = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         asyncio.get_running_loop().set_default_executor(threads)
@@ -304,9 +300,7 @@ async def test_a_schema_is_bounded(grammars: Grammars) -> None:
         await grammars.constraint({"enum": ["x" * SCHEMA_BYTES_MAX]}, True, "f")
 
 
-async def test_without_the_library_the_answer_says_what_to_install(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_library_it_says_what_to_install(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:

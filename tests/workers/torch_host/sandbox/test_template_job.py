@@ -54,9 +54,7 @@ def text(byte_text: TextCodec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_template_writes_what_it_writes_in_transformers(
-    text: TextCodec, templates: SandboxPool, family: str
-) -> None:
+async def test_a_template_writes_as_in_transformers(text: TextCodec, templates: SandboxPool, family: str) -> None:
     text.tokenizer.chat_template = FAMILIES[family]
     template = ChatTemplate(text, templates)
     written = set()
@@ -71,7 +69,7 @@ async def test_a_template_writes_what_it_writes_in_transformers(
 
 
 @pytest.mark.parametrize("source", MISTAKES)
-async def test_a_template_that_fails_says_what_it_says_in_transformers(
+async def test_a_failing_template_says_what_transformers_says(
     text: TextCodec, templates: SandboxPool, source: str
 ) -> None:
     text.tokenizer.chat_template = source
@@ -80,9 +78,7 @@ async def test_a_template_that_fails_says_what_it_says_in_transformers(
 
 
 @pytest.mark.parametrize("source", DEEPER_MISTAKES)
-async def test_a_template_that_fails_in_transformers_fails_here(
-    text: TextCodec, templates: SandboxPool, source: str
-) -> None:
+async def test_a_template_fails_as_in_transformers(text: TextCodec, templates: SandboxPool, source: str) -> None:
     text.tokenizer.chat_template = source
     assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
     assert (await ours(ChatTemplate(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
@@ -97,7 +93,7 @@ async def test_the_date_is_todays(text: TextCodec, templates: SandboxPool) -> No
     assert written in (before, theirs(text, messages, None, {}))
 
 
-async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(
+async def test_of_several_templates_the_one_for_tools_is_taken_with_tools(
     text: TextCodec, templates: SandboxPool
 ) -> None:
     named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}

@@ -100,9 +100,7 @@ async def test_reasoning_is_streamed_as_it_comes(open_api: Opener, text: TextCod
     ],
 )
 @pytest.mark.parametrize("thinks", [True, False])
-async def test_a_call_is_found_wherever_its_recipient_is_said(
-    open_api: Opener, text: TextCodec, call: str, thinks: bool
-) -> None:
+async def test_a_call_is_found_by_its_recipient(open_api: Opener, text: TextCodec, call: str, thinks: bool) -> None:
     said = saying(text, f"{THINKS}<|end|><|start|>assistant{call}" if thinks else call)
     async with open_api(said, text) as rig:
         reasoning = "They want a greeting." if thinks else ""
@@ -186,9 +184,7 @@ async def test_log_probabilities_cover_every_token(open_api: Opener, text: TextC
     assert answer.choices[0].message.content == "one two"
 
 
-async def test_the_model_stops_at_its_call_even_where_its_files_do_not_say_so(
-    open_api: Opener, text: TextCodec
-) -> None:
+async def test_the_model_stops_at_its_call_even_if_its_files_do_not_say_so(open_api: Opener, text: TextCodec) -> None:
     async with open_api(saying(text, CALLS + "<|call|>and more"), text) as rig:
         await ask(rig, tools=[WEATHER])
         stops = rig.engine.asks[0].stop_tokens

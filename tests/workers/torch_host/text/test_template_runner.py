@@ -107,9 +107,7 @@ async def test_a_template_of_which_much_is_left_does_not_stay(templates: Sandbox
 
 
 @pytest.mark.parametrize("template", [LOOPING, *NUMBERS])
-async def test_a_template_that_does_not_end_is_stopped_while_others_are_written(
-    templates: SandboxPool, template: str
-) -> None:
+async def test_a_template_that_does_not_end_is_stopped_beside_others(templates: SandboxPool, template: str) -> None:
     stuck = asyncio.create_task(written(TemplateRunner(templates), order(template), deadline_s=1.5))
     others = 0
     while not stuck.done():
@@ -208,9 +206,7 @@ async def test_text_that_is_no_unicode_is_a_complaint_and_nothing_worse(template
     assert await written(runner, order()) == "hi"
 
 
-async def test_a_template_process_inherits_nothing_and_is_bounded(
-    templates: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_template_process_is_bare_and_bounded(templates: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     read, write = os.pipe()
     os.set_inheritable(read, True)

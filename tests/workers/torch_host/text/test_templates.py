@@ -34,9 +34,7 @@ def template(tmp_path: Path, templates: SandboxPool) -> Maker:
     return made
 
 
-async def test_a_conversation_is_rendered_with_its_tools_and_switches(
-    byte_text: TextCodec, templates: SandboxPool
-) -> None:
+async def test_a_conversation_is_rendered_with_tools_and_switches(byte_text: TextCodec, templates: SandboxPool) -> None:
     made = ChatTemplate(byte_text, templates)
     assert await made.render(HI, None, {}, CONTEXT) == "<|user|>hi\n<|assistant|>"
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "<|user|>hi\nTOOLS look\n!<|assistant|>"
@@ -133,9 +131,7 @@ async def test_a_tokenizer_that_renders_itself_is_asked(odd_text: Any, templates
     assert running() == []
 
 
-async def test_a_tokenizer_that_renders_itself_has_the_same_deadline_and_refusals(
-    odd_text: Any, templates: SandboxPool
-) -> None:
+async def test_a_tokenizer_that_renders_itself_has_the_same_limits(odd_text: Any, templates: SandboxPool) -> None:
     def render(self: Any, conversation: Any, **rest: Any) -> Any:
         if conversation[0]["content"] == "long":
             return "x y" * 1_000_000

@@ -114,9 +114,7 @@ def test_what_torch_keeps_for_later_is_taken_before_memory_is_said_to_be_out(emp
     assert arena.is_mapped
 
 
-def test_an_arena_that_torch_cannot_see_gives_its_addresses_back(
-    emptied: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_unseen_by_torch_gives_its_addresses_back(emptied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no")
 

@@ -204,13 +204,6 @@ def test_what_could_not_be_folded_is_read_again(tmp_path: Path, descriptor: int)
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
-
-
 def arena_of(descriptor: int, chunks: float) -> HostArena:
     numbers = int(chunks * CHUNK_BYTES) // 2
     layout = lay_out([("weight", torch.empty(numbers, dtype=torch.bfloat16, device="meta"))])

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ from tests.workers.torch_host.samples import tiny
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(3, 40)[None]
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import fcntl
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,6 @@ def weights() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
     shapes = {"first": (33, 129), "second": (7,), "third": (64, 200), "none": (0, 4)}
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-
-
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = os.memfd_create("arena")
-    yield made
-    os.close(made)
 
 
 def arena_for(
@@ -159,9 +152,7 @@ def test_direct_reads_bring_any_range(tmp_path: Path, monkeypatch: pytest.Monkey
     file.close()
 
 
-def test_a_file_cut_off_while_it_is_read_is_a_bad_model(
-    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
-) -> None:
+def test_a_file_cut_off_meanwhile_is_bad(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
     path = tmp_path / "model.safetensors"
     arena, transfers = arena_for(path, weights, descriptor)
     os.truncate(path, path.stat().st_size - 5_000)
@@ -185,7 +176,7 @@ def test_reading_stops_when_it_is_cancelled(tmp_path: Path, weights: dict[str, t
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
 
-def test_progress_grows_to_all_of_it_and_files_are_closed(
+def test_progress_reaches_1_and_files_are_closed(
     tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
@@ -199,9 +190,7 @@ def test_progress_grows_to_all_of_it_and_files_are_closed(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_every_reading_thread_is_settled_before_it_reads(
-    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
-) -> None:
+def test_reading_threads_are_settled_first(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     settled: list[str] = []
     read_all(transfers, arena.tensor, arena.buffer, on_thread=lambda: settled.append(threading.current_thread().name))
@@ -223,7 +212,7 @@ def test_what_is_begun_beside_reading_is_begun_while_every_thread_reads(
     assert begun.is_set()
 
 
-def test_a_thread_that_cannot_settle_fails_the_reading_at_once(
+def test_a_thread_that_cannot_settle_fails_all(
     tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)

@@ -153,9 +153,7 @@ def test_a_device_gets_the_chunks_of_its_part_in_memory_that_it_has(wanted: set[
         assert upload.bytes == sum(chunk.size for chunk in upload._host.chunks if chunk.number in wanted)
 
 
-def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_works(
-    cuda: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wake_that_cannot_begin_leaves_nothing_in_the_way(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     upload, module = upload_of(cuda, LANDING_CHUNKS + 1, {})
 
     def refuse(self: threading.Thread) -> None:

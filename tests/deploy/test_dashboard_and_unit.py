@@ -1,20 +1,28 @@
-"""The dashboard for Grafana asks for metrics and labels that there are."""
+"""The dashboard for Grafana and the unit for systemd: both name what there is, and the unit may do little."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenroom.cli.parser import parser
+from greenroom.config.schema import Server
+from greenroom.runtime.timeouts import STOP_MAX_S
 from greenroom.telemetry import table
 from greenroom.telemetry.table import MetricSpec
 
 BOARD: dict[str, Any] = json.loads((Path(__file__).resolve().parents[2] / "deploy" / "grafana.json").read_text())
 SPECS = {spec.name: spec for spec in vars(table).values() if isinstance(spec, MetricSpec)}
+
 # Prometheus adds these: to every series, and to those of a histogram.
 ADDED = {"instance", "job", "le"}
 
@@ -67,3 +75,51 @@ def test_panels_lie_beside_each_other_and_show_what_was_asked_for() -> None:
 def test_no_source_of_data_is_built_in() -> None:
     sources = {target["datasource"]["uid"] for panel in _panels() for target in panel["targets"]}
     assert sources == {"${datasource}"}
+
+
+ROOT = Path(__file__).parents[2]
+UNIT = (ROOT / "deploy" / "systemd" / "greenroom.service").read_text()
+
+# From 0 (safe) to 10; 9.4 without any hardening.
+EXPOSURE_MAX = 4.0
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+
+
+def directive(name: str) -> str:
+    (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+    return value
+
+
+def analyzed(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """What systemd-analyze says of this unit, whose program is one that is here."""
+    unit = folder / "greenroom.service"
+    unit.write_text(text.replace("/opt/greenroom/bin/greenroom", sys.executable))
+    return subprocess.run(
+        ["systemd-analyze", *words, str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@needs_systemd
+def test_systemd_knows_every_directive(tmp_path: Path) -> None:
+    done = analyzed(tmp_path, UNIT, "verify", "--man=no")
+    assert (done.returncode, done.stderr) == (0, "")
+    # It tells a wrong one.
+    wrong = analyzed(tmp_path, UNIT.replace("NoNewPrivileges=", "NoNewPrivilege="), "verify", "--man=no")
+    assert "NoNewPrivilege" in wrong.stderr
+
+
+@needs_systemd
+def test_the_service_is_well_shut_off(tmp_path: Path) -> None:
+    done = analyzed(tmp_path, UNIT, "security", "--offline=true", "--no-pager")
+    found = re.search(r"Overall exposure level for greenroom.service: ([0-9.]+)", done.stdout)
+    assert found is not None, done.stderr
+    assert float(found[1]) <= EXPOSURE_MAX
+
+
+def test_its_command_is_understood_and_its_state_is_where_it_may_write() -> None:
+    args = parser().parse_args(shlex.split(directive("ExecStart"))[1:])
+    assert args.state_dir.startswith(f"/var/lib/{directive('StateDirectory')}/")
+
+
+def test_it_has_time_to_drain() -> None:
+    assert int(directive("TimeoutStopSec")) > Server().drain_s + STOP_MAX_S
