@@ -20,7 +20,6 @@ from greenroom.config.environment import TABLE
 from greenroom.config.generate.example import example, said
 from greenroom.config.schema import (
     ApiKey,
-    ClientProfile,
     Company,
     Config,
     Gpu,
@@ -29,7 +28,6 @@ from greenroom.config.schema import (
     Model,
     Profile,
     Quorum,
-    RateLimits,
     Remote,
     Require,
     Section,
@@ -118,10 +116,8 @@ def tables() -> str:
         assert isinstance(section, type) and issubclass(section, Section)
         parts.append(_table(f"`{name}`", section, f"{name}."))
         parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
-    parts.append(_table("`limits` of a key or a model", RateLimits, "tenants"))
-    parts.append(_table("`tenants.<name>`", TenantLimits, "tenants"))
-    parts.append(_table("`profiles.<name>`", Profile, "profiles"))
-    parts.append(_table("`profiles.<name>.clients.<pattern>`", ClientProfile, "profiles"))
+    parts.append(_table("`tenants.<name>`, `limits` of a key or a model (without the last)", TenantLimits, "tenants"))
+    parts.append(_table("`profiles.<name>`, its `clients.<pattern>` (without the last three)", Profile, "profiles"))
     parts.append(_table("`tasks.<name>`", Task, "tasks"))
     parts.append(_table("`tasks.<name>.require`", Require, "tasks"))
     parts.append(_table("`gpus[]`", Gpu, "gpus"))
