@@ -14,10 +14,8 @@ from greenroom.cli.parser import parser
 from greenroom.config import loader
 from tests.docs.pages import ROOT, blocks, section, text_of
 
-PAGES = sorted(
-    str(file.relative_to(ROOT))
-    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"))
-)
+WHERE = ("*.md", "docs/**/*.md", "deploy/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+PAGES = sorted(str(file.relative_to(ROOT)) for pattern in WHERE for file in ROOT.glob(pattern))
 # Other tests load these, beside the packages that the pages build.
 NEED_PACKAGES = {f"docs/design/writing-{name}.md" for name in ("a-policy", "a-scheduler", "an-engine")}
 YAML = [(page, block) for page in PAGES if page not in NEED_PACKAGES for block in blocks(page, "yaml")]
