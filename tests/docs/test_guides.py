@@ -66,6 +66,14 @@ def test_the_index_names_every_page() -> None:
     } <= named
 
 
+def test_files_that_pages_name_are_there() -> None:
+    folders = ("src", "tests", "benchmarks", "examples", "scripts", "ui/src")
+    files = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    pages = [page for page in PAGES if page == "CONTRIBUTING.md" or page.startswith("docs/")]
+    named = {name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|ts))`", text_of(page))}
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def test_pages_that_sources_name_are_there() -> None:
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "ui/src").rglob("*.ts*"), *(ROOT / "deploy").rglob("*.yaml")]
     files += [
