@@ -14,10 +14,8 @@ from greenroom.cli.parser import parser
 from greenroom.config import loader
 from tests.docs.pages import ROOT, blocks, section, text_of
 
-PAGES = sorted(
-    str(file.relative_to(ROOT))
-    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"))
-)
+WHERE = ("*.md", "docs/**/*.md", "deploy/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+PAGES = sorted(str(file.relative_to(ROOT)) for pattern in WHERE for file in ROOT.glob(pattern))
 # Other tests load these, beside the packages that the pages build.
 NEED_PACKAGES = {f"docs/design/writing-{name}.md" for name in ("a-policy", "a-scheduler", "an-engine")}
 YAML = [(page, block) for page in PAGES if page not in NEED_PACKAGES for block in blocks(page, "yaml")]
@@ -66,6 +64,14 @@ def test_the_index_names_every_page() -> None:
     assert {page.removeprefix("docs/") for page in PAGES if re.match(r"docs/(design/)?[^/]*$", page)} - {
         "index.md"
     } <= named
+
+
+def test_files_that_pages_name_are_there() -> None:
+    folders = ("src", "tests", "benchmarks", "examples", "scripts", "ui/src")
+    files = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    pages = [page for page in PAGES if page == "CONTRIBUTING.md" or page.startswith("docs/")]
+    named = {name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|ts))`", text_of(page))}
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_pages_that_sources_name_are_there() -> None:

@@ -24,7 +24,6 @@ from greenroom.config.kinds import is_section
 from greenroom.config.marks import reload_of
 from greenroom.config.schema import (
     ApiKey,
-    ClientProfile,
     Company,
     Config,
     Gpu,
@@ -33,7 +32,6 @@ from greenroom.config.schema import (
     Model,
     Profile,
     Quorum,
-    RateLimits,
     Remote,
     Require,
     Section,
@@ -62,10 +60,8 @@ _INSIDE: Mapping[str, tuple[tuple[str, type[Section]], ...]] = {
 }
 # Sections that stand in lists and mappings.
 _OTHERS: tuple[tuple[str, type[Section]], ...] = (
-    ("`limits` of a key or a model", RateLimits),
-    ("`tenants.<name>`", TenantLimits),
-    ("`profiles.<name>`", Profile),
-    ("`profiles.<name>.clients.<pattern>`", ClientProfile),
+    ("`tenants.<name>`, `limits` of a key or a model (without the last)", TenantLimits),
+    ("`profiles.<name>`, its `clients.<pattern>` (without the last three)", Profile),
     ("`tasks.<name>`", Task),
     ("`tasks.<name>.require`", Require),
     ("`gpus[]`", Gpu),

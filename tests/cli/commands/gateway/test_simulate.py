@@ -16,7 +16,6 @@ import pytest
 
 from greenroom.cli.commands.operating import explain
 from greenroom.cli.failures import ExitStatus
-from greenroom.cli.parser import parser
 from greenroom.sim.cases import Case
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.command import Cli, Said
@@ -736,18 +735,6 @@ def test_every_reason_to_wait_has_a_sentence(why: str) -> None:
 
 
 # --- the guide --------------------------------------------------------------------------------------------------------
-
-
-def test_the_guide_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    """Its configuration loads, its commands are understood, and the table has the columns it shows."""
-    (block,) = blocks("docs/simulate.md", "yaml")
-    (tmp_path / "greenroom.yaml").write_text(block, encoding="utf-8")
-    commands = [shlex.split(line) for text in blocks("docs/simulate.md", "bash") for line in text.splitlines()]
-    assert len(commands) == 3 and all(parser().parse_args(words[1:]).run for words in commands)
-    monkeypatch.chdir(tmp_path)
-    titles = cli(*commands[0][1:], "--seconds", "600").lines[0].split()
-    shown = (ROOT / "docs/simulate.md").read_text(encoding="utf-8").splitlines()
-    assert titles in [line.split() for line in shown]
 
 
 @pytest.mark.slow
