@@ -58,17 +58,19 @@ def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: Fak
     )
 
 
-def test_a_request_line_that_is_too_long_is_blamed_on_the_name(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", error(431, "headers_too_large", "The request line has more than 8192 bytes."))
-    with pytest.raises(
-        GatewayRefused, match=r"8192 bytes\. The name, the key or the address that was given is too long\."
-    ):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", error(401, "invalid_api_key", "No API key was given."))
-    with pytest.raises(GatewayRefused, match="GREENROOM_API_KEY"):
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            error(431, "headers_too_large", "The request line has more than 8192 bytes."),
+            r"8192 bytes\. The name, the key or the address that was given is too long\.",
+        ),
+        (error(401, "invalid_api_key", "No API key was given."), "GREENROOM_API_KEY"),
+    ],
+)
+def test_a_refusal_says_what_to_change(gateway: FakeGateway, told: Answer, said: str) -> None:
+    gateway.on("GET", "/x", told)
+    with pytest.raises(GatewayRefused, match=said):
         Client(parse(gateway.url)).get("/x")
 
 
@@ -79,6 +81,7 @@ def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
         Answer(b"", status=404),
         Answer(b'["error"]', status=500),
         Answer(b'{"error": "no"}', status=500),
+        *(Answer(body) for body in (b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1" * 5000)),
     ],
 )
 def test_another_program_at_the_address_is_recognised(gateway: FakeGateway, strange: Answer) -> None:
@@ -129,22 +132,13 @@ def test_a_stream_may_come_bit_by_bit(gateway: FakeGateway) -> None:
         assert len(list(stream)) == 50
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1" * 5000])
-def test_an_answer_that_cannot_be_read_is_not_ours(gateway: FakeGateway, body: bytes) -> None:
-    gateway.on("GET", "/x", Answer(body))
-    with pytest.raises(CommandFailed, match="is not Greenroom"):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_a_connection_cut_in_the_answer_is_a_failure(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", Answer(b'{"a": 1}', cut=True))
-    with pytest.raises(CommandFailed, match="went away"):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_an_answer_without_end_is_refused(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", answer({"long": "x" * 100}))
-    with pytest.raises(CommandFailed, match="larger than 10 bytes"):
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [(Answer(b'{"a": 1}', cut=True), "went away"), (answer({"long": "x" * 100}), "larger than 10 bytes")],
+)
+def test_an_answer_that_is_cut_or_without_end_is_a_failure(gateway: FakeGateway, told: Answer, said: str) -> None:
+    gateway.on("GET", "/x", told)
+    with pytest.raises(CommandFailed, match=said):
         Client(parse(gateway.url), answer_bytes_max=10).get("/x")
 
 

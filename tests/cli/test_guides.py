@@ -93,11 +93,3 @@ def test_operating_explains_each_reason_for_which_a_model_leaves() -> None:
     reasons = section.partition("| `why` |")[2]
     explained = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", reasons, re.MULTILINE))))
     assert explained == words - OF_NO_DEPARTURE
-
-
-def test_the_first_conversation_can_be_extracted() -> None:
-    section = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first conversation")[2].partition("\n## ")[0]
-    )
-    assert section.count("```bash") >= 3 and section.count("```python") == 1
-    assert len(YAML) >= 3 and len(COMMANDS) >= 8

@@ -305,17 +305,6 @@ async def test_changes_are_found_and_only_changed_folders_and_files_are_read(tmp
     assert shelf.work_done[1] == read + 1
 
 
-async def test_new_file_is_found_without_being_asked_for(tmp_path: Path) -> None:
-    shelf = library(tmp_path, times=LookTimes(every_s=0.05))
-    shelf.start()
-    await shelf.looked()
-    put(tmp_path / "new.gguf", tiny("a"))
-    await until(lambda: shelf.find("new.gguf") is not None)
-    (tmp_path / "new.gguf").unlink()
-    await until(lambda: shelf.find("new.gguf") is None)
-    await shelf.close()
-
-
 async def test_file_that_grows_is_found_when_it_is_whole(tmp_path: Path) -> None:
     whole = tiny("a").read_bytes()
     with open(tmp_path / "m.gguf", "wb") as file:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
 from greenroom.cli.commands.operating import moves
-from greenroom.cli.main import main
 from tests.cli.command import Cli
 from tests.cli.commands.operating.test_ps import LOADING, in_terminal, model, status
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
@@ -24,28 +24,25 @@ def test_load_says_what_it_does_and_how_it_ended(gateway: FakeGateway, cli: Cli)
     assert gateway.asked[-1].json == {}
 
 
-def test_models_to_evict_are_passed_on(gateway: FakeGateway) -> None:
-    gateway.on("POST", "/api/v1/models/m/load", answer(LOADED))
-    assert main(["load", "m", "--evict", "a", "--evict", "b/c"]) == 0
-    assert gateway.asked[-1].json == {"evict": ["a", "b/c"]}
-    assert main(["load", "m", "--evict", "a", "--force"]) == 0
-    assert gateway.asked[-1].json == {"evict": ["a"], "force": True}
-
-
-def test_unload_passes_its_grace_on(gateway: FakeGateway, cli: Cli) -> None:
-    gateway.on("POST", "/api/v1/models/m/unload", answer({"model": "m", "tier": "cold", "took_s": 0.1, "memory": {}}))
-    assert cli("unload", "m", "--grace-s", "2.5").out.startswith("m is cold after ")
-    assert gateway.asked[-1].json == {"grace_s": 2.5}
-    cli("unload", "m", "--force")
-    assert gateway.asked[-1].json == {"force": True}
-
-
-def test_sleep_passes_its_grace_on_and_says_where_the_model_is(gateway: FakeGateway, cli: Cli) -> None:
-    slept = {"model": "m", "tier": "asleep", "took_s": 0.1, "memory": {"host": 8000}}
-    gateway.on("POST", "/api/v1/models/m/sleep", answer(slept))
-    out, err = cli("sleep", "m", "--grace-s", "0")
-    assert out.startswith("m is asleep after ") and err == "putting to sleep m\n"
-    assert gateway.asked[-1].json == {"grace_s": 0.0}
+@pytest.mark.parametrize(
+    ("words", "tier", "told", "asked"),
+    [
+        ("load m --evict a --evict b/c", "ready", "loading m\n", {"evict": ["a", "b/c"]}),
+        ("load m --evict a --force", "ready", "loading m\n", {"evict": ["a"], "force": True}),
+        ("unload m --grace-s 2.5", "cold", "unloading m\n", {"grace_s": 2.5}),
+        ("unload m --force", "cold", "unloading m\n", {"force": True}),
+        ("sleep m --grace-s 0", "asleep", "putting to sleep m\n", {"grace_s": 0.0}),
+        ("prepare m --evict a", "asleep", "preparing m\n", {"evict": ["a"]}),
+    ],
+)
+def test_orders_pass_their_options_on_and_say_where_the_model_is(
+    words: str, tier: str, told: str, asked: dict[str, Any], gateway: FakeGateway, cli: Cli
+) -> None:
+    moved = {"model": "m", "tier": tier, "took_s": 0.1, "memory": {}}
+    gateway.on("POST", f"/api/v1/models/m/{words.split()[0]}", answer(moved))
+    out, err = cli(*words.split())
+    assert out.startswith(f"m is {tier} after ") and err == told
+    assert gateway.asked[-1].json == asked
 
 
 def test_sleep_of_a_cold_model_tells_how_to_bring_it_there(gateway: FakeGateway) -> None:
@@ -53,14 +50,6 @@ def test_sleep_of_a_cold_model_tells_how_to_bring_it_there(gateway: FakeGateway)
     gateway.on("GET", "/api/v1/status", answer(status(LOADING)))
     shown = in_terminal(["sleep", "m", "--url", gateway.url])
     assert "m is cold after" in shown and "greenroom prepare m" in shown
-
-
-def test_prepare_says_that_the_model_waits_in_the_green_room(gateway: FakeGateway, cli: Cli) -> None:
-    slept = {"model": "m", "tier": "asleep", "took_s": 2.0, "memory": {"host": 8000}}
-    gateway.on("POST", "/api/v1/models/m/prepare", answer(slept))
-    out, err = cli("prepare", "m", "--evict", "a")
-    assert out.startswith("m is asleep after ") and err == "preparing m\n"
-    assert gateway.asked[-1].json == {"evict": ["a"]}
 
 
 def test_the_outlook_has_the_gateways_estimate(gateway: FakeGateway) -> None:

@@ -43,40 +43,29 @@ def test_gpus_of_the_configuration_come_first(driver: FakeNvml) -> None:
     ]
 
 
-def test_nvml_is_used_where_it_works(driver: FakeNvml) -> None:
-    probe, seen = open_probe(config(), {}, lambda: driver)
-    assert probe.kind == "nvml"
-    assert [gpu.uuid for gpu in seen.gpus] == ["GPU-a", "GPU-b"]
+@pytest.mark.parametrize(("environ", "seen"), [({}, ["GPU-a", "GPU-b"]), ({"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-b"])])
+def test_nvml_is_used_where_it_works_and_shows_the_gpus_that_are_given_to_us(
+    environ: dict[str, str], seen: list[str], driver: FakeNvml
+) -> None:
+    probe, found = open_probe(config(), environ, lambda: driver)
+    assert probe.kind == "nvml" and [gpu.uuid for gpu in found.gpus] == seen
 
 
-def test_only_gpus_that_are_given_to_us_are_seen(driver: FakeNvml) -> None:
-    _, seen = open_probe(config(), {"CUDA_VISIBLE_DEVICES": "1"}, lambda: driver)
-    assert [gpu.uuid for gpu in seen.gpus] == ["GPU-b"]
-
-
-def test_a_machine_without_gpus_has_none_and_says_why() -> None:
+def test_a_machine_whose_driver_cannot_be_looked_at_has_no_gpus_and_says_why(driver: FakeNvml) -> None:
     probe, seen = open_probe(config(), {}, no_driver)
-    assert probe.kind == "none"
-    assert seen.gpus == () and seen.host.total_mib > 0
+    assert probe.kind == "none" and seen.gpus == () and seen.host.total_mib > 0
     assert isinstance(probe, NoProbe) and "no library" in probe.why
-
-
-def test_a_driver_that_cannot_be_looked_at_is_none_too(driver: FakeNvml) -> None:
     driver.broken = {"nvmlDeviceGetCount"}
-    probe, _ = open_probe(config(), {}, lambda: driver)
-    assert probe.kind == "none"
-    assert not driver.is_open
+    assert open_probe(config(), {}, lambda: driver)[0].kind == "none" and not driver.is_open
 
 
-def test_nvml_that_was_asked_for_must_work() -> None:
+def test_nvml_that_was_asked_for_must_work(driver: FakeNvml) -> None:
+    asked = config(memory={"probe": "nvml"})
     with pytest.raises(ProbeFailed, match="no library"):
-        make_probe(config(memory={"probe": "nvml"}), {}, no_driver)
-
-
-def test_a_first_look_that_was_asked_for_must_work(driver: FakeNvml) -> None:
+        make_probe(asked, {}, no_driver)
     driver.broken = {"nvmlDeviceGetCount"}
     with pytest.raises(ProbeFailed, match="nvmlDeviceGetCount"):
-        open_probe(config(memory={"probe": "nvml"}), {}, lambda: driver)
+        open_probe(asked, {}, lambda: driver)
 
 
 def test_gpus_can_be_left_out(driver: FakeNvml) -> None:
@@ -151,21 +140,25 @@ def test_only_gpus_that_were_given_are_seen_and_a_vanished_one_does_not_shift_th
     assert inner.closed and probe.kind == "nvml"
 
 
-def test_numbers_of_gpus_that_differ_are_warned_of() -> None:
-    differing = [gpu("GPU-a", 0, name="H200"), gpu("GPU-b", 1, name="T4")]
-    warning = order_warning(differing, {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert warning is not None and "CUDA_DEVICE_ORDER=PCI_BUS_ID" in warning
+DIFFERING, ALIKE = ("H200", "T4"), ("fake", "fake")
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}]
+    ("names", "environ", "is_warned"),
+    [
+        (DIFFERING, {"CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        (DIFFERING, {}, False),
+        (DIFFERING, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, False),
+        (DIFFERING, {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1"}, False),
+    ],
 )
-def test_what_is_clear_is_not_warned_of(environ: dict[str, str]) -> None:
-    assert order_warning([gpu("GPU-a", 0, name="H200"), gpu("GPU-b", 1, name="T4")], environ) is None
-
-
-def test_numbers_of_gpus_that_are_alike_are_not_warned_of() -> None:
-    assert order_warning([gpu("GPU-a", 0), gpu("GPU-b", 1)], {"CUDA_VISIBLE_DEVICES": "1"}) is None
+def test_numbers_are_warned_of_where_gpus_differ(
+    names: tuple[str, str], environ: dict[str, str], is_warned: bool
+) -> None:
+    warning = order_warning([gpu("GPU-a", 0, name=names[0]), gpu("GPU-b", 1, name=names[1])], environ)
+    assert (warning is not None and "CUDA_DEVICE_ORDER=PCI_BUS_ID" in warning) is is_warned
+    assert is_warned or warning is None
 
 
 @pytest.fixture
