@@ -304,14 +304,6 @@ async def test_one_that_does_not_tell_its_memory_is_unloaded_instead(tmp_path: P
         assert len(await studio.made()) == 1
 
 
-async def test_stopped_it_holds_nothing_any_more(studio: Studio) -> None:
-    await studio.made()
-    worker, comfy = await studio.pids()
-    answer = await orders.order(studio.app, "unload", "m")
-    assert answer.json()["tier"] == "cold"
-    assert not is_alive(worker) and not is_alive(comfy)
-
-
 # --- crash, kill ----------------------------------------------------------------------------------------------------
 
 
