@@ -10,8 +10,8 @@ import pytest
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
 from greenroom.cli.commands.operating import moves
-from tests.cli.command import Cli
-from tests.cli.commands.operating.test_ps import LOADING, in_terminal, model, status
+from tests.cli.command import Cli, in_terminal
+from tests.cli.commands.operating.test_ps import LOADING, model, status
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 
 LOADED = {"model": "org/m", "tier": "ready", "took_s": 1.5, "memory": {"gpu0": 300}}

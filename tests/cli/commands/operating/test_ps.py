@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from greenroom.cli.commands.operating import ps
-from tests.cli.command import Cli
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 
 
@@ -139,23 +135,3 @@ def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> No
     shown = in_terminal(["ps", "--url", gateway.url])
     assert "smollm2" in shown and "gpu0: 300 of 8,192 MiB used" in shown
     assert "\x1b[2J" not in shown and "[bold]" in shown
-
-
-def in_terminal(argv: list[str], *, typed: str = "", exits: int = 0) -> str:
-    """What a command shows in a terminal of 120 columns, where this is typed."""
-    ours, theirs = pty.openpty()
-    os.write(ours, typed.encode())
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "greenroom.cli.main", *argv]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as running:
-        os.close(theirs)
-        shown = b""
-        # A terminal whose last user has gone says so by an error.
-        try:
-            while piece := os.read(ours, 65536):
-                shown += piece
-        except OSError:
-            pass
-        assert running.wait(60) == exits
-    os.close(ours)
-    return shown.decode()
