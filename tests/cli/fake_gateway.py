@@ -89,12 +89,15 @@ class FakeGateway:
         headers = {name.lower(): value for name, value in handler.headers.items()}
         asked = Asked(handler.command, handler.path, headers, handler.rfile.read(length))
         self.asked.append(asked)
-        missing = error(404, "not_found", f"There is no {asked.target}.")
-        found = self.answers.get((asked.method, asked.target.partition("?")[0]), missing)
+        found = self.found(asked)
         found.before()
         # Some clients do not wait for the answer.
         with contextlib.suppress(ConnectionError):
             self._answer(handler, found)
+
+    def found(self, asked: Asked) -> Answer:
+        missing = error(404, "not_found", f"There is no {asked.target}.")
+        return self.answers.get((asked.method, asked.target.partition("?")[0]), missing)
 
     def _answer(self, handler: BaseHTTPRequestHandler, found: Answer) -> None:
         handler.close_connection = True

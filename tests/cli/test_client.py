@@ -1,13 +1,17 @@
+"""The way to a gateway: its address, calls and their answers, streams of events."""
+
 from __future__ import annotations
 
+import io
 import socket
 import threading
+from argparse import Namespace
 
 import pytest
 
-from greenroom.cli.address import parse
-from greenroom.cli.client import Client, model_path
-from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway
+from greenroom.cli.address import DEFAULT_URL, address_of, parse
+from greenroom.cli.client import Client, ServerEvent, model_path, server_events
+from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, WrongUsage
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 from tests.standins.dripping import DRIPS, dripping_server
 
@@ -54,17 +58,19 @@ def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: Fak
     )
 
 
-def test_a_request_line_that_is_too_long_is_blamed_on_the_name(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", error(431, "headers_too_large", "The request line has more than 8192 bytes."))
-    with pytest.raises(
-        GatewayRefused, match=r"8192 bytes\. The name, the key or the address that was given is too long\."
-    ):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", error(401, "invalid_api_key", "No API key was given."))
-    with pytest.raises(GatewayRefused, match="GREENROOM_API_KEY"):
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            error(431, "headers_too_large", "The request line has more than 8192 bytes."),
+            r"8192 bytes\. The name, the key or the address that was given is too long\.",
+        ),
+        (error(401, "invalid_api_key", "No API key was given."), "GREENROOM_API_KEY"),
+    ],
+)
+def test_a_refusal_says_what_to_change(gateway: FakeGateway, told: Answer, said: str) -> None:
+    gateway.on("GET", "/x", told)
+    with pytest.raises(GatewayRefused, match=said):
         Client(parse(gateway.url)).get("/x")
 
 
@@ -75,6 +81,7 @@ def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
         Answer(b"", status=404),
         Answer(b'["error"]', status=500),
         Answer(b'{"error": "no"}', status=500),
+        *(Answer(body) for body in (b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1" * 5000)),
     ],
 )
 def test_another_program_at_the_address_is_recognised(gateway: FakeGateway, strange: Answer) -> None:
@@ -125,22 +132,13 @@ def test_a_stream_may_come_bit_by_bit(gateway: FakeGateway) -> None:
         assert len(list(stream)) == 50
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1" * 5000])
-def test_an_answer_that_cannot_be_read_is_not_ours(gateway: FakeGateway, body: bytes) -> None:
-    gateway.on("GET", "/x", Answer(body))
-    with pytest.raises(CommandFailed, match="is not Greenroom"):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_a_connection_cut_in_the_answer_is_a_failure(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", Answer(b'{"a": 1}', cut=True))
-    with pytest.raises(CommandFailed, match="went away"):
-        Client(parse(gateway.url)).get("/x")
-
-
-def test_an_answer_without_end_is_refused(gateway: FakeGateway) -> None:
-    gateway.on("GET", "/x", answer({"long": "x" * 100}))
-    with pytest.raises(CommandFailed, match="larger than 10 bytes"):
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [(Answer(b'{"a": 1}', cut=True), "went away"), (answer({"long": "x" * 100}), "larger than 10 bytes")],
+)
+def test_an_answer_that_is_cut_or_without_end_is_a_failure(gateway: FakeGateway, told: Answer, said: str) -> None:
+    gateway.on("GET", "/x", told)
+    with pytest.raises(CommandFailed, match=said):
         Client(parse(gateway.url), answer_bytes_max=10).get("/x")
 
 
@@ -178,3 +176,100 @@ def test_a_host_excepted_from_the_proxy_is_reached_directly(monkeypatch: pytest.
     # The proxy would refuse the connection, which needs no reason in the message; the name that is none has one.
     with pytest.raises(NoGateway, match=r"a\.\.b:1 \(.+\)"):
         Client(parse("http://a..b:1")).get("/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "host", "port", "prefix"),
+    [
+        ("http://127.0.0.1:8210", "http://127.0.0.1:8210", "127.0.0.1", 8210, ""),
+        ("http://127.0.0.1:8210/", "http://127.0.0.1:8210", "127.0.0.1", 8210, ""),
+        ("http://127.0.0.1:8210/v1", "http://127.0.0.1:8210", "127.0.0.1", 8210, ""),
+        ("box:9000", "http://box:9000", "box", 9000, ""),
+        ("http://[::1]:8210", "http://[::1]:8210", "::1", 8210, ""),
+        ("https://models.example.org", "https://models.example.org", "models.example.org", 443, ""),
+        ("https://example.org/llm/", "https://example.org/llm", "example.org", 443, "/llm"),
+    ],
+)
+def test_an_address_is_read_as_people_write_it(url: str, shown: str, host: str, port: int, prefix: str) -> None:
+    address = parse(url)
+    assert (address.url, address.host, address.port, address.prefix) == (shown, host, port, prefix)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://a b", "http://x\n.y"]
+)
+def test_what_is_no_address_is_wrong_usage(url: str) -> None:
+    with pytest.raises(WrongUsage):
+        parse(url or "http://")
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(WrongUsage) as refused:
+        parse("http://me:hunter2@box:8210")
+    assert "hunter2" not in refused.value.message
+
+
+def test_the_option_wins_over_the_environment_and_that_over_the_default() -> None:
+    plain = Namespace(url=None, api_key_env=None)
+    assert address_of(plain, {}).url == DEFAULT_URL
+    assert address_of(plain, {"GREENROOM_URL": "http://a:1"}).url == "http://a:1"
+    assert (
+        address_of(Namespace(url="http://b:2", api_key_env=None), {"GREENROOM_URL": "http://a:1"}).url == "http://b:2"
+    )
+
+
+def test_the_key_comes_from_the_environment_only() -> None:
+    environ = {"GREENROOM_API_KEY": "one", "OTHER": " two \n"}
+    assert address_of(Namespace(url=None, api_key_env=None), environ).key == "one"
+    assert address_of(Namespace(url=None, api_key_env="OTHER"), environ).key == "two"
+    assert address_of(Namespace(url=None, api_key_env=None), {}).key is None
+
+
+def test_a_named_variable_that_is_not_set_is_wrong_usage() -> None:
+    with pytest.raises(WrongUsage, match="MISSING is not set"):
+        address_of(Namespace(url=None, api_key_env="MISSING"), {})
+
+
+@pytest.mark.parametrize("key", ["a\r\nHost: evil", "schlüssel", "two words"])
+def test_a_key_that_could_not_be_sent_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(WrongUsage) as refused:
+        address_of(Namespace(url=None, api_key_env=None), {"GREENROOM_API_KEY": key})
+    assert key not in refused.value.message
+
+
+def test_the_key_is_not_in_the_repr() -> None:
+    assert "secret" not in repr(parse("http://x:1", "secret"))
+
+
+def read(text: str) -> list[ServerEvent]:
+    return list(server_events(io.BytesIO(text.encode())))
+
+
+def test_comments_names_and_data_are_read() -> None:
+    assert read(": hello\n\nevent: swap\nid: 7\ndata: {}\n\ndata: x\n\n") == [
+        ServerEvent(comment="hello"),
+        ServerEvent("swap", "{}"),
+        ServerEvent("message", "x"),
+    ]
+
+
+def test_data_of_several_lines_is_one_text() -> None:
+    assert read("data: a\ndata:b\ndata:  c\n\n") == [ServerEvent(data="a\nb\n c")]
+
+
+def test_line_ends_of_either_kind_are_understood() -> None:
+    assert read("data: a\r\n\r\n") == [ServerEvent(data="a")]
+
+
+def test_an_event_without_its_blank_line_is_dropped() -> None:
+    assert read("data: a\n\ndata: half") == [ServerEvent(data="a")]
+
+
+def test_bytes_that_are_no_text_do_not_end_the_stream() -> None:
+    assert list(server_events(io.BytesIO(b"data: \xff\n\n"))) == [ServerEvent(data="\N{REPLACEMENT CHARACTER}")]
+
+
+@pytest.mark.parametrize("endless", ["data: " + "x" * 200, "data: x\n" * 50])
+def test_an_event_without_end_is_an_error(endless: str) -> None:
+    with pytest.raises(CommandFailed, match="more than 100 bytes"):
+        list(server_events(io.BytesIO(endless.encode()), 100))

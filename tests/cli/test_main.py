@@ -16,11 +16,10 @@ import pytest
 
 from greenroom import __version__
 from greenroom.cli import failures
-from greenroom.cli import main as main_module
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.main import main
-from greenroom.cli.parser import COMMANDS, parser
+from greenroom.cli.parser import COMMANDS
 from greenroom.cli.screen import say_json
 from greenroom.errors import StateDirBusy
 from tests.cli.command import Cli
@@ -38,11 +37,6 @@ HEAVY = {
     "yaml",
     "greenroom.app",
 }
-
-
-def test_the_commands_are_those_the_readme_names() -> None:
-    named = README.read_text(encoding="utf-8").partition("`greenroom serve |")[2].partition("`")[0]
-    assert {command.name for command in COMMANDS} == {"serve", *named.replace("|", " ").split()}
 
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
@@ -186,24 +180,18 @@ NO_SPACE = "greenroom: standard output cannot be written: No space left on devic
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["key", "--help"], ["check"], ["check", "--json"], ["simulate", "--json"]]
+    ("argv", "unbuffered"),
+    [
+        *((argv, "") for argv in ("--help", "--version", "key --help", "check -c FILE", "check --json -c FILE")),
+        *((argv, "") for argv in ("simulate --json -c FILE", "simulate -c FILE --seconds 5")),
+        *((argv, "1") for argv in ("--help", "--version", "simulate --help")),
+    ],
 )
-def test_output_onto_a_full_disk_is_one_line_and_a_failure(argv: list[str], tmp_path: Path) -> None:
+def test_output_onto_a_full_disk_is_one_line_and_a_failure(argv: str, unbuffered: str, tmp_path: Path) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text(A_MODEL)
-    of_a_file = [] if argv[0].startswith("-") or "--help" in argv else ["-c", str(file)]
-    assert onto_a_full_disk(*argv, *of_a_file) == (1, NO_SPACE)
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["simulate", "--help"]])
-def test_unbuffered_output_onto_a_full_disk_is_a_failure_too(argv: list[str]) -> None:
-    assert onto_a_full_disk(*argv, unbuffered="1") == (1, NO_SPACE)
-
-
-def test_a_table_onto_a_full_disk_is_one_line_and_a_failure(tmp_path: Path) -> None:
-    file = tmp_path / "greenroom.yaml"
-    file.write_text(A_MODEL)
-    assert onto_a_full_disk("simulate", "-c", str(file), "--seconds", "5") == (1, NO_SPACE)
+    words = [str(file) if word == "FILE" else word for word in argv.split()]
+    assert onto_a_full_disk(*words, unbuffered=unbuffered) == (1, NO_SPACE)
 
 
 def test_more_than_a_buffer_onto_a_full_disk_is_no_fault_of_the_gateway(gateway: FakeGateway) -> None:
@@ -241,9 +229,3 @@ def test_json_is_valid_whatever_the_locale(gateway: FakeGateway, locale: dict[st
 def test_a_figure_that_json_does_not_have_is_null(capsys: pytest.CaptureFixture[str]) -> None:
     say_json({"a": [float("nan"), {"b": float("-inf")}], "c": 0.5})
     assert json.loads(capsys.readouterr().out) == {"a": [None, {"b": None}], "c": 0.5}
-
-
-def test_the_entry_point_of_the_package_is_this_main() -> None:
-    project = Path(main_module.__file__).parents[3] / "pyproject.toml"
-    assert 'greenroom = "greenroom.cli.main:main"' in project.read_text(encoding="utf-8")
-    assert parser().prog == "greenroom"

@@ -2,12 +2,13 @@
 
 import itertools
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from greenroom.config.schema import Ability, Model
+from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LaunchPlace, Split, environment
 from greenroom.engines.builtin.command import takes_free_memory
@@ -93,13 +94,6 @@ def test_model_keys_become_arguments_and_extra_ones_come_last(tmp_path: Path) ->
     assert "--embedding" in argv and argv[-2:] == ("--rope-scaling", "none")
 
 
-def test_abilities_follow_the_mode(tmp_path: Path) -> None:
-    engine, path = LlamaCppEngine(), str(gguf(tmp_path))
-    assert engine.facts(Model(path=path)).abilities == {Ability.CHAT, Ability.COMPLETIONS}
-    assert engine.facts(Model(path=path, embedding=True)).abilities == {Ability.EMBEDDINGS}
-    assert engine.facts(Model(path=path, reranking=True)).abilities == {Ability.RERANK}
-
-
 def test_command_gets_its_port_after_it_was_split() -> None:
     model = Model(
         cmd="serve --name 'two words' --port ${PORT}",
@@ -152,46 +146,36 @@ def command(place: LaunchPlace, cmd: str = "serve ${PORT}", **keys: Any) -> Comm
     return engine_for(model).launch("m", model, place).command
 
 
-def test_engine_sees_the_gpus_it_was_given_by_id_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FIRST_OF_THE_BUDGET = LaunchPlace({DeviceId("gpu1"): 5}, port=21_007, gpus=(DeviceId("gpu1"),))
+ON_HOST = "--n-gpu-layers 0 --no-op-offload"
+
+
+@pytest.mark.parametrize(
+    ("place", "keys", "seen", "layers"),
+    [
+        pytest.param(on(ONE, TWO, a=4, b=5), {}, "GPU-a,GPU-b", None, id="those that it was given, in their order"),
+        pytest.param(FIRST_OF_THE_BUDGET, {}, "1", None, id="a budget in the configuration is known by its number"),
+        pytest.param(on(), {}, "", ON_HOST, id="none was given"),
+        pytest.param(PLACE, {}, "7", None, id="there are none to plan with"),
+        pytest.param(PLACE, {"device": "cpu", "n_gpu_layers": 5}, "", "--n-gpu-layers 0", id="device: cpu hides all"),
+        pytest.param(on(), {"device": "cpu", "n_gpu_layers": 5}, "", "--n-gpu-layers 0", id="device: cpu, none given"),
+        pytest.param(on(ONE, a=5), {"env": {VISIBLE: "1"}}, "1", None, id="the operator has the last word"),
+    ],
+)
+def test_an_engine_sees_the_gpus_it_was_given(
+    place: LaunchPlace,
+    keys: dict[str, Any],
+    seen: str,
+    layers: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VISIBLE, "7")
-    assert llama(tmp_path, on(ONE, TWO, a=4, b=5)).env[VISIBLE] == "GPU-a,GPU-b"
-    assert command(on(TWO, b=5)).env[VISIBLE] == "GPU-b"
-
-
-def test_gpu_that_is_a_budget_in_the_configuration_is_known_by_its_number(tmp_path: Path) -> None:
-    place = LaunchPlace({DeviceId("gpu1"): 5}, port=21_007, gpus=(DeviceId("gpu1"),))
-    assert command(place).env[VISIBLE] == "1"
-
-
-def test_engine_that_was_given_no_gpu_sees_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "7")
-    assert command(on()).env[VISIBLE] == ""
-    llama_on_host = llama(tmp_path, on())
-    assert llama_on_host.env[VISIBLE] == ""
-    assert "--n-gpu-layers 0 --no-op-offload" in " ".join(llama_on_host.argv)
-
-
-def test_nothing_is_said_about_gpus_where_there_are_none_to_plan_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VISIBLE, "7")
-    assert llama(tmp_path, PLACE).env[VISIBLE] == "7"
-    assert "--n-gpu-layers" not in llama(tmp_path, PLACE).argv
-
-
-def test_device_cpu_hides_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "7")
-    for place in (PLACE, on()):
-        started = llama(tmp_path, place, device="cpu", n_gpu_layers=5)
-        assert started.env[VISIBLE] == ""
-        assert dict(itertools.pairwise(started.argv))["--n-gpu-layers"] == "0"
-    assert command(LaunchPlace({}, port=1), device="cpu").env[VISIBLE] == ""
-
-
-def test_operator_has_the_last_word_on_visible_gpus() -> None:
-    assert command(on(ONE, a=5), env={VISIBLE: "1"}).env[VISIBLE] == "1"
+    started = llama(tmp_path, place, **keys)
+    assert started.env[VISIBLE] == seen
+    assert "--n-gpu-layers" not in started.argv if layers is None else layers in " ".join(started.argv)
+    of_command = {key: value for key, value in keys.items() if key != "n_gpu_layers"}
+    assert command(replace(place, port=1), **of_command).env[VISIBLE] == seen
 
 
 def test_llama_cpp_is_split_in_proportion_to_its_claim(tmp_path: Path) -> None:

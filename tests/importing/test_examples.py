@@ -142,35 +142,3 @@ def test_a_whole_file_is_served_with_the_same_ids(text: str, ids: set[str], name
     config = served(tmp_path, made, {"SWAP_KEY": "k", "TOWER_KEY": "t"})
     assert set(config.models) == ids
     assert sorted(note.line.partition(": ")[0] for note in made.notes) == named
-
-
-def test_what_they_say_is_what_is_served(tmp_path: Path) -> None:
-    turns = served(tmp_path, imported(tmp_path, TURNS)).models
-    assert (
-        isinstance(turns["qwen-32b"].cmd, str) and "--model-draft /srv/models/qwen-0.5b.gguf" in turns["qwen-32b"].cmd
-    )
-    assert turns["embed"].preload and turns["embed"].ttl_s == 0 and turns["qwen-32b"].load_timeout_s == 300
-    vllm = served(tmp_path, imported(tmp_path, CONTAINERS)).models["vllm"]
-    assert isinstance(vllm.cmd, str) and "-p ${PORT}:8000" in vllm.cmd and vllm.cmd_stop == "docker stop vllm-a"
-    assert vllm.listener == "any" and vllm.concurrency == 32
-    sets = served(tmp_path, imported(tmp_path, SETS), {"SWAP_KEY": "k", "TOWER_KEY": "t"})
-    assert [sets.models[name].priority for name in ("eye", "org/small", "big")] == [0, "normal", 2]
-    assert sets.remotes["tower"].api_key_env == "TOWER_KEY" and sets.models["tower/llama-405b"].aliases == (
-        "llama-405b",
-    )
-
-
-def test_what_purposes_and_peers_say_is_what_is_served(tmp_path: Path) -> None:
-    config = served(tmp_path, imported(tmp_path, PURPOSES))
-    large, small = config.models["llama-70b"], config.models["small"]
-    assert (large.cmd, large.cmd_stop) == (
-        "llama-server --port ${PORT} -c 16384 -m /srv/llama-70b.gguf",
-        "kill -INT ${PID}",
-    )
-    assert (large.stop_timeout_s, small.stop_timeout_s, large.metadata) == (30, 5, {"context": 16384})
-    assert small.cmd == "llama-server --port ${PORT} -c 4096 -m /srv/small.gguf" and small.preload
-    assert config.tasks["fast"].candidates == ("small", "llama-70b", "tower/big") and "spread" not in config.tasks
-    assert config.tasks["llama-70b:exact"].set_params == {"temperature": 0}
-    tower, big = config.remotes["tower"], config.models["tower/big"]
-    assert (tower.connect_timeout_s, tower.first_byte_timeout_s) == (5, 300)
-    assert (big.strip_params, big.set_params) == (("temperature", "top_p"), {"max_tokens": 100})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.redis_rig import Opener
 from tests.redis_server import RedisServer, redis_server
 
@@ -22,3 +23,8 @@ async def client(server: RedisServer) -> AsyncIterator[Opener]:
     opener = Opener(server)
     yield opener
     await opener.close()
+
+
+@pytest.fixture
+def store(client: Opener) -> RedisStore:
+    return client()

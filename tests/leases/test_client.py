@@ -1,4 +1,4 @@
-"""`greenroom.lease(…)` inside a program: held while the block runs, heard of meanwhile, and honest about its loss."""
+"""Leases as a program asks for them, and how a process is told from another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +19,10 @@ import pytest
 import greenroom
 from greenroom.app import App
 from greenroom.errors import BadRequest, GreenroomError, InvalidKey, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
+from greenroom.leases import records
 from greenroom.leases.client import LeaseKeeper, open_store, store_url
 from greenroom.leases.http_store import HttpStore
-from greenroom.leases.records import Lease, LeaseAsk, holder_of
+from greenroom.leases.records import Lease, LeaseAsk, holder_of, is_alive, is_here
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.harness import fake, gateway, url
 from tests.integration.facts import is_ready
@@ -262,71 +263,68 @@ def held(app: App) -> list[dict[str, int]]:
     return [{str(device): mib for device, mib in slot.claim.items()} for slot in slots if slot.lease is not None]
 
 
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    async with gateway(tmp_path, {}) as app:
+        yield app
+
+
 async def beside(work: Callable[[], None]) -> None:
     """The program's side, in a thread, because the gateway runs here."""
     await asyncio.wait_for(asyncio.to_thread(work), 60)
 
 
-async def test_a_block_holds_memory_while_it_runs(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
+async def test_a_block_holds_memory_while_it_runs(app: App) -> None:
+    def program() -> None:
+        with greenroom.lease(4_000, name="train", priority="low", url=url(app)) as lease:
+            assert (lease.cuda_visible_devices, lease.devices) == ("0", {"gpu0": 4_000})
+            assert lease.token > 0 and not lease.lost and not lease.is_over and lease.recall_in_s is None
+            lease.raise_if_lost()
+            assert held(app) == [{"gpu0": 4_000}]
+            (shown,) = [one for one in asyncio.run(HttpStore(url(app)).leases()) if one.id == lease.id]
+            assert (shown.name, shown.priority, shown.holder) == ("train", 2, holder_of(os.getpid()))
 
-        def program() -> None:
-            with greenroom.lease(4_000, name="train", priority="low", url=url(app)) as lease:
-                assert (lease.cuda_visible_devices, lease.devices) == ("0", {"gpu0": 4_000})
-                assert lease.token > 0 and not lease.lost and not lease.is_over and lease.recall_in_s is None
-                lease.raise_if_lost()
-                assert held(app) == [{"gpu0": 4_000}]
-                (shown,) = [one for one in asyncio.run(HttpStore(url(app)).leases()) if one.id == lease.id]
-                assert (shown.name, shown.priority, shown.holder) == ("train", 2, holder_of(os.getpid()))
+    await beside(program)
+    assert held(app) == []
 
+
+async def test_the_async_form_is_the_same(app: App) -> None:
+    async with greenroom.lease(4_000, url=url(app), ttl_s=1.0) as lease:
+        assert lease.cuda_visible_devices == "0"
+        # Longer than it lasts without being renewed.
+        await asyncio.sleep(1.3)
+        assert not lease.lost and held(app) == [{"gpu0": 4_000}]
+    assert held(app) == []
+
+
+async def test_a_program_that_computes_for_long_is_heard_of_meanwhile(app: App) -> None:
+    def program() -> None:
+        with greenroom.lease(4_000, url=url(app), ttl_s=1.0) as lease:
+            time.sleep(1.3)
+            assert not lease.lost
+
+    await beside(program)
+
+
+async def test_an_error_in_the_block_gives_it_back_too(app: App) -> None:
+    def program() -> None:
+        with greenroom.lease(4_000, url=url(app)):
+            raise ValueError("out of ideas")
+
+    with pytest.raises(ValueError, match="out of ideas"):
         await beside(program)
-        assert held(app) == []
+    assert held(app) == []
 
 
-async def test_the_async_form_is_the_same(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        async with greenroom.lease(4_000, url=url(app), ttl_s=1.0) as lease:
-            assert lease.cuda_visible_devices == "0"
-            # Longer than it lasts without being renewed.
-            await asyncio.sleep(1.3)
-            assert not lease.lost and held(app) == [{"gpu0": 4_000}]
-        assert held(app) == []
+async def test_a_denial_is_an_error_with_numbers_and_nothing_is_left(app: App) -> None:
+    def program() -> None:
+        with greenroom.lease(40_000, url=url(app)):
+            raise AssertionError("it cannot be had")
 
-
-async def test_a_program_that_computes_for_long_is_heard_of_meanwhile(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-
-        def program() -> None:
-            with greenroom.lease(4_000, url=url(app), ttl_s=1.0) as lease:
-                time.sleep(1.3)
-                assert not lease.lost
-
+    with pytest.raises(LeaseDenied) as denied:
         await beside(program)
-
-
-async def test_an_error_in_the_block_gives_it_back_too(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-
-        def program() -> None:
-            with greenroom.lease(4_000, url=url(app)):
-                raise ValueError("out of ideas")
-
-        with pytest.raises(ValueError, match="out of ideas"):
-            await beside(program)
-        assert held(app) == []
-
-
-async def test_a_denial_is_an_error_with_numbers_and_nothing_is_left(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-
-        def program() -> None:
-            with greenroom.lease(40_000, url=url(app)):
-                raise AssertionError("it cannot be had")
-
-        with pytest.raises(LeaseDenied) as denied:
-            await beside(program)
-        assert denied.value.beside["needed_mib"] == 40_000
-        assert held(app) == []
+    assert denied.value.beside["needed_mib"] == 40_000
+    assert held(app) == []
 
 
 async def test_a_lease_call_that_is_cancelled_while_it_waits_leaves_the_queue(tmp_path: Path) -> None:
@@ -352,16 +350,15 @@ async def _take(app: App, mib: int) -> None:
         raise AssertionError("no model leaves for it")
 
 
-async def test_a_lease_is_used_once(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        lease = greenroom.lease(10, url=url(app))
-        with pytest.raises(BadRequest, match="not held yet"):
-            lease.raise_if_lost()
+async def test_a_lease_is_used_once(app: App) -> None:
+    lease = greenroom.lease(10, url=url(app))
+    with pytest.raises(BadRequest, match="not held yet"):
+        lease.raise_if_lost()
+    async with lease:
+        pass
+    with pytest.raises(BadRequest, match="used once"):
         async with lease:
             pass
-        with pytest.raises(BadRequest, match="used once"):
-            async with lease:
-                pass
 
 
 PROGRAM = """
@@ -421,13 +418,12 @@ async def test_a_holder_that_was_paused_past_its_time_finds_it_lost(tmp_path: Pa
             assert await asyncio.to_thread(process.wait, 30) == 0
 
 
-async def test_a_holder_that_is_killed_gives_back_at_once(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        with program(app, "print('holds', flush=True); time.sleep(600)") as process:
-            assert process.stdout is not None
-            assert (await asyncio.to_thread(process.stdout.readline)) == "holds\n"
-            process.kill()
-            await until(lambda: held(app) == [], "given back")
+async def test_a_holder_that_is_killed_gives_back_at_once(app: App) -> None:
+    with program(app, "print('holds', flush=True); time.sleep(600)") as process:
+        assert process.stdout is not None
+        assert (await asyncio.to_thread(process.stdout.readline)) == "holds\n"
+        process.kill()
+        await until(lambda: held(app) == [], "given back")
 
 
 async def test_an_interrupt_while_it_waits_gives_up(tmp_path: Path) -> None:
@@ -457,3 +453,39 @@ async def test_leases_in_redis_are_asked_for_in_the_same_way(tmp_path: Path, mon
         await beside(work)
         assert await gateway_side.leases() == []
         await gateway_side.close()
+
+
+def test_this_process_is_here_and_lives() -> None:
+    mine = holder_of(os.getpid())
+    assert mine is not None and (mine.pid, mine.host) == (os.getpid(), os.uname().nodename)
+    assert is_here(mine) and is_alive(mine)
+
+
+def test_another_with_the_same_number_is_not_the_same() -> None:
+    mine = holder_of(os.getpid())
+    assert mine is not None
+    assert not is_alive(replace(mine, start_ticks=mine.start_ticks - 1))
+    assert not is_here(replace(mine, host="far")) and not is_here(replace(mine, pid_ns=mine.pid_ns + 1))
+
+
+def test_an_ended_process_is_not_alive_before_its_parent_collects_it() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        other = holder_of(process.pid)
+        assert other is not None and is_alive(other)
+        process.kill()
+        # Its end is known without being collected: nothing has waited for it yet.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_alive(other) and holder_of(process.pid) is None
+    assert not is_alive(other)
+
+
+def test_there_is_no_holder_that_never_was() -> None:
+    assert holder_of(2**22 + 1) is None
+
+
+def test_whether_a_holder_is_here_is_answered_without_looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = holder_of(os.getpid())
+    assert mine is not None
+    monkeypatch.setattr(records, "_PROC", tmp_path)
+    assert is_here(mine) and not is_here(replace(mine, host="far"))
+    assert holder_of(os.getpid()) is None

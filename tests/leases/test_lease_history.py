@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -42,76 +43,62 @@ def released(who: str, at: float) -> list[Event]:
 END = Event(100.0, "runner", "end", "ok")
 
 
-def test_leases_one_after_the_other_are_well() -> None:
-    assert check([*held("a", 0), *released("a", 1.0), *held("b", 0.95), *released("b", 1.5), END], CAPACITY) == []
+def renewed(answer: str) -> list[Event]:
+    return [*held("a", 0), line(1.5, "a", "renew", "invoke"), line(1.9, "a", "renew", answer)]
 
 
-def test_leases_that_fit_together_are_well() -> None:
-    assert check([*held("a", 0, mib=5), *held("b", 0.5, mib=5), END], CAPACITY) == []
+def seen(*who: str, since: str) -> list[Event]:
+    """A look at all leases that began then."""
+    return [line(1.5, one, "seen", "held", text=since) for one in who]
 
 
-def test_two_leases_on_the_same_memory_are_found() -> None:
-    (found,) = check([*held("a", 0), *held("b", 1.0), END], CAPACITY)
-    assert "12 of 10 MiB" in found
-    assert "lease-a" in found
-    assert "lease-b" in found
+HISTORIES: dict[str, tuple[list[Event], str | None]] = {
+    "one after the other": ([*held("a", 0), *released("a", 1.0), *held("b", 0.95), *released("b", 1.5), END], None),
+    "two that fit together": ([*held("a", 0, mib=5), *held("b", 0.5, mib=5), END], None),
+    "two on the same memory": ([*held("a", 0), *held("b", 1.0), END], "12 of 10 MiB .*lease-a .*lease-b "),
+    "a TTL that has passed by its holder's clock": ([*held("a", 0), *held("b", TTL_S), END], None),
+    "a renewal counts from when it was asked for": ([*renewed("ok"), *held("b", 3.3), END], "12 of 10 MiB"),
+    "and no longer than a TTL": ([*renewed("ok"), *held("b", 3.5), END], None),
+    "a renewal without an answer is worth nothing": ([*renewed("unknown"), *held("b", 2.0), END], None),
+    "a lease that was reported lost": (
+        [*held("a", 0), line(0.5, "a", "renew", "invoke"), line(0.6, "a", "renew", "refused"), *held("b", 0.7), END],
+        None,
+    ),
+    "an unanswered acquire is no belief": (
+        [line(0, "a", "acquire", "invoke"), line(1, "a", "acquire", "unknown"), *held("b", 0.5), END],
+        None,
+    ),
+    "a release that did not happen": (
+        [*held("a", 0), *released("a", 1.0), *seen("a", since="1.4"), END],
+        r"was released at 1\.100",
+    ),
+    "a look that began before the release was answered": (
+        [*held("a", 0), *released("a", 1.0), *seen("a", since="1.05"), END],
+        None,
+    ),
+    "a token that went back": (
+        [*held("a", 0, mib=1, token=9), *held("b", 1.0, mib=1, token=9), END],
+        "token 9 after lease-a had 9",
+    ),
+    "tokens of grants asked for at the same time": (
+        [*held("a", 0, mib=1, token=9), *held("b", 0.05, mib=1, token=8), END],
+        None,
+    ),
+    "a book with more than there is": ([*seen("a", "b", since="0.9"), END], "in the book"),
+    "something left at the end": (
+        [Event(1.0, "runner", "end", "refused", text="left ['x']")],
+        r"^at the end: left \['x'\]$",
+    ),
+    "no end": ([], "^the history has no end: it was not checked whether anything was left$"),
+}
 
 
-def test_a_holder_whose_ttl_has_passed_by_its_own_clock_believes_no_more() -> None:
-    assert check([*held("a", 0), *held("b", TTL_S), END], CAPACITY) == []
-
-
-def test_a_renewal_is_worth_a_ttl_from_when_it_was_asked_for() -> None:
-    renewed = [*held("a", 0), line(1.5, "a", "renew", "invoke"), line(1.9, "a", "renew", "ok")]
-    assert check([*renewed, *held("b", 3.3), END], CAPACITY)
-    assert check([*renewed, *held("b", 3.5), END], CAPACITY) == []
-
-
-def test_a_renewal_without_an_answer_is_worth_nothing() -> None:
-    asked = [*held("a", 0), line(1.5, "a", "renew", "invoke"), line(1.9, "a", "renew", "unknown")]
-    assert check([*asked, *held("b", 2.0), END], CAPACITY) == []
-
-
-def test_a_lease_that_was_reported_lost_is_no_longer_counted() -> None:
-    told = [*held("a", 0), line(0.5, "a", "renew", "invoke"), line(0.6, "a", "renew", "refused")]
-    assert check([*told, *held("b", 0.7), END], CAPACITY) == []
-
-
-def test_an_unanswered_acquire_is_no_belief() -> None:
-    asked = [line(0, "a", "acquire", "invoke"), line(1, "a", "acquire", "unknown")]
-    assert check([*asked, *held("b", 0.5), END], CAPACITY) == []
-
-
-def test_a_release_that_was_answered_and_did_not_happen_is_found() -> None:
-    seen = line(1.5, "a", "seen", "held", text="1.4")
-    (found,) = check([*held("a", 0), *released("a", 1.0), seen, END], CAPACITY)
-    assert "was released at 1.100" in found
-
-
-def test_a_look_that_began_before_the_release_was_answered_proves_nothing() -> None:
-    seen = line(1.5, "a", "seen", "held", text="1.05")
-    assert check([*held("a", 0), *released("a", 1.0), seen, END], CAPACITY) == []
-
-
-def test_a_token_that_went_back_is_found() -> None:
-    (found,) = check([*held("a", 0, mib=1, token=9), *held("b", 1.0, mib=1, token=9), END], CAPACITY)
-    assert "token 9 after lease-a had 9" in found
-
-
-def test_tokens_of_grants_asked_for_at_the_same_time_may_be_in_any_order() -> None:
-    first, second = held("a", 0, mib=1, token=9), held("b", 0.05, mib=1, token=8)
-    assert check([*first, *second, END], CAPACITY) == []
-
-
-def test_a_book_with_more_than_there_is_is_found() -> None:
-    seen = [line(1.0, who, "seen", "held", text="0.9") for who in "ab"]
-    (found,) = check([*seen, END], CAPACITY)
-    assert "in the book" in found
-
-
-def test_what_is_left_at_the_end_is_found() -> None:
-    assert check([Event(1.0, "runner", "end", "refused", text="left ['x']")], CAPACITY) == ["at the end: left ['x']"]
-    assert check([], CAPACITY) == ["the history has no end: it was not checked whether anything was left"]
+@pytest.mark.parametrize("history", HISTORIES)
+def test_the_checker_finds_what_is_wrong_and_nothing_else(history: str) -> None:
+    events, wrong = HISTORIES[history]
+    found = check(events, CAPACITY)
+    assert len(found) == (wrong is not None), found
+    assert wrong is None or re.search(wrong, found[0]), found
 
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:

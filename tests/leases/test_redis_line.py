@@ -27,8 +27,7 @@ async def _waiting(
     return task
 
 
-async def test_the_cheapest_gateway_makes_room_and_then_the_next(client: Opener) -> None:
-    store = client()
+async def test_the_cheapest_gateway_makes_room_and_then_the_next(client: Opener, store: RedisStore) -> None:
     held = {}
     for name, price in (("dear", 9.0), ("cheap", 1.0), ("dead", 0.1)):
         await store.publish(name, DEVICES, {"gpu0": price, "gpu1": 0.0})
@@ -62,8 +61,7 @@ async def test_the_cheapest_gateway_makes_room_and_then_the_next(client: Opener)
     assert not (await store.publish("dear", DEVICES, {})).make_room
 
 
-async def test_a_gateway_with_nothing_to_give_is_not_named(client: Opener) -> None:
-    store = client()
+async def test_a_gateway_with_nothing_to_give_is_not_named(client: Opener, store: RedisStore) -> None:
     await store.publish("g", DEVICES, {})
     await store.hold(slot("s", 9_000), gateway="g")
     waiter = await _waiting(client(), store, ask("trainer", 7_000, wait_s=PATIENCE_S))
@@ -74,8 +72,7 @@ async def test_a_gateway_with_nothing_to_give_is_not_named(client: Opener) -> No
     await asyncio.gather(waiter, return_exceptions=True)
 
 
-async def test_room_is_made_on_a_device_without_an_earlier_waiter(client: Opener) -> None:
-    store = client()
+async def test_room_is_made_on_a_device_without_an_earlier_waiter(client: Opener, store: RedisStore) -> None:
     await store.publish("g", DEVICES, {})
     for gpu in DEVICES:
         await store.hold(slot(f"on-{gpu}", 9_000, device=gpu), gateway="g")
@@ -89,8 +86,7 @@ async def test_room_is_made_on_a_device_without_an_earlier_waiter(client: Opener
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_gateway_may_pend_what_its_model_stands_in_line_for(client: Opener) -> None:
-    store = client()
+async def test_a_gateway_may_pend_what_its_model_stands_in_line_for(client: Opener, store: RedisStore) -> None:
     await store.publish("g", DEVICES, {"gpu0": 1.0})
     victim = await store.hold(slot("victim", 6_000), gateway="g")
     waiter = await _waiting(client(), store, ask("g/line1", 9_000, wait_s=PATIENCE_S), "slot")
@@ -102,8 +98,7 @@ async def test_a_gateway_may_pend_what_its_model_stands_in_line_for(client: Open
     assert (lease.claim, lease.kind) == ({"gpu0": 9_000}, "slot")
 
 
-async def test_higher_priority_takes_memory_kept_for_a_waiter_behind_it(client: Opener) -> None:
-    store = client()
+async def test_higher_priority_takes_memory_kept_for_a_waiter_behind_it(client: Opener, store: RedisStore) -> None:
     await store.publish("g", DEVICES, {"gpu0": 1.0})
     held = [await store.hold(slot(id, 5_000), gateway="g") for id in ("one", "two")]
     low = await _waiting(client(), store, ask("low", 9_000, priority=2, wait_s=PATIENCE_S))
@@ -152,8 +147,7 @@ async def test_a_recall_is_a_change_that_every_gateway_hears_of(client: Opener) 
     assert renewed is not None and renewed <= recalled["soft"]
 
 
-async def test_the_version_tells_when_something_changed(client: Opener) -> None:
-    store = client()
+async def test_the_version_tells_when_something_changed(store: RedisStore) -> None:
     seen = [(await store.publish("g", DEVICES, {})).version for _ in range(2)]
     assert seen[0] == seen[1]
     lease = await store.acquire(ask("a", 100))

@@ -30,8 +30,7 @@ async def test_a_redis_that_is_not_there_is_said_without_the_password(client: Op
     assert f"127.0.0.1:{server.port}" in down.value.message
 
 
-async def test_a_redis_that_stands_still_is_given_up_soon(client: Opener, server: RedisServer) -> None:
-    store = client()
+async def test_a_redis_that_stands_still_is_given_up_soon(store: RedisStore, server: RedisServer) -> None:
     lease = await store.acquire(ask("a", 1))
     server.pause()
     try:
@@ -44,9 +43,8 @@ async def test_a_redis_that_stands_still_is_given_up_soon(client: Opener, server
 
 @pytest.mark.parametrize("key", stored.keys("box"))
 async def test_a_key_of_another_program_is_said_plainly_at_each_heartbeat(
-    client: Opener, server: RedisServer, key: str
+    store: RedisStore, server: RedisServer, key: str
 ) -> None:
-    store = client()
     await store.publish("g", DEVICES, {})
     await store.hold(slot("g/s", 1), gateway="g")
     server.say("DEL", key)
@@ -59,17 +57,15 @@ async def test_a_key_of_another_program_is_said_plainly_at_each_heartbeat(
 
 
 async def test_what_no_gateway_wrote_is_said_as_a_store_that_cannot_be_used(
-    client: Opener, server: RedisServer
+    store: RedisStore, server: RedisServer
 ) -> None:
-    store = client()
     meta = next(key for key in stored.keys("box") if key.endswith(":meta"))
     server.say("HSET", meta, "wall", "theirs", "now", "x", "last", "y", "birth", "z")
     with pytest.raises(StoreDown, match="refused a script"):
         await store.publish("g", DEVICES, {})
 
 
-async def test_a_wait_goes_on_while_redis_is_away(client: Opener, server: RedisServer) -> None:
-    store = client()
+async def test_a_wait_goes_on_while_redis_is_away(store: RedisStore, server: RedisServer) -> None:
     server.kill()
     turned_away = asyncio.Event()
 
@@ -114,8 +110,7 @@ async def test_a_user_with_no_more_than_is_documented_can_do_everything(client: 
     assert SECRET not in down.value.message
 
 
-async def test_too_few_replicas_a_replica_and_full_memory_are_outages(client: Opener, server: RedisServer) -> None:
-    store = client()
+async def test_too_few_replicas_a_replica_and_full_memory_are_outages(store: RedisStore, server: RedisServer) -> None:
     await store.acquire(ask("a", 1))
     for setting, back, said in (
         (("min-replicas-to-write", "1"), ("min-replicas-to-write", "0"), "replicas"),
@@ -138,9 +133,8 @@ def test_an_address_that_is_none_is_a_matter_of_configuration() -> None:
     assert SECRET not in refused.value.message
 
 
-async def test_a_cancel_is_heard_whenever_it_comes(client: Opener) -> None:
+async def test_a_cancel_is_heard_whenever_it_comes(store: RedisStore) -> None:
     """The library's way of limiting a send can hide one that comes in the moment in which it ends."""
-    store = client()
     await store.leases()
     hidden = []
     for turns in range(60):

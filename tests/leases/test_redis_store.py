@@ -153,9 +153,8 @@ async def test_a_clock_that_jumps_neither_ends_leases_nor_keeps_them_for_ever(tm
 
 
 async def test_a_holder_later_than_the_grace_is_taken_back_while_its_memory_is_free(
-    server: RedisServer, client: Opener
+    server: RedisServer, client: Opener, store: RedisStore
 ) -> None:
-    store = client()
     late, too_late = await store.acquire(ask("late", 4_000)), await store.acquire(ask("too-late", 4_000))
     server.restart_empty()
     await client().acquire(ask("new", 5_000))
@@ -164,8 +163,7 @@ async def test_a_holder_later_than_the_grace_is_taken_back_while_its_memory_is_f
         await store.renew("too-late", too_late.token)
 
 
-async def test_a_lapsed_lease_is_not_taken_back_even_if_its_memory_is_free(client: Opener) -> None:
-    store = client()
+async def test_a_lapsed_lease_is_not_taken_back_even_if_its_memory_is_free(store: RedisStore) -> None:
     lease = await store.acquire(LeaseAsk("a", "a", 100, ttl_s=0.3))
     await until_claims(store, {})
     with pytest.raises(LeaseLost):
@@ -209,8 +207,7 @@ async def test_a_lease_told_to_several_calls_is_given_back_when_all_were_unheard
     assert await claims(one) == {}
 
 
-async def test_calls_too_many_to_be_written_down_leave_the_lease_to_its_holder(client: Opener) -> None:
-    store = client()
+async def test_calls_too_many_to_be_written_down_leave_the_lease_to_its_holder(store: RedisStore) -> None:
     calls = [f"call-{number:04}" for number in range(100)]
     for name in calls:
         await store.acquire(ask("a", 8_000), name)
@@ -234,8 +231,7 @@ async def test_host_memory_is_never_given_to_a_lease_for_gpus(client: Opener) ->
     assert (await store.hold(SlotAsk("s", "s", {"host": 2_000, "gpu0": 500}), gateway="g")).state == "held"
 
 
-async def test_a_lease_larger_than_its_devices_is_told_that_waiting_does_not_help(client: Opener) -> None:
-    store = client()
+async def test_a_lease_larger_than_its_devices_is_told_that_waiting_does_not_help(store: RedisStore) -> None:
     with pytest.raises(LeaseDenied, match="Waiting does not help: without any other lease there would be 10,000 MiB"):
         await store.acquire(ask("large", 10_001))
     with pytest.raises(LeaseDenied, match="Waiting does not help: without any other lease there would be 0 MiB"):

@@ -7,10 +7,18 @@ import asyncio
 import pytest
 
 from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken
+from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.redis_rig import DEVICES, Opener, ask, claims, slot, until_claims
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def store(store: RedisStore) -> RedisStore:
+    """One to which a gateway has told its devices."""
+    await store.publish("g", DEVICES, {})
+    return store
 
 
 async def test_a_swap_gets_what_is_free_and_then_what_its_victims_release(client: Opener) -> None:
@@ -31,9 +39,7 @@ async def test_a_swap_gets_what_is_free_and_then_what_its_victims_release(client
     assert held.token > victim.token
 
 
-async def test_a_swap_that_its_own_victims_cannot_finish_is_not_begun(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_swap_that_its_own_victims_cannot_finish_is_not_begun(store: RedisStore) -> None:
     await store.hold(slot("mine", 4_000), gateway="g")
     await store.hold(slot("theirs", 4_000), gateway="h")
     with pytest.raises(LeaseDenied, match="9,000 MiB on gpu0"):
@@ -41,9 +47,7 @@ async def test_a_swap_that_its_own_victims_cannot_finish_is_not_begun(client: Op
     assert await claims(store) == {"mine": ("held", 4_000), "theirs": ("held", 4_000)}
 
 
-async def test_a_victim_leaves_for_one_newcomer_only(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_victim_leaves_for_one_newcomer_only(store: RedisStore) -> None:
     await store.hold(slot("victim", 10_000), gateway="g")
     await store.pend(slot("one", 8_000), ["victim"], gateway="g", pending_s=10)
     with pytest.raises(LeaseDenied):
@@ -52,9 +56,7 @@ async def test_a_victim_leaves_for_one_newcomer_only(client: Opener) -> None:
     await store.pend(slot("two", 8_000), ["victim"], gateway="g", pending_s=10)
 
 
-async def test_two_gateways_that_want_the_same_memory_do_not_block_each_other(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_two_gateways_that_want_the_same_memory_do_not_block_each_other(store: RedisStore) -> None:
     held = [await store.hold(slot(f"of-{name}", 5_000), gateway=name) for name in "gh"]
     admitted = []
     for name in "gh":
@@ -71,17 +73,13 @@ async def test_two_gateways_that_want_the_same_memory_do_not_block_each_other(cl
         assert (await store.hold(slot(f"new-{name}", 5_000), gateway=name)).state == "held"
 
 
-async def test_a_swap_that_is_not_finished_in_time_gives_back_what_it_got(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_swap_that_is_not_finished_in_time_gives_back_what_it_got(store: RedisStore) -> None:
     await store.pend(slot("new", 9_000), [], gateway="g", pending_s=0.3)
     assert (await store.acquire(ask("a", 9_000, wait_s=PATIENCE_S))).state == "held"
     assert await claims(store) == {"a": ("held", 9_000)}
 
 
-async def test_a_sleeper_whose_wake_is_not_finished_in_time_keeps_its_smaller_claim(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_sleeper_whose_wake_is_not_finished_in_time_keeps_its_smaller_claim(store: RedisStore) -> None:
     asleep = await store.hold(slot("s", 500), gateway="g")
     await store.pend(slot("s", 9_000), [], gateway="g", pending_s=0.3)
     assert await claims(store) == {"s": ("pending", 9_000)}
@@ -89,9 +87,7 @@ async def test_a_sleeper_whose_wake_is_not_finished_in_time_keeps_its_smaller_cl
     assert await store.renew_all([("s", asleep.token)]) == {"s": True}
 
 
-async def test_a_plan_for_less_frees_nothing_until_it_is_carried_out(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_plan_for_less_frees_nothing_until_it_is_carried_out(store: RedisStore) -> None:
     await store.hold(slot("s", 9_000), gateway="g")
     await store.pend(slot("s", 500), [], gateway="g", pending_s=0.3)
     with pytest.raises(LeaseDenied):
@@ -99,17 +95,13 @@ async def test_a_plan_for_less_frees_nothing_until_it_is_carried_out(client: Ope
     await until_claims(store, {"s": ("held", 9_000)})
 
 
-async def test_a_woken_slot_keeps_its_token(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_woken_slot_keeps_its_token(store: RedisStore) -> None:
     asleep = await store.hold(slot("s", 500), gateway="g")
     await store.pend(slot("s", 9_000), [], gateway="g", pending_s=10)
     assert (await store.hold(slot("s", 9_000), gateway="g")).token == asleep.token
 
 
-async def test_a_slot_that_falls_asleep_gives_the_rest_to_the_newcomer(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_slot_that_falls_asleep_gives_the_rest_to_the_newcomer(store: RedisStore) -> None:
     ready = await store.hold(slot("s", 9_000), gateway="g")
     await store.pend(slot("new", 9_000), ["s"], gateway="g", pending_s=10)
     asleep = await store.hold(slot("s", 500), gateway="g")
@@ -117,9 +109,7 @@ async def test_a_slot_that_falls_asleep_gives_the_rest_to_the_newcomer(client: O
     assert await claims(store) == {"s": ("held", 500), "new": ("pending", 9_000)}
 
 
-async def test_a_claim_that_would_not_fit_does_not_grow(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_claim_that_would_not_fit_does_not_grow(store: RedisStore) -> None:
     await store.hold(slot("s", 5_000), gateway="g")
     await store.hold(slot("other", 4_000), gateway="g")
     with pytest.raises(LeaseDenied, match="6,001 MiB on gpu0"):
@@ -127,9 +117,7 @@ async def test_a_claim_that_would_not_fit_does_not_grow(client: Opener) -> None:
     assert (await store.hold(slot("s", 6_000), gateway="g")).claim == {"gpu0": 6_000}
 
 
-async def test_neither_a_program_nor_another_gateway_has_the_lease_of_a_slot(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_neither_a_program_nor_another_gateway_has_the_lease_of_a_slot(store: RedisStore) -> None:
     held = await store.hold(slot("held", 3_000), gateway="g")
     await store.pend(slot("pending", 3_000), [], gateway="g", pending_s=30)
     before = await claims(store)
@@ -150,9 +138,7 @@ async def test_neither_a_program_nor_another_gateway_has_the_lease_of_a_slot(cli
     assert (await store.hold(slot("pending", 3_000), gateway="g")).state == "held"
 
 
-async def test_a_gateway_does_not_have_the_lease_of_a_program(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
+async def test_a_gateway_does_not_have_the_lease_of_a_program(store: RedisStore) -> None:
     held = await store.acquire(ask("job", 3_000))
     waiting = asyncio.create_task(store.acquire(ask("waits", 8_000, wait_s=PATIENCE_S)))
     await until_claims(store, {"job": ("held", 3_000), "waits": ("waiting", 0)})

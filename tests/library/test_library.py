@@ -31,6 +31,13 @@ def library(*roots: Path, state_dir: Path | None = None, **settings: Any) -> Lib
     return Library(Roots(map(str, roots)), state_dir, **settings)
 
 
+async def looked(*roots: Path, **settings: Any) -> Library:
+    """A library after its first look."""
+    shelf = library(*roots, **settings)
+    await shelf.refresh()
+    return shelf
+
+
 # --- plain folders ----------------------------------------------------------------------------------------------------
 
 
@@ -170,8 +177,7 @@ async def test_ref_that_is_rewritten_in_place_is_seen(tmp_path: Path) -> None:
     files = folder_files(tiny_hf("a"))
     for commit in ("c1", "c2"):
         add_snapshot(tmp_path, "org/name", commit, files)
-    shelf = library(tmp_path)
-    await shelf.refresh()
+    shelf = await looked(tmp_path)
     assert shelf.records[0].source.commit == "c2"
     (repository(tmp_path, "org/name") / "refs" / "main").write_text("c1")
     await shelf.refresh()
@@ -194,8 +200,7 @@ async def test_model_is_found_by_every_name_it_has(tmp_path: Path) -> None:
     hub, plain = tmp_path / "hub", tmp_path / "plain"
     folder = add_snapshot(hub, "org/name", "c1", {"x-Q8_0.gguf": tiny("a"), "x-Q4_K_M.gguf": tiny("b")})
     put(plain / "lm" / "one" / "m.gguf", tiny("c"))
-    shelf = library(hub, plain)
-    await shelf.refresh()
+    shelf = await looked(hub, plain)
     names = {
         "org/name:Q8_0": "org/name:Q8_0",
         "org/name:q8_0": "org/name:Q8_0",
@@ -283,8 +288,7 @@ async def test_changes_are_found_and_only_changed_folders_and_files_are_read(tmp
     for number in range(20):
         put(tmp_path / f"f{number}" / "m.gguf", tiny("a"))
     _age(tmp_path)
-    shelf = library(tmp_path)
-    await shelf.refresh()
+    shelf = await looked(tmp_path)
     assert len(shelf.records) == 20
     listed, read = shelf.work_done
     assert (listed, read) == (21, 20)
@@ -298,17 +302,6 @@ async def test_changes_are_found_and_only_changed_folders_and_files_are_read(tmp
     await shelf.refresh()
     assert shelf.find("f4/m.gguf") is None and len(shelf.records) == 20
     assert shelf.work_done[1] == read + 1
-
-
-async def test_new_file_is_found_without_being_asked_for(tmp_path: Path) -> None:
-    shelf = library(tmp_path, times=LookTimes(every_s=0.05))
-    shelf.start()
-    await shelf.looked()
-    put(tmp_path / "new.gguf", tiny("a"))
-    await until(lambda: shelf.find("new.gguf") is not None)
-    (tmp_path / "new.gguf").unlink()
-    await until(lambda: shelf.find("new.gguf") is None)
-    await shelf.close()
 
 
 async def test_file_that_grows_is_found_when_it_is_whole(tmp_path: Path) -> None:
@@ -327,8 +320,7 @@ async def test_file_that_grows_is_found_when_it_is_whole(tmp_path: Path) -> None
 async def test_root_that_vanishes_and_comes_back(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     put(root / "m.gguf", tiny("a"))
-    shelf = library(root)
-    await shelf.refresh()
+    shelf = await looked(root)
     root.rename(tmp_path / "away")
     await shelf.refresh()
     assert not shelf.records and "not there" in shelf.problems[0].why
@@ -381,8 +373,7 @@ async def test_root_that_hangs_delays_neither_the_loop_nor_other_roots(tmp_path:
 async def test_roots_follow_a_reload(tmp_path: Path) -> None:
     put(tmp_path / "a" / "a.gguf", tiny("a"))
     put(tmp_path / "b" / "b.gguf", tiny("b"))
-    shelf = library(tmp_path / "a")
-    await shelf.refresh()
+    shelf = await looked(tmp_path / "a")
     shelf.use_roots(Roots([str(tmp_path / "b")]))
     await shelf.refresh()
     assert [record.id for record in shelf.records] == ["b.gguf"]
@@ -404,15 +395,13 @@ async def test_last_use_is_kept_across_restarts(tmp_path: Path) -> None:
     root, state = tmp_path / "root", tmp_path / "state"
     state.mkdir()
     put(root / "m.gguf", tiny("a"))
-    shelf = library(root, state_dir=state, clock=lambda: 1_000.0)
-    await shelf.refresh()
+    shelf = await looked(root, state_dir=state, clock=lambda: 1_000.0)
     record = shelf.find("m.gguf")
     assert record is not None
     shelf.used(record)
     assert (again := shelf.find("m.gguf")) is not None and again.last_used == 1_000.0
     await shelf.close()
-    later = library(root, state_dir=state)
-    await later.refresh()
+    later = await looked(root, state_dir=state)
     assert later.records[0].last_used == 1_000.0
 
 
@@ -421,17 +410,14 @@ async def test_headers_are_not_read_again_after_a_restart(tmp_path: Path) -> Non
     state.mkdir()
     put(root / "a.gguf", tiny("a"))
     put(root / "b", tiny_hf("b"))
-    shelf = library(root, state_dir=state)
-    await shelf.refresh()
+    shelf = await looked(root, state_dir=state)
     before = shelf.records
     await shelf.close()
     put(root / "c.gguf", tiny("c"))
-    later = library(root, state_dir=state)
-    await later.refresh()
+    later = await looked(root, state_dir=state)
     assert later.work_done[1] == 1
     assert set(before) < set(later.records)
-    on_gpu = library(root, state_dir=state, on_gpu=True)
-    await on_gpu.refresh()
+    on_gpu = await looked(root, state_dir=state, on_gpu=True)
     assert on_gpu.work_done[1] == 3, "memory is another figure there"
 
 
@@ -453,8 +439,7 @@ async def test_models_of_a_large_tree_are_found_bit_by_bit(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"version": 1}', '{"version": 1, "used": {"/m": "x", "/n": -1}}'])
 async def test_file_of_last_uses_that_is_not_ours_is_begun_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
-    shelf = library(tmp_path, state_dir=tmp_path)
-    await shelf.refresh()
+    shelf = await looked(tmp_path, state_dir=tmp_path)
     assert not shelf.records
 
 

@@ -7,7 +7,8 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -115,81 +116,60 @@ def ipv6(address: str) -> bytes:
     return socket.inet_pton(socket.AF_INET6, address)
 
 
-class FakeProc:
-    """A /proc of which only sockets and their owners are of interest."""
+@dataclass(frozen=True)
+class Sockets:
+    """A /proc of which only sockets and their owners are of interest: inodes of each process, None if it hides them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    tcp: str = ""
+    tcp6: str = ""
+    processes: Mapping[int, tuple[int, ...] | None] = field(default_factory=lambda: {5: (77,)})
+
+    def write(self, path: Path) -> None:
         (path / "net").mkdir()
-        self.listen()
-
-    def listen(self, tcp: str = "", tcp6: str = "") -> None:
-        (self.path / "net/tcp").write_text(HEADER + tcp)
-        (self.path / "net/tcp6").write_text(HEADER + tcp6)
-
-    def process(self, pid: int, *inodes: int, readable: bool = True) -> None:
-        folder = self.path / str(pid)
-        folder.mkdir()
-        (folder / "stat").write_text(f"{pid} (x) S 1 {'0 ' * 30}")
-        if readable:
-            (folder / "fd").mkdir()
-            for fd, inode in enumerate(inodes):
-                (folder / "fd" / str(fd)).symlink_to(f"socket:[{inode}]")
+        (path / "net/tcp").write_text(HEADER + self.tcp)
+        (path / "net/tcp6").write_text(HEADER + self.tcp6)
+        for pid, inodes in self.processes.items():
+            (path / str(pid)).mkdir()
+            (path / str(pid) / "stat").write_text(f"{pid} (x) S 1 {'0 ' * 30}")
+            if inodes is not None:
+                (path / str(pid) / "fd").mkdir()
+                for fd, inode in enumerate(inodes):
+                    (path / str(pid) / "fd" / str(fd)).symlink_to(f"socket:[{inode}]")
 
 
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProc:
+LOOPBACK, ANY = line(ipv4("127.0.0.1"), 8080, 77), line(ipv4("0.0.0.0"), 8080, 77)
+
+
+@pytest.mark.parametrize(
+    ("sockets", "listeners", "ours"),
+    [
+        # Nothing there answers at 127.0.0.1.
+        pytest.param(Sockets(tcp6=line(ipv6("::1"), 8080, 77), processes={5: (76, 77)}), {5}, set(), id="IPv6 only"),
+        pytest.param(Sockets(tcp6=line(ipv6("::"), 8080, 77)), {5}, {5}, id="a wildcard on IPv6 answers at loopback"),
+        pytest.param(
+            Sockets(line(ipv4("127.0.0.1"), 8080, 66), line(ipv6("::"), 8080, 77), {5: (77,), 6: (66,)}),
+            {5, 6},
+            {6},
+            id="a stranger on IPv4 wins over our wildcard on IPv6",
+        ),
+        pytest.param(Sockets(ANY + line(ipv4("192.0.2.1"), 8080, 66)), None, {5}, id="a stranger on another address"),
+        pytest.param(
+            Sockets(
+                line(ipv4("127.0.0.1"), 8080, 77, state="01") + line(ipv4("127.0.0.1"), 8081, 78), "", {5: (77, 78)}
+            ),
+            set(),
+            set(),
+            id="connections and other ports are no listeners",
+        ),
+        pytest.param(Sockets(LOOPBACK, "", {5: (70,)}), None, set(), id="an owner that cannot be seen is not ours"),
+        # It gets the benefit of the doubt; 6, which has ended, gets none.
+        pytest.param(Sockets(LOOPBACK, "", {5: None}), None, {5}, id="a member that cannot be looked into"),
+    ],
+)
+def test_listeners_are_told_from_what_proc_shows(
+    sockets: Sockets, listeners: set[int] | None, ours: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proc, "PROC", tmp_path)
-    return FakeProc(tmp_path)
-
-
-def test_listener_on_ipv6_only_is_found(fake: FakeProc) -> None:
-    fake.listen(tcp6=line(ipv6("::1"), 8080, 77))
-    fake.process(5, 76, 77)
-    assert listener_pids(8080) == frozenset({5})
-    # Nothing there answers at 127.0.0.1.
-    assert not is_ours(8080, frozenset({5}))
-
-
-def test_wildcard_listener_on_ipv6_answers_at_loopback(fake: FakeProc) -> None:
-    fake.listen(tcp6=line(ipv6("::"), 8080, 77))
-    fake.process(5, 77)
-    assert is_ours(8080, frozenset({5}))
-
-
-def test_stranger_on_ipv4_wins_over_our_wildcard_on_ipv6(fake: FakeProc) -> None:
-    fake.listen(tcp=line(ipv4("127.0.0.1"), 8080, 66), tcp6=line(ipv6("::"), 8080, 77))
-    fake.process(5, 77)
-    fake.process(6, 66)
-    assert not is_ours(8080, frozenset({5}))
-    assert is_ours(8080, frozenset({6}))
-    assert listener_pids(8080) == frozenset({5, 6})
-
-
-def test_stranger_on_another_address_is_no_matter(fake: FakeProc) -> None:
-    fake.listen(tcp=line(ipv4("0.0.0.0"), 8080, 77) + line(ipv4("192.0.2.1"), 8080, 66))
-    fake.process(5, 77)
-    assert is_ours(8080, frozenset({5}))
-
-
-def test_connections_and_other_ports_are_no_listeners(fake: FakeProc) -> None:
-    fake.listen(tcp=line(ipv4("127.0.0.1"), 8080, 77, state="01") + line(ipv4("127.0.0.1"), 8081, 78))
-    fake.process(5, 77, 78)
-    assert listener_pids(8080) == frozenset()
-    assert not is_ours(8080, frozenset({5}))
-
-
-def test_owner_that_cannot_be_seen_is_unknown_and_not_ours(fake: FakeProc) -> None:
-    fake.listen(tcp=line(ipv4("127.0.0.1"), 8080, 77))
-    fake.process(5, 70)
-    assert listener_pids(8080) is None
-    assert not is_ours(8080, frozenset({5}))
-
-
-def test_member_of_the_tree_that_cannot_be_looked_into_gets_the_benefit_of_the_doubt(fake: FakeProc) -> None:
-    fake.listen(tcp=line(ipv4("127.0.0.1"), 8080, 77))
-    fake.process(5, readable=False)
-    assert listener_pids(8080) is None
-    assert is_ours(8080, frozenset({5}))
-    # One that has ended gets none.
-    assert not is_ours(8080, frozenset({6}))
+    sockets.write(tmp_path)
+    assert listener_pids(8080) == listeners
+    assert {pid for pid in (5, 6) if is_ours(8080, frozenset({pid}))} == ours

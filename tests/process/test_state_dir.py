@@ -158,12 +158,6 @@ def test_a_run_directory_that_is_a_foreign_link_is_refused(path: Path, monkeypat
     StateDir.open(long).close()
 
 
-def test_path_that_cannot_be_a_directory_is_refused(path: Path) -> None:
-    path.touch()
-    with pytest.raises(errors.ConfigError, match="cannot be used"):
-        StateDir.open(path)
-
-
 @pytest.mark.parametrize("held", ["greenroom.yaml", "run/weights.bin", "id/of/mine"])
 def test_directory_with_other_files_is_refused_and_left_as_it_is(path: Path, held: str) -> None:
     file = path / held
@@ -177,24 +171,23 @@ def test_directory_with_other_files_is_refused_and_left_as_it_is(path: Path, hel
     assert not (path / "lock").exists()
 
 
-def test_files_put_beside_ours_later_are_no_obstacle(path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda path: (StateDir.open(path).close(), (path / "beside").touch()), id="files put beside ours"),
+        pytest.param(
+            lambda path: (path.mkdir(), (path / "lock").touch(), (path / ".id-half").touch()),
+            id="a start that broke off before the id was written",
+        ),
+        pytest.param(lambda path: (path / "lost+found").mkdir(parents=True), id="an empty volume of a file system"),
+    ],
+)
+def test_what_is_no_obstacle_is_left_there(path: Path, make: Callable[[Path], object]) -> None:
+    make(path)
     StateDir.open(path).close()
-    (path / "beside").touch()
+    left = {"beside", "lost+found"} & {file.name for file in path.iterdir()}
     StateDir.open(path).close()
-    assert (path / "beside").exists()
-
-
-def test_start_that_broke_off_before_the_id_was_written_can_be_repeated(path: Path) -> None:
-    path.mkdir()
-    (path / "lock").touch()
-    (path / ".id-half").touch()
-    StateDir.open(path).close()
-
-
-def test_empty_volume_of_a_file_system_can_be_used(path: Path) -> None:
-    (path / "lost+found").mkdir(parents=True)
-    StateDir.open(path).close()
-    StateDir.open(path).close()
+    assert left <= {file.name for file in path.iterdir()}
 
 
 def test_directory_that_cannot_be_written_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,21 +229,31 @@ def test_a_full_disk_does_not_keep_a_gateway_from_starting_again(path: Path) -> 
 
 
 FILES = ("lock", "id", "learned.json", "needs.json", "library.json", "leases.jsonl", "usage.db", "versions.json")
+FOLDERS = ("run", "jobs", "pictures", "governance")
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_where_one_is_expected_is_refused(path: Path, name: str, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "told"),
+    [
+        *((name, make, "is no plain file") for name in FILES for make in (os.mkfifo, os.mkdir)),
+        *((name, os.mkfifo, "is no folder") for name in FOLDERS),
+    ],
+)
+def test_what_is_no_file_or_folder_where_one_is_expected_is_refused(
+    path: Path, name: str, make: Callable[[Path], None], told: str
+) -> None:
     StateDir.open(path).close()
-    (path / name).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        (path / name).rmdir() if name in FOLDERS else (path / name).unlink()
     make(path / name)
-    with pytest.raises(errors.ConfigError, match=f"{name} is no plain file; move it away"):
+    with pytest.raises(errors.ConfigError, match=f"{name} {told}; move it away"):
         StateDir.open(path)
 
 
-def test_a_link_that_leads_to_itself_is_refused(path: Path) -> None:
-    path.symlink_to(path)
-    with pytest.raises(errors.ConfigError, match=r"state_dir: .* cannot be used"):
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to(path)], ids=["file", "link to itself"])
+def test_path_that_cannot_be_a_directory_is_refused(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    with pytest.raises(errors.ConfigError, match=r"(state_dir:|directory) .* cannot be used"):
         StateDir.open(path)
 
 
@@ -259,14 +262,4 @@ def test_a_link_into_nothing_hides_no_other_thing(path: Path) -> None:
     (path / "checked").symlink_to(path / "nothing")
     os.mkfifo(path / "learned.json")
     with pytest.raises(errors.ConfigError, match=r"learned\.json is no plain file; move it away"):
-        StateDir.open(path)
-
-
-@pytest.mark.parametrize("name", ["run", "jobs", "pictures", "governance"])
-def test_what_is_no_folder_where_one_is_expected_is_refused(path: Path, name: str) -> None:
-    StateDir.open(path).close()
-    with contextlib.suppress(FileNotFoundError):
-        (path / name).rmdir()
-    os.mkfifo(path / name)
-    with pytest.raises(errors.ConfigError, match=f"{name} is no folder; move it away"):
         StateDir.open(path)

@@ -145,10 +145,14 @@ class Posts:
             self.react(event)
 
 
-def test_ticket_that_waits_is_gone_when_closed_and_only_once() -> None:
+def arrived() -> tuple[Posts, Tickets, Ticket]:
     posts = Posts()
     tickets = Tickets(posts, lambda: 2.0)
-    ticket = tickets.arrive(arrival())
+    return posts, tickets, tickets.arrive(arrival())
+
+
+def test_ticket_that_waits_is_gone_when_closed_and_only_once() -> None:
+    posts, tickets, ticket = arrived()
     tickets.close(ticket)
     tickets.close(ticket)
     assert posts.events[1:] == [RequestGone(2.0, RequestId("r"))]
@@ -156,18 +160,14 @@ def test_ticket_that_waits_is_gone_when_closed_and_only_once() -> None:
 
 
 def test_rejected_ticket_posts_nothing_when_closed() -> None:
-    posts = Posts()
-    tickets = Tickets(posts, lambda: 2.0)
-    ticket = tickets.arrive(arrival())
+    posts, tickets, ticket = arrived()
     ticket.reject(QueueFull("full"))
     tickets.close(ticket)
     assert len(posts.events) == 1
 
 
 def test_granted_ticket_is_done_when_closed() -> None:
-    posts = Posts()
-    tickets = Tickets(posts, lambda: 2.0)
-    ticket = tickets.arrive(arrival())
+    posts, tickets, ticket = arrived()
     ticket.grant(some_slot(), 1.5)
     tickets.close(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
@@ -183,9 +183,7 @@ def test_a_ticket_tells_how_long_its_slot_was_not_there(ready_since: float, not_
 
 
 def test_lost_ticket_waits_again() -> None:
-    posts = Posts()
-    tickets = Tickets(posts, lambda: 2.0)
-    ticket = tickets.arrive(arrival())
+    posts, tickets, ticket = arrived()
     ticket.grant(some_slot(), 1.5)
     tickets.lost(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"), lost_before_first_byte=True)]
@@ -195,9 +193,7 @@ def test_lost_ticket_waits_again() -> None:
 
 
 def test_lost_ticket_that_was_cut_meanwhile_does_not_wait_again() -> None:
-    posts = Posts()
-    tickets = Tickets(posts, lambda: 2.0)
-    ticket = tickets.arrive(arrival())
+    posts, tickets, ticket = arrived()
     ticket.grant(some_slot(), 1.0)
     tickets.cancel("r", error := QueueFull("cancelled"))
     tickets.lost(ticket)

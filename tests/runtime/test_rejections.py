@@ -81,41 +81,42 @@ def test_a_model_that_leaves_does_not_wait_for_a_rule() -> None:
     assert said.beside["loading"]["state"] == "leaving" and "is leaving" in said.message
 
 
-def test_a_model_whose_devices_are_not_there_is_told_which_are() -> None:
-    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=0, capacity_mib=8_000)
-    said = rejections(no_device="qwen may use only gpu7.").error_for(rejection)
-    assert isinstance(said, TooLarge) and said.message == "qwen may use only gpu7."
-    assert said.public == "The model may use only devices that are not there.", "others learn no names"
-    assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 0, "capacity_mib": 8_000}}
+LOWER = "Lower ctx_size or memory_mib, "
 
 
-def test_too_large_tells_need_and_room() -> None:
-    said = error(RejectCode.TOO_LARGE, needs_mib=41_000, free_mib=23_920)
+@pytest.mark.parametrize(
+    ("numbers", "why", "told", "hidden"),
+    [
+        ({"needs_mib": 41_000, "free_mib": 23_920}, {}, ("41,000", "23,920"), ()),
+        ({}, {"no_device": "qwen may use only gpu7."}, ("qwen may use only gpu7.",), ("gpu7",)),
+        # Models are advised to be unpinned only where their memory would help.
+        ({}, {}, (f"made free. {LOWER}or give it more devices.",), ()),
+        ({"pinned": ("a", "b")}, {}, (f"{LOWER}unpin models (a, b), or give it more devices.",), ("unpin",)),
+        ({}, {"why_whole": " One GPU only."}, ("made free. One GPU only. Lower",), ()),
+        (
+            {"held_by": ("lab", "ci")},
+            {},
+            ("at most 3 of 8,000 MiB can be made free; lab, ci hold some.",),
+            ("lab", "8,000"),
+        ),
+    ],
+)
+def test_too_large_tells_need_and_room_and_names_to_operators_only(
+    numbers: dict[str, Any], why: dict[str, str], told: tuple[str, ...], hidden: tuple[str, ...]
+) -> None:
+    figures = {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000, **numbers}
+    said = rejections(**why).error_for(Rejection(RejectCode.TOO_LARGE, M, **figures))
     assert isinstance(said, TooLarge) and said.final
-    assert "41,000" in said.message and "23,920" in said.message
+    assert all(words in said.message for words in told) and not any(words in said.public for words in hidden)
+    memory = {name: figures[name] for name in ("needs_mib", "free_mib", "capacity_mib")}
+    assert said.beside == {"memory": memory}
 
 
-def test_too_large_advises_to_unpin_only_models_whose_memory_would_help() -> None:
-    alone = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3)
-    assert "Lower ctx_size or memory_mib, or give it more devices." in rejections().error_for(alone).message
-    beside = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, pinned=(ModelId("a"), ModelId("b")))
-    said = rejections().error_for(beside)
-    assert "Lower ctx_size or memory_mib, unpin models (a, b), or give it more devices." in said.message
-    assert "unpin" not in said.public
-
-
-def test_engine_that_cannot_be_spread_over_gpus_says_so() -> None:
-    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3)
-    assert "made free. One GPU only. Lower" in rejections(why_whole=" One GPU only.").error_for(rejection).message
-    assert "made free. Lower" in rejections().error_for(rejection).message
-
-
-def test_holders_of_memory_elsewhere_are_named_to_operators_only() -> None:
-    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, capacity_mib=8_000, held_by=("lab", "ci"))
-    said = rejections().error_for(rejection)
-    assert "at most 3 of 8,000 MiB can be made free; lab, ci hold some." in said.message
-    assert "lab" not in said.public and "8,000" not in said.public
-    assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000}}
+def test_what_a_model_may_not_use_is_told_to_others_without_names() -> None:
+    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=0)
+    said = rejections(no_device="qwen may use only gpu7.").error_for(rejection)
+    assert said.message == "qwen may use only gpu7."
+    assert said.public == "The model may use only devices that are not there."
 
 
 def test_a_request_that_waited_for_memory_is_told_how_much() -> None:
@@ -164,25 +165,20 @@ def test_a_load_that_holds_the_memory_counts_in_the_estimate() -> None:
     assert (said.retry_after_s, said.beside["loading"]["eta_s"]) == (10.0, None), "it is not known"
 
 
-def test_failed_load_carries_the_engines_last_lines() -> None:
-    failed = LoadFailed("qwen could not be loaded: boom.", public="qwen is not well.", details="line 1\nline 2")
+@pytest.mark.parametrize(
+    ("failed", "is_final"),
+    [
+        (LoadFailed("qwen could not be loaded: boom.", public="qwen is not well.", details="line 1\nline 2"), False),
+        (LoadOutOfMemory("qwen ran out of memory.", details="x", beside={"memory": {"gpu0": {"given_mib": 5}}}), False),
+        # Bad files are not to be tried again.
+        (UnusableModel("qwen could not be loaded: model.safetensors is cut off."), True),
+    ],
+)
+def test_a_failed_load_is_told_as_it_failed(failed: LoadFailed, is_final: bool) -> None:
     said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert (said.message, said.details, said.retry_after_s) == (failed.message, "line 1\nline 2", 40.0)
-    assert said.public == "qwen is not well."
-
-
-def test_load_that_ran_out_of_memory_keeps_its_numbers() -> None:
-    failed = LoadOutOfMemory("qwen ran out of memory.", details="x", beside={"memory": {"gpu0": {"given_mib": 5}}})
-    said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert isinstance(said, LoadOutOfMemory)
-    assert (said.status, said.details, said.retry_after_s, said.beside) == (507, "x", 40.0, failed.beside)
-
-
-def test_bad_files_are_told_as_such_and_not_to_be_tried_again() -> None:
-    failed = UnusableModel("qwen could not be loaded: model.safetensors is cut off.")
-    said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert isinstance(said, UnusableModel) and said.final
-    assert (said.message, said.retry_after_s) == (failed.message, None)
+    assert type(said) is type(failed) and said.final is is_final
+    assert (said.message, said.public, said.details) == (failed.message, failed.public, failed.details)
+    assert (said.status, said.beside, said.retry_after_s) == (failed.status, failed.beside, None if is_final else 40.0)
 
 
 def test_retry_after_is_bounded() -> None:

@@ -25,21 +25,85 @@ def written(tmp_path: Path, *lines: str) -> Path:
     return file
 
 
-def test_rows_are_read_in_order_of_time_from_zero(tmp_path: Path) -> None:
-    file = written(tmp_path, HEADER, "1700000003.5,b,10,20", "1700000001.5,a,30,0", "", "1700000001.5,b,1,2")
-    assert read_trace(file) == [SimArrival(0.0, "a", 30, 0), SimArrival(0.0, "b", 1, 2), SimArrival(2.0, "b", 10, 20)]
+LOG = "TIMESTAMP,ContextTokens,GeneratedTokens"
+ONES = '"input_length": 1, "output_length": 1'
+READ: dict[str, tuple[tuple[str, ...], Known | None, list[SimArrival]]] = {
+    "in order of time, from zero": (
+        (HEADER, "1700000003.5,b,10,20", "1700000001.5,a,30,0", "", "1700000001.5,b,1,2"),
+        None,
+        [SimArrival(0.0, "a", 30, 0), SimArrival(0.0, "b", 1, 2), SimArrival(2.0, "b", 10, 20)],
+    ),
+    "with tenants and priorities": (
+        ("tenant, T ,model,priority,output_len,prompt_len", "ann,0,a,high,2,1", ",1,a,,2,1", "bo,2,a,7,2,1"),
+        None,
+        [SimArrival(0.0, "a", 1, 2, "ann", 0), SimArrival(1.0, "a", 1, 2), SimArrival(2.0, "a", 1, 2, "bo", 7)],
+    ),
+    "with every priority that was ever recorded": (
+        (f"{HEADER},priority", "0,a,1,1,-100", "1,a,1,1,-7", "2,a,1,1,100"),
+        None,
+        [SimArrival(float(at), "a", 1, 1, "", priority) for at, priority in enumerate((-100, -7, 100))],
+    ),
+    "an empty length of a log without models is the mean too": (
+        (LOG, "2023-11-16,30,5", "2023-11-17,,5"),
+        Known(["a"]),
+        [SimArrival(0.0, "a", 30, 5), SimArrival(86_400.0, "a", 30, 5)],
+    ),
+    "other names and priorities of the configuration": (
+        (HEADER, "0,old,1,1", "1,b,1,1"),
+        Known(["a", "b"], {"old": "a"}, {"a": 2}),
+        [SimArrival(0.0, "a", 1, 1, "", 2), SimArrival(1.0, "b", 1, 1)],
+    ),
+    **{
+        f"columns separated by {delimiter!r}": (
+            (
+                f"{HEADER},note".replace(",", delimiter),
+                '0.5,a,10,20,"x"'.replace(",", delimiter),
+                "2.5,b,30,40,".replace(",", delimiter),
+            ),
+            None,
+            [SimArrival(0.0, "a", 10, 20), SimArrival(2.0, "b", 30, 40)],
+        )
+        for delimiter in (";", "\t", "|")
+    },
+    "a column twice that does not count": ((f"{HEADER},note,note", "0,a,1,1,x,y"), None, [SimArrival(0.0, "a", 1, 1)]),
+    # Tables with gaps are often written with all their numbers as fractions.
+    "whole lengths, however they are written": (
+        (HEADER, "0,a,472.0,18.0", "1,a,,0.0"),
+        None,
+        [SimArrival(0.0, "a", 472, 18), SimArrival(1.0, "a", 472, 0)],
+    ),
+    "a model column beside public titles": (
+        (f"{LOG},Model", "2023-11-16,3,4,b", "2023-11-17,5,6,a"),
+        Known(["a", "b"]),
+        [SimArrival(0.0, "b", 3, 4), SimArrival(86_400.0, "a", 5, 6)],
+    ),
+    "JSON with our own names": (
+        ('{"t": 1.5, "model": "b", "prompt_len": 1, "output_len": 2, "tenant": "x", "priority": "low"}',),
+        None,
+        [SimArrival(0.0, "b", 1, 2, "x", 2)],
+    ),
+    "JSON may leave out what is not known": (
+        (f'{{"timestamp": 2.5, "model": "a", {ONES}}}', f'{{"timestamp": 9.5, "model": "b", {ONES}, "tenant": "x"}}'),
+        None,
+        [SimArrival(0.0, "a", 1, 1), SimArrival(7.0, "b", 1, 1, "x")],
+    ),
+    "whole numbers in JSON are seconds if there were too many requests": (
+        tuple(f'{{"timestamp": {at}, {ONES}}}' for at in range(3)),
+        Known(["a"]),
+        [SimArrival(float(at), "a", 1, 1) for at in range(3)],
+    ),
+    "recordings put together are one": (
+        (HEADER, "1,a,1,1", HEADER, "2,a,1,1"),
+        None,
+        [SimArrival(0.0, "a", 1, 1), SimArrival(1.0, "a", 1, 1)],
+    ),
+}
 
 
-def test_tenant_and_priority_are_read_where_they_are_given(tmp_path: Path) -> None:
-    file = written(
-        tmp_path, "tenant, T ,model,priority,output_len,prompt_len", "ann,0,a,high,2,1", ",1,a,,2,1", "bo,2,a,7,2,1"
-    )
-    assert [(row.tenant, row.priority) for row in read_trace(file)] == [("ann", 0), ("", 1), ("bo", 7)]
-
-
-def test_every_priority_that_was_ever_recorded_is_read(tmp_path: Path) -> None:
-    file = written(tmp_path, f"{HEADER},priority", "0,a,1,1,-100", "1,a,1,1,-7", "2,a,1,1,100")
-    assert [row.priority for row in read_trace(file)] == [-100, -7, 100]
+@pytest.mark.parametrize("name", READ)
+def test_rows_are_read(name: str, tmp_path: Path) -> None:
+    lines, known, rows = READ[name]
+    assert read_trace(written(tmp_path, *lines), known) == rows
 
 
 def test_an_empty_length_is_the_mean_of_those_known(tmp_path: Path) -> None:
@@ -50,11 +114,6 @@ def test_an_empty_length_is_the_mean_of_those_known(tmp_path: Path) -> None:
         "4 without output_len taken as 200 tokens, as none is known",
     )
     assert trace_of(written(tmp_path, HEADER, "0,a,0,0")).remarks == ()
-
-
-def test_an_empty_length_of_a_log_without_models_is_the_mean_too(tmp_path: Path) -> None:
-    file = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,30,5", "2023-11-17,,5")
-    assert [row.prompt_len for row in read_trace(file, Known(["a"]))] == [30, 30]
 
 
 def test_rows_for_other_models_are_left_out_and_counted_where_that_is_asked(tmp_path: Path) -> None:
@@ -68,36 +127,11 @@ def test_rows_for_other_models_are_left_out_and_counted_where_that_is_asked(tmp_
         trace_of(written(tmp_path, HEADER, "x,a,1,1"), Known(["a"], skips_others=True))
 
 
-def test_other_names_and_priorities_of_the_configuration_count(tmp_path: Path) -> None:
-    file = written(tmp_path, HEADER, "0,old,1,1", "1,b,1,1")
-    known = Known(["a", "b"], {"old": "a"}, {"a": 2})
-    assert [(row.model, row.priority) for row in read_trace(file, known)] == [("a", 2), ("b", 1)]
-
-
 def test_rows_that_name_no_model_are_left_out_and_counted_like_those_of_others(tmp_path: Path) -> None:
     file = written(tmp_path, HEADER, "0,,900,1", "5,a,10,1", "6,,1,1")
     trace = trace_of(file, Known(["a"], skips_others=True))
     assert [row.model for row in trace.rows] == ["a"]
     assert trace.remarks[0] == "2 for models that are not in the configuration left out ('' 2)"
-
-
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_columns_may_be_separated_by_other_characters(delimiter: str, tmp_path: Path) -> None:
-    lines = ("t,model,prompt_len,output_len,note", '0.5,a,10,20,"x"', "2.5,b,30,40,")
-    file = written(tmp_path, *(line.replace(",", delimiter) for line in lines))
-    assert read_trace(file) == [SimArrival(0.0, "a", 10, 20), SimArrival(2.0, "b", 30, 40)]
-
-
-def test_a_column_that_is_there_twice_is_refused_if_it_counts(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r":1: the header names model twice"):
-        read_trace(written(tmp_path, f"{HEADER},model", "0,a,1,1,b"))
-    assert len(read_trace(written(tmp_path, f"{HEADER},note,note", "0,a,1,1,x,y"))) == 1
-
-
-def test_whole_lengths_are_read_however_they_are_written(tmp_path: Path) -> None:
-    """Tables with gaps are often written with all their numbers as fractions."""
-    file = written(tmp_path, HEADER, "0,a,472.0,18.0", "1,a,,0.0")
-    assert [(row.prompt_len, row.output_len) for row in read_trace(file)] == [(472, 18), (472, 0)]
 
 
 def test_a_log_without_models_is_spread_over_those_given(tmp_path: Path) -> None:
@@ -141,28 +175,50 @@ def test_a_wrong_row_is_told_with_file_and_line(row: str, told: str, tmp_path: P
     assert error.value.message.startswith(f"{file}:3: {told}")
 
 
+OWN = '"prompt_len": 1, "output_len": 1'
+BY_PRIORITY = "model,prompt_len,output_len,t,priority"
+
+
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("lines", "told"),
     [
-        ("a,1,1,0,soon", "priority is 'soon'"),
-        ("a,1,1,0,101", "priority is '101'"),
-        ("a,1,1,0,-101", "priority is '-101'"),
-        ("a,1,1,0,--1", "priority is '--1'"),
-        ("a,1,1,0,-", "priority is '-'"),
-        (f"a,1,1,0,{'0' * 5_000}", "5,000 characters"),
+        *(
+            ((BY_PRIORITY, f"a,1,1,0,{priority}"), f"priority is '{priority}'")
+            for priority in ("soon", "101", "-101", "--1", "-")
+        ),
+        ((BY_PRIORITY, f"a,1,1,0,{'0' * 5_000}"), "5,000 characters"),
+        ((f"{HEADER},tenant", "0,a,1,1,\x07"), ":2: tenant is not a name"),
+        ((LOG, "noon,1,1"), ":2: TIMESTAMP is 'noon'"),
+        ((f"{HEADER},model", "0,a,1,1,b"), ":1: the header names model twice"),
+        (("time,name", "1,a"), "header must name t, model"),
+        ((f"{LOG},Model", "2023-11-16,3,4,a", "2023-11-17,5,6,b"), ":3: there is no model 'b' in the configuration"),
+        ((HEADER, "2024-05-01 10:00:00,a,1,1", "5,a,1,1"), ":3: t is '5', not a time like"),
+        ((HEADER, "5,a,1,1", "2024-05-01 10:00:01,a,1,1"), ":3: t is '2024-.*', not a number"),
+        (('[{"timestamp": 1}]',), ":1: this is one JSON document"),
+        (('{"timestamp": 1',), ":1: this is not JSON"),
+        ((f'{{"t": 1, "model": "a", {OWN}}}', "[" * 100_000), ":2: this is not JSON"),
+        (('{"timestamp": 1}',), ":1: the header must name .* there is no prompt_len and no output_len"),
+        ((f'{{"t": 1, {OWN}}}', "7"), ":2: this is not a JSON object"),
+        ((f'{{"t": 1, {OWN}}}', "", '{"prompt_len": 1}'), ":3: t is '', not a number"),
+        (('{"t": 1, "prompt_len": 1.5, "output_len": 1}',), ":1: prompt_len is '1.5', not a number of tokens"),
+        (('{"t": 1, "prompt_len": true, "output_len": 1}',), ":1: prompt_len is true, neither text nor a number"),
+        ((f'{{"t": 1, "model": ["a"], {OWN}}}',), r':1: model is \["a"\], neither text nor a number'),
+        (
+            (f'{{"t": 1, "model": {{"a": "{"x" * 100}"}}, {OWN}}}',),
+            r':1: model is {"a": "x{53}…, neither text nor a number',
+        ),
+        *(
+            (
+                ('{"greenroom_events":1}', f'{{"n":1,"x":{{"_":"RequestArrived"}},"event":{event}}}'),
+                ":2: this is not the arrival of a request",
+            )
+            for event in ('"a"', '{"candidates":7,"now":1}', '{"candidates":[],"now":1}', '{"now":1}')
+        ),
     ],
 )
-def test_a_wrong_priority_is_told(row: str, told: str, tmp_path: Path) -> None:
-    file = written(tmp_path, "model,prompt_len,output_len,t,priority", row)
+def test_what_cannot_be_read_is_told_with_its_line(lines: tuple[str, ...], told: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=told):
-        read_trace(file)
-
-
-def test_a_wrong_tenant_or_moment_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r":2: tenant is not a name"):
-        read_trace(written(tmp_path, f"{HEADER},tenant", "0,a,1,1,\x07"))
-    with pytest.raises(TraceError, match=r":2: TIMESTAMP is 'noon'"):
-        read_trace(written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,1"), Known(["a"]))
+        read_trace(written(tmp_path, *lines), Known(["a"]))
 
 
 def test_a_file_that_is_no_trace_is_told(tmp_path: Path) -> None:
@@ -170,10 +226,8 @@ def test_a_file_that_is_no_trace_is_told(tmp_path: Path) -> None:
         read_trace(tmp_path / "nothing.csv")
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
-    with pytest.raises(TraceError, match="header must name t, model"):
-        read_trace(written(tmp_path, "time,name", "1,a"))
     with pytest.raises(TraceError, match="names no models"):
-        read_trace(written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,1,1"))
+        read_trace(written(tmp_path, LOG, "2023-11-16,1,1"))
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"t,model\n\xff\xfe\x00")
     with pytest.raises(TraceError, match="not UTF-8"):
@@ -202,19 +256,8 @@ def test_dates_are_read_with_and_without_zone_and_fraction(tmp_path: Path) -> No
     trace = trace_of(written(tmp_path, HEADER, *(f"{date},a,1,1" for date in dates)))
     assert [row.at for row in trace.rows] == pytest.approx([0.0, 1.0, 2.25, 3.123456])
     assert trace.columns == "time from t (dates)"
-    with pytest.raises(TraceError, match=r":3: t is '5', not a time like"):
-        trace_of(written(tmp_path, HEADER, f"{dates[0]},a,1,1", "5,a,1,1"))
-    with pytest.raises(TraceError, match=r":3: t is '2024-.*', not a number"):
-        trace_of(written(tmp_path, HEADER, "5,a,1,1", f"{dates[1]},a,1,1"))
     with pytest.raises(TraceError, match=r":2: t is '2024-.*', a date and no number of ms"):
         trace_of(written(tmp_path, HEADER, f"{dates[1]},a,1,1"), time_unit="ms")
-
-
-def test_a_model_column_beside_public_titles_counts(tmp_path: Path) -> None:
-    file = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens,Model", "2023-11-16,3,4,b", "2023-11-17,5,6,a")
-    assert [(row.model, row.prompt_len) for row in read_trace(file, Known(["a", "b"]))] == [("b", 3), ("a", 5)]
-    with pytest.raises(TraceError, match=r":3: there is no model 'a' in the configuration"):
-        read_trace(file, Known(["b"]))
 
 
 BURSTS = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
@@ -252,17 +295,6 @@ def test_lines_of_json_are_read(tmp_path: Path) -> None:
         "--time-unit says otherwise); models drawn from the configuration, the first most often; "
         "prompt_len from input_length; output_len from output_length; not used: hash_ids"
     )
-    own = '{"t": 1.5, "model": "b", "prompt_len": 1, "output_len": 2, "tenant": "x", "priority": "low"}'
-    assert read_trace(written(tmp_path, own)) == [SimArrival(0.0, "b", 1, 2, "x", 2)]
-
-
-def test_json_may_leave_out_what_is_not_known(tmp_path: Path) -> None:
-    rows = [f'{{"timestamp": {at}.5, "model": "a", "input_length": 1, "output_length": 1}}' for at in range(3)]
-    tenant = '{"timestamp": 9.5, "model": "b", "input_length": 1, "output_length": 1, "tenant": "x"}'
-    assert [(row.model, row.tenant) for row in read_trace(written(tmp_path, *rows, tenant))][-2:] == [
-        ("a", ""),
-        ("b", "x"),
-    ]
 
 
 @pytest.mark.parametrize("before", [1, 500])
@@ -307,23 +339,6 @@ def test_the_unit_of_times_is_found_and_told(
     assert trace_of(file, time_unit="us").rows[-1].at == pytest.approx((float(times[-1]) - float(times[0])) * 1e-6)
 
 
-@pytest.mark.parametrize("event", ['"a"', '{"candidates":7,"now":1}', '{"candidates":[],"now":1}', '{"now":1}'])
-def test_an_arrival_that_names_no_models_is_told_with_its_line(event: str, tmp_path: Path) -> None:
-    file = written(tmp_path, '{"greenroom_events":1}', f'{{"n":1,"x":{{"_":"RequestArrived"}},"event":{event}}}')
-    with pytest.raises(TraceError, match=r":2: this is not the arrival of a request"):
-        read_trace(file)
-
-
-def test_json_that_is_nested_too_deeply_is_told_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r":2: this is not JSON"):
-        read_trace(written(tmp_path, '{"t": 1, "model": "a", "prompt_len": 1, "output_len": 1}', "[" * 100_000))
-
-
-def test_whole_numbers_in_json_are_seconds_if_there_were_too_many_requests(tmp_path: Path) -> None:
-    rows = [f'{{"timestamp": {at}, "input_length": 1, "output_length": 1}}' for at in range(5)]
-    assert trace_of(written(tmp_path, *rows), Known(["a"])).rows[-1].at == 4.0
-
-
 def test_a_recording_of_events_gives_its_arrivals(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     arrived = RequestArrived(100.0, RequestId("r1"), (ModelId("b"), ModelId("a")), 2, TenantId("x"))
@@ -336,35 +351,6 @@ def test_a_recording_of_events_gives_its_arrivals(tmp_path: Path) -> None:
     assert list(trace.rows) == [SimArrival(0.0, "b", 200, 200, "x", 2), SimArrival(1.5, "a", 200, 200, "", 1)]
     assert trace.columns.startswith("a recording of events: time from t in seconds")
     assert trace.remarks[0] == "2 without prompt_len taken as 200 tokens, as none is known"
-
-
-def test_recordings_put_together_are_one(tmp_path: Path) -> None:
-    assert len(read_trace(written(tmp_path, HEADER, "1,a,1,1", HEADER, "2,a,1,1"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (('[{"timestamp": 1}]',), ":1: this is one JSON document"),
-        (('{"timestamp": 1',), ":1: this is not JSON"),
-        (('{"timestamp": 1}',), ":1: the header must name .* there is no prompt_len and no output_len"),
-        (('{"t": 1, "prompt_len": 1, "output_len": 1}', "7"), ":2: this is not a JSON object"),
-        (('{"t": 1, "prompt_len": 1, "output_len": 1}', "", '{"prompt_len": 1}'), ":3: t is '', not a number"),
-        (('{"t": 1, "prompt_len": 1.5, "output_len": 1}',), ":1: prompt_len is '1.5', not a number of tokens"),
-        (('{"t": 1, "prompt_len": true, "output_len": 1}',), ":1: prompt_len is true, neither text nor a number"),
-        (
-            ('{"t": 1, "model": ["a"], "prompt_len": 1, "output_len": 1}',),
-            r':1: model is \["a"\], neither text nor a number',
-        ),
-        (
-            ('{"t": 1, "model": {"a": "%s"}, "prompt_len": 1, "output_len": 1}' % ("x" * 100),),
-            r':1: model is {"a": "x{53}…, neither text nor a number',
-        ),
-    ],
-)
-def test_wrong_lines_of_json_are_told(lines: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=told):
-        read_trace(written(tmp_path, *lines), Known(["a"]))
 
 
 def test_rows_far_out_of_order_are_sorted_and_equals_keep_their_order(tmp_path: Path) -> None:

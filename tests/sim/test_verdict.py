@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from greenroom.sim.results.effect import Effect, effect, seconds
 from greenroom.sim.results.stats import stats_of, waits_of
 from greenroom.sim.results.verdict import advice
 from greenroom.sim.truth import Delays
-from greenroom.sim.workloads import Agents, Mix, Poisson, Recorded, zipf
+from greenroom.sim.workloads import Agents, Mix, Poisson, Recorded, Workload, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import MANNERS, gpu, host, names, setting, sim_model, sleeper
 
@@ -23,8 +24,8 @@ SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), ho
 WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
 
 
-def results(*compared: Case, base: SimConfig = SMALL) -> list[CaseResult]:
-    return run_all(compared, base, WORKLOAD, 0, lambda case, share: None)
+def results(*compared: Case, base: SimConfig = SMALL, workload: Workload = WORKLOAD) -> list[CaseResult]:
+    return run_all(compared, base, workload, 0, lambda case, share: None)
 
 
 def test_a_second_gpu_is_compared_with_the_first() -> None:
@@ -68,16 +69,11 @@ def test_what_changes_nothing_is_said_to_change_nothing() -> None:
     assert "None of the changes tried is needed." in said.bottom_line
     (sentence,) = advice([made(Case("fifo", gpus), 0.0) for gpus in (7, 8)]).changes
     assert sentence.endswith(": hardly any request waits either way.")
-
-
-def test_a_machine_that_is_good_enough_needs_no_change_though_one_would_be_better() -> None:
-    said = advice([made(Case("fifo", 1), 0.9), made(Case("fifo", 2), 0.2)])
-    assert said.changes[0].endswith(": it helps a lot.")
-    assert said.bottom_line[2] == "None of the changes tried is needed."
+    assert advice(by_gpus(0.9, 0.2)).changes[0].endswith(": it helps a lot.")
 
 
 def said_of_first(case: Case, base: SimConfig) -> str:
-    (result,) = run_all((case,), base, Poisson(Mix(zipf(names(4))), 0.2, 10.0), 0, lambda case, share: None)
+    (result,) = results(case, base=base, workload=Poisson(Mix(zipf(names(4))), 0.2, 10.0))
     return advice([result]).bottom_line[0].partition(" (")[0]
 
 
@@ -120,73 +116,60 @@ def made(case: Case, p95_s: float, lost: int = 0, delays: Delays | None = None) 
     return CaseResult(case, stats)
 
 
-def test_the_best_buy_is_the_smallest_change_that_is_good_enough() -> None:
-    said = advice(
-        [
-            made(Case("fifo", 1), 60.0),
-            made(Case("fifo", 2), 20.0),
-            made(Case("fifo", 3), 0.8),
-            made(Case("fifo", 4), 0.0),
-        ]
-    )
-    assert said.bottom_line[2].startswith("The best single change: 3 GPUs instead of 1. It would take the p95 wait")
-    assert said.bottom_line[-1] == "What hardware costs is not known here."
+def by_gpus(*p95_s: float) -> list[CaseResult]:
+    return [made(Case("fifo", gpus), seconds) for gpus, seconds in enumerate(p95_s, 1)]
 
 
-def test_the_best_buy_is_the_change_that_no_further_one_improves_on() -> None:
-    said = advice([made(Case("fifo", 1), 60.0), made(Case("fifo", 2), 20.0), made(Case("fifo", 3), 19.5)])
-    assert said.bottom_line[2].startswith("The best single change: a second GPU.")
+def with_room(*figures: tuple[float, int]) -> list[CaseResult]:
+    """One GPU and two without a green room, then with one: the p95 wait and the requests lost."""
+    compared = ((1, 0), (2, 0), (1, 8_000), (2, 8_000))
+    return [made(Case("fifo", *case), *figure) for case, figure in zip(compared, figures, strict=True)]
 
 
-def test_changes_as_good_as_the_best_and_better_combinations_are_named() -> None:
-    said = advice(
-        [
-            made(Case("fifo", 1, 0), 60.0),
-            made(Case("fifo", 2, 0), 20.0),
-            made(Case("fifo", 1, 8_000), 21.0),
-            made(Case("fifo", 2, 8_000), 5.0),
-        ]
-    )
-    assert said.bottom_line[3:] == [
-        "About as good: a green room of 8,000 MiB instead of none.",
-        "Better still, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB. It serves all 1,000 requests with "
-        "a p95 wait of 5.0 s and a mean delay of 0.0 s.",
-        "What hardware costs is not known here.",
-    ]
+COST_UNKNOWN = "What hardware costs is not known here."
+BUYS: dict[str, tuple[Callable[[], list[CaseResult]], dict[int, str]]] = {
+    "the smallest change that is good enough": (
+        lambda: by_gpus(60.0, 20.0, 0.8, 0.0),
+        {2: "The best single change: 3 GPUs instead of 1. It would take the p95 wait", -1: COST_UNKNOWN},
+    ),
+    "one that no further one improves on": (
+        lambda: by_gpus(60.0, 20.0, 19.5),
+        {2: "The best single change: a second GPU."},
+    ),
+    "as good, and better together": (
+        lambda: with_room((60.0, 0), (20.0, 0), (21.0, 0), (5.0, 0)),
+        {
+            3: "About as good: a green room of 8,000 MiB instead of none.",
+            4: "Better still, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB. It serves all 1,000 requests "
+            "with a p95 wait of 5.0 s and a mean delay of 0.0 s.",
+            5: COST_UNKNOWN,
+            -1: COST_UNKNOWN,
+        },
+    ),
+    "only together": (
+        lambda: with_room((60.0, 0), (60.0, 0), (60.0, 0), (5.0, 0)),
+        {
+            2: "None of the changes tried helps noticeably by itself.",
+            3: "Together they do, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB.",
+        },
+    ),
+    "more served before shorter waits": (
+        lambda: with_room((60.0, 500), (60.0, 100), (10.0, 500), (60.0, 100)),
+        {2: "The best single change: a second GPU. It would take requests served from 500 of 1,000 to 900 of 1,0"},
+    ),
+    "nothing that costs": (
+        lambda: [made(Case("fifo", concurrency=4), 60.0), made(Case("fifo", concurrency=16), 20.0)],
+        {-1: "The best single change: a concurrency of 16 instead of 4."},
+    ),
+    "good enough as it is": (lambda: by_gpus(0.9, 0.2), {2: "None of the changes tried is needed."}),
+}
 
 
-def test_changes_that_help_only_together_are_said_to() -> None:
-    said = advice(
-        [
-            made(Case("fifo", 1, 0), 60.0),
-            made(Case("fifo", 2, 0), 60.0),
-            made(Case("fifo", 1, 8_000), 60.0),
-            made(Case("fifo", 2, 8_000), 5.0),
-        ]
-    )
-    assert said.bottom_line[2] == "None of the changes tried helps noticeably by itself."
-    assert said.bottom_line[3].startswith(
-        "Together they do, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB."
-    )
-
-
-def test_a_change_that_serves_more_is_a_better_buy_than_one_with_shorter_waits() -> None:
-    said = advice(
-        [
-            made(Case("fifo", 1, 0), 60.0, lost=500),
-            made(Case("fifo", 2, 0), 60.0, lost=100),
-            made(Case("fifo", 1, 8_000), 10.0, lost=500),
-            made(Case("fifo", 2, 8_000), 60.0, lost=100),
-        ]
-    )
-    assert said.bottom_line[2].startswith(
-        "The best single change: a second GPU. It would take requests served from 500 of 1,000 to 900 of 1,000"
-    )
-
-
-def test_where_nothing_is_bought_cost_is_not_spoken_of() -> None:
-    said = advice([made(Case("fifo", concurrency=4), 60.0), made(Case("fifo", concurrency=16), 20.0)])
-    assert said.bottom_line[-1].startswith("The best single change: a concurrency of 16 instead of 4.")
+@pytest.mark.parametrize("buy", BUYS)
+def test_the_best_buy_is_named(buy: str) -> None:
+    compared, told = BUYS[buy]
+    said = advice(compared()).bottom_line
+    assert all(said[line].startswith(text) for line, text in told.items()), said
 
 
 def test_many_steps_do_not_add_up_to_requests_that_are_lost() -> None:
@@ -244,6 +227,11 @@ def test_callers_that_wait_too_long_are_counted_though_they_are_few(late: int, w
 # --- the bottleneck ---------------------------------------------------------------------------------------------------
 
 
+def named(delays: Delays, p95_s: float = 1.0, lost: int = 0) -> str:
+    """The line about the bottleneck of a machine with these delays."""
+    return advice([made(Case("fifo"), p95_s, lost, delays)]).bottom_line[1]
+
+
 @pytest.mark.parametrize(
     ("delays", "cause"),
     [
@@ -265,13 +253,12 @@ def test_callers_that_wait_too_long_are_counted_though_they_are_few(late: int, w
 )
 def test_the_bottleneck_is_what_costs_most(delays: Delays, cause: Cause | None) -> None:
     assert bottleneck(delays) is cause
-    line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
+    line = named(delays)
     assert line.startswith(f"The bottleneck: {BOTTLENECKS[cause][0]}" if cause else "Hardly any request waits.")
 
 
 def test_a_bottleneck_found_by_lost_requests_names_those_and_not_the_waits_of_the_others() -> None:
-    delays = Delays(100, 70.0, 0.0, 90.0, lost_not_there=30, lost_full=20)
-    line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
+    line = named(Delays(100, 70.0, 0.0, 90.0, lost_not_there=30, lost_full=20))
     assert "(requests lost: not there 30, full 20)" in line and "on average" not in line
 
 
@@ -288,7 +275,7 @@ def test_models_that_are_full_of_slow_answers_lack_compute(slow_s: float, is_com
     for lost in (0, 100):
         delays = Delays(1_000 - lost, full_s=60_000.0, slow_s=slow_s, lost_full=lost, work_s=2_000.0)
         assert bottleneck(delays) is Cause.FULL
-        line = advice([made(Case("fifo"), 60.0, lost=lost, delays=delays)]).bottom_line[1]
+        line = named(delays, 60.0, lost)
         assert ("as answers share the compute of a GPU and are slow" in line) is is_compute
         assert line.endswith(f"What may help: {helps}.")
 
@@ -357,13 +344,8 @@ def test_a_second_gpu_is_used_though_the_first_holds_all_models() -> None:
     """They share its compute, so that two GPUs serve them twice as fast."""
     timings = Timings(load_s=1.0, concurrency=4, speed=OWN_PROCESSES)
     base = setting(*(sim_model(name, timings=timings) for name in "abcd"), devices=(gpu(8_000),))
-    one, two = run_all(
-        (Case("default", gpus=1), Case("default", gpus=2)),
-        base,
-        Poisson(Mix(zipf("abcd")), 1.0, 600.0),
-        0,
-        lambda case, share: None,
-    )
+    load = Poisson(Mix(zipf("abcd")), 1.0, 600.0)
+    one, two = results(Case("default", gpus=1), Case("default", gpus=2), base=base, workload=load)
     assert one.stats.all_delays.slow_s > 2 * two.stats.all_delays.slow_s
     assert advice([one, two]).bottom_line[2].startswith("The best single change: a second GPU.")
 
@@ -371,7 +353,7 @@ def test_a_second_gpu_is_used_though_the_first_holds_all_models() -> None:
 def test_first_loads_are_not_mended_by_memory() -> None:
     base = replace(SMALL, devices=(gpu(4_000),))
     one, patient = (
-        run_all((Case("fifo"),), tried, Poisson(Mix(zipf(names(4))), 0.2, 100.0), 0, lambda case, share: None)[0]
+        results(Case("fifo"), base=tried, workload=Poisson(Mix(zipf(names(4))), 0.2, 100.0))[0]
         for tried in (replace(base, patience_s=3.0), base)
     )
     assert (one.stats.loads, one.stats.unloads) == (4, 0) and one.stats.lost
@@ -383,8 +365,7 @@ def test_first_loads_are_not_mended_by_memory() -> None:
 
 
 def test_first_loads_are_a_part_of_those_not_there_but_not_of_those_too_large() -> None:
-    delays = Delays(700, lost_not_there=180, lost_too_large=80, lost_first_load=85)
-    line = advice([made(Case("fifo"), 1.0, lost=180, delays=delays)]).bottom_line[1]
+    line = named(Delays(700, lost_not_there=180, lost_too_large=80, lost_first_load=85), lost=180)
     assert line.startswith("The bottleneck: models are loaded for the first time ")
 
 
@@ -434,35 +415,26 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
     assert "larger GPUs" in advice([CaseResult(Case("fifo"), stats_of(world))]).bottom_line[1]
 
 
+NOT_THERE, ROOM = "models are not there", "larger GPUs, a larger green room"
+
+
 @pytest.mark.parametrize(
     ("delays", "what", "may_help"),
     [
         # A model that is full and never idle keeps the other one out.
         (
             Delays(1_000, not_there_s=168_000.0, full_s=86_000.0, slow_s=100.0, work_s=5_000.0),
-            "models are not there",
-            "larger GPUs, a larger green room or a higher concurrency",
+            NOT_THERE,
+            f"{ROOM} or a higher concurrency",
         ),
-        (
-            Delays(1_000, not_there_s=168_000.0, full_s=20_000.0),
-            "models are not there",
-            "larger GPUs or a larger green room",
-        ),
-        (
-            Delays(1_000, not_there_s=7_600.0, slow_s=5_000.0, work_s=9_000.0),
-            "models are not there",
-            "larger GPUs, a larger green room or faster GPUs",
-        ),
+        (Delays(1_000, not_there_s=168_000.0, full_s=20_000.0), NOT_THERE, "larger GPUs or a larger green room"),
+        (Delays(1_000, not_there_s=7_600.0, slow_s=5_000.0, work_s=9_000.0), NOT_THERE, f"{ROOM} or faster GPUs"),
         (
             Delays(1_000, not_there_s=300.0, full_s=1_600.0, slow_s=3_500.0, work_s=9_000.0),
             "answers share",
             "faster GPUs or a higher concurrency",
         ),
-        (
-            Delays(1_000, lost_not_there=300, lost_full=200),
-            "models are not there",
-            "larger GPUs, a larger green room or a higher concurrency",
-        ),
+        (Delays(1_000, lost_not_there=300, lost_full=200), NOT_THERE, f"{ROOM} or a higher concurrency"),
         # What may help these models alone is not mixed with what may help others.
         (
             Delays(1_000, lost_not_there=300, lost_kept_out=200, lost_full=100),
@@ -472,7 +444,7 @@ def test_memory_may_help_a_model_that_waits_for_room_before_its_first_load() -> 
     ],
 )
 def test_remedies_of_all_causes_that_weigh_much_are_named(delays: Delays, what: str, may_help: str) -> None:
-    said = advice([made(Case("fifo"), 60.0, delays=delays)]).bottom_line[1]
+    said = named(delays, 60.0)
     assert what in said and said.endswith(f"What may help: {may_help}.")
 
 
@@ -545,13 +517,8 @@ def test_models_that_name_only_gpus_that_are_not_there_are_named_together() -> N
 def test_models_that_pinned_ones_keep_out_are_told_from_those_that_are_too_large() -> None:
     """The pinned model is there first; the other would fit, as it does on a second GPU."""
     base = setting(sim_model("a", pinned=True, preload=True), sim_model("b"))
-    one, two = run_all(
-        (Case("fifo", 1), Case("fifo", 2)),
-        base,
-        Recorded([SimArrival(10.0 + number, ModelId("b"), 0, 1) for number in range(4)]),
-        0,
-        lambda case, share: None,
-    )
+    asked = Recorded([SimArrival(10.0 + number, ModelId("b"), 0, 1) for number in range(4)])
+    one, two = results(Case("fifo", 1), Case("fifo", 2), base=base, workload=asked)
     assert (one.stats.lost, two.stats.lost) == (4, 0)
     said = advice([one]).bottom_line
     assert said[1].startswith("The bottleneck: models find no room beside pinned ones (requests lost: kept out 4).")
@@ -559,26 +526,17 @@ def test_models_that_pinned_ones_keep_out_are_told_from_those_that_are_too_large
     assert said[2:] == ["b finds no room beside pinned models: 4 requests for it cannot be served."]
 
 
-def test_times_are_said_as_people_say_them() -> None:
-    assert [seconds(value) for value in (0.0, 0.44, 12.3, 150.0, 9_000.0)] == [
-        "0.0 s",
-        "0.4 s",
-        "12 s",
-        "2.5 min",
-        "2.5 h",
-    ]
-
-
-def test_halves_of_times_go_up_also_where_a_sum_misses_them_by_a_hair() -> None:
-    """A table has 17.5 s for each of the first three."""
-    assert [seconds(value) for value in (17.5, 17.499_999_999, 17.46)] == ["18 s"] * 3
-    assert [seconds(value) for value in (16.5, 17.44, 9.96, 135.0, 8_100.0)] == [
-        "17 s",
-        "17 s",
-        "10 s",
-        "2.3 min",
-        "2.3 h",
-    ]
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        *((0.0, "0.0 s"), (0.44, "0.4 s"), (12.3, "12 s"), (150.0, "2.5 min"), (9_000.0, "2.5 h")),
+        # Halves go up, also where a sum misses them by a hair. A table has 17.5 s for each of the first three.
+        *((17.5, "18 s"), (17.499_999_999, "18 s"), (17.46, "18 s"), (16.5, "17 s"), (17.44, "17 s")),
+        *((9.96, "10 s"), (135.0, "2.3 min"), (8_100.0, "2.3 h")),
+    ],
+)
+def test_times_are_said_as_people_say_them(value: float, told: str) -> None:
+    assert seconds(value) == told
 
 
 # --- requests that are not served count -------------------------------------------------------------------------------
@@ -589,7 +547,7 @@ def test_a_gpu_that_serves_twice_as_many_helps_though_waits_stay_as_long() -> No
     """Callers give up after a minute, so with one GPU as with two those served waited up to a minute."""
     base = replace(SMALL, patience_s=60.0)
     busy = Poisson(Mix(zipf(names(4))), 30.0, 300.0)
-    one, two = run_all((Case("fifo", 1), Case("fifo", 2)), base, busy, 0, lambda case, share: None)
+    one, two = results(Case("fifo", 1), Case("fifo", 2), base=base, workload=busy)
     assert two.stats.served > 1.5 * one.stats.served and one.stats.requests == two.stats.requests
     assert two.stats.waits.p95_s == pytest.approx(one.stats.waits.p95_s, rel=0.05)
     said = advice([one, two])

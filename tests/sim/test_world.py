@@ -1,5 +1,8 @@
+"""A world without and with faults, and its clock."""
+
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -21,8 +24,9 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
-from greenroom.sim.config import POLICIES
+from greenroom.sim.config import POLICIES, SimConfig
 from greenroom.sim.hooks import Ending, MoveFate, NoFaults, ServeFate, Transcript
+from greenroom.sim.player import Clock
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
@@ -34,6 +38,16 @@ WHY = because("test")
 
 def slot_of(world: World, model: str) -> SlotId:
     return next(place.id for place in world.truth.places.values() if place.model == model)
+
+
+def ran(
+    config: SimConfig, output: int = 100, *, until: float = inf, faults: NoFaults | None = None
+) -> tuple[World, SimCall]:
+    """A world in which one request for `a` came, and what became of it."""
+    world = World(config, faults=faults or NoFaults())
+    call = world.arrive(A, 1, output)
+    world.run(until)
+    return world, call
 
 
 # --- without faults ---------------------------------------------------------------------------------------------------
@@ -62,9 +76,7 @@ def test_a_slot_serves_as_many_at_once_as_it_may_and_each_at_full_speed() -> Non
 
 
 def test_a_swap_takes_the_time_of_leaving_and_of_coming() -> None:
-    world = World(setting(sim_model("a"), sim_model("b")))
-    world.arrive(A, 1, 100)
-    world.run()
+    world, _ = ran(setting(sim_model("a"), sim_model("b")))
     began = world.now
     call = world.arrive(B, 1, 100)
     world.run()
@@ -85,9 +97,7 @@ def test_a_model_that_sleeps_comes_back_quickly() -> None:
 
 
 def test_memory_is_counted_per_device_as_slots_come_sleep_and_go() -> None:
-    world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
-    world.arrive(A, 1, 100)
-    world.run()
+    world, _ = ran(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
     assert world.truth.held_mib == {GPU: 1_000, HOST: 0}
     world.ask_move(MoveKind.SLEEP, A)
     world.run()
@@ -115,9 +125,7 @@ def test_moves_stray_from_their_usual_time_within_the_jitter() -> None:
 
 
 def test_callers_give_up_when_their_patience_ends() -> None:
-    world = World(setting(sim_model("a"), patience_s=3.0))
-    call = world.arrive(A, 1, 100)
-    world.run()
+    _, call = ran(setting(sim_model("a"), patience_s=3.0))
     assert (call.fate, call.code, call.ended_at) == (Fate.REJECTED, RejectCode.EXPIRED, pytest.approx(3.0))
 
 
@@ -202,40 +210,28 @@ def test_a_removed_model_leaves_and_its_callers_are_told() -> None:
 
 
 def test_a_changed_concurrency_counts_from_then_on() -> None:
-    world = World(setting(sim_model("a", concurrency=1)))
-    first = world.arrive(A, 1, 1_000)
-    world.run(until=6.0)
+    world, first = ran(setting(sim_model("a", concurrency=1)), 1_000, until=6.0)
     world.change_config([sim_model("a", concurrency=2)])
     second = world.arrive(A, 1, 100)
     assert first.fate is Fate.GRANTED and second.fate is Fate.GRANTED
 
 
 def test_a_shutdown_drains() -> None:
-    world = World(setting(sim_model("a")))
-    served = world.arrive(A, 1, 100_000)
-    world.run(until=6.0)
+    world, served = ran(setting(sim_model("a")), 100_000, until=6.0)
     world.shut_down(drain_s=20.0)
     world.run()
     assert served.fate is Fate.SERVED and served.was_cut and served.ended_at < 27.0
     assert not world.truth.places
 
 
-def test_a_stepped_clock_brings_timers_forward() -> None:
+@pytest.mark.parametrize(("step_s", "ended_at"), [(+80.0, 20.0), (-50.0, 150.0)])
+def test_a_stepped_clock_moves_timers(step_s: float, ended_at: float) -> None:
     world = World(setting(sim_model("a"), patience_s=100.0))
     world.change_memory({GPU: 600})
     call = world.arrive(A, 1, 100)
-    world.after(10.0, lambda world: world.step_clock(+80.0))
+    world.after(10.0, lambda world: world.step_clock(step_s))
     world.run()
-    assert call.code is RejectCode.EXPIRED and call.ended_at == pytest.approx(20.0, abs=0.1)
-
-
-def test_a_clock_set_back_makes_timers_later() -> None:
-    world = World(setting(sim_model("a"), patience_s=100.0))
-    world.change_memory({GPU: 600})
-    call = world.arrive(A, 1, 100)
-    world.after(10.0, lambda world: world.step_clock(-50.0))
-    world.run()
-    assert call.code is RejectCode.EXPIRED and call.ended_at == pytest.approx(150.0, abs=0.1)
+    assert call.code is RejectCode.EXPIRED and call.ended_at == pytest.approx(ended_at, abs=0.1)
 
 
 # --- with faults ------------------------------------------------------------------------------------------------------
@@ -261,23 +257,17 @@ class Plan(NoFaults):
 
 
 def test_a_failed_load_rejects_its_waiting_request() -> None:
-    world = World(setting(sim_model("a")), faults=Plan(MoveFate(Outcome.FAILED, 2.0)))
-    call = world.arrive(A, 1, 100)
-    world.run()
+    world, call = ran(setting(sim_model("a")), faults=Plan(MoveFate(Outcome.FAILED, 2.0)))
     assert (call.code, call.ended_at) == (RejectCode.LOAD_FAILED, pytest.approx(2.0)) and not world.truth.places
 
 
 def test_a_client_that_goes_ends_its_answer() -> None:
-    world = World(setting(sim_model("a")), faults=Plan(ServeFate(Ending.CLIENT_GOES, 0.5)))
-    call = world.arrive(A, 1, 1_000)
-    world.run()
+    world, call = ran(setting(sim_model("a")), 1_000, faults=Plan(ServeFate(Ending.CLIENT_GOES, 0.5)))
     assert (call.fate, call.ended_at) == (Fate.GONE, pytest.approx(5.5)) and world.is_at_rest
 
 
 def test_an_answer_lost_early_is_granted_again() -> None:
-    world = World(setting(sim_model("a")), faults=Plan(ServeFate(Ending.LOST_EARLY, 0.5)))
-    call = world.arrive(A, 1, 100)
-    world.run()
+    _, call = ran(setting(sim_model("a")), faults=Plan(ServeFate(Ending.LOST_EARLY, 0.5)))
     assert (call.fate, call.grants, call.wait_s) == (Fate.SERVED, 2, pytest.approx(5.5))
 
 
@@ -299,9 +289,7 @@ def test_a_crash_before_the_first_byte_sends_requests_back() -> None:
 
 def test_a_crash_may_leave_the_host_copy() -> None:
     fate = ServeFate(Ending.CRASH, 0.5, Tier.ASLEEP)
-    world = World(setting(sleeper("a"), devices=(gpu(1_000), host(5_000))), faults=Plan(fate))
-    world.arrive(A, 1, 1_000)
-    world.run()
+    world, _ = ran(setting(sleeper("a"), devices=(gpu(1_000), host(5_000))), 1_000, faults=Plan(fate))
     assert world.truth.tier_of(A) is Tier.ASLEEP and world.truth.held_mib == {GPU: 0, HOST: 1_000}
 
 
@@ -335,9 +323,7 @@ def move(world: World, kind: MoveKind, slot: str, claim: dict[object, int], mode
 
 def running_world() -> tuple[World, SimCall]:
     """One request is being served by `a`, which fills the GPU."""
-    world = World(setting(sim_model("a", concurrency=1), sim_model("b")))
-    call = world.arrive(A, 1, 10_000)
-    world.run(until=6.0)
+    world, call = ran(setting(sim_model("a", concurrency=1), sim_model("b")), 10_000, until=6.0)
     assert call.fate is Fate.GRANTED
     return world, call
 
@@ -481,3 +467,36 @@ def test_what_has_ended_is_kept_packed_and_read_as_it_was() -> None:
     assert (second.fate, second.code, second.priority, second.output_len) == (Fate.SERVED, None, -3, 100)
     assert (second.wait_s, second.ended_at, second.tenant) == (served.wait_s, served.ended_at, "x")
     assert third.is_lease and not (first.is_lease or second.is_lease or second.was_broken) and len(world.ended) == 3
+
+
+def test_things_happen_in_order_of_time_and_then_of_arrangement() -> None:
+    clock, seen = Clock(), []
+    for after_s, name in ((2.0, "late"), (1.0, "first"), (1.0, "second")):
+        clock.arrange(after_s, seen.append, name)
+    while clock.advance(10.0):
+        pass
+    assert seen == ["first", "second", "late"] and clock.now == 2.0 and clock.is_empty
+
+
+def test_nothing_beyond_the_given_time_happens() -> None:
+    clock, seen = Clock(), []
+    clock.arrange(5.0, seen.append, "later")
+    assert not clock.advance(4.9) and not seen and not clock.is_empty
+    assert clock.advance(5.0) and seen == ["later"]
+
+
+def test_what_is_arranged_for_the_past_happens_at_once() -> None:
+    clock, seen = Clock(), []
+    clock.pass_to(10.0)
+    clock.arrange_at(3.0, seen.append, "overdue")
+    assert clock.advance(10.0) and seen == ["overdue"] and clock.now == 10.0
+
+
+def test_a_stepped_clock_tells_another_time_than_passes() -> None:
+    clock, told = Clock(), []
+    clock.pass_to(10.0)
+    clock.step(-4.0)
+    assert (clock.now, clock.told) == (10.0, 6.0)
+    clock.arrange_when_told(8.1, lambda _: told.append(clock.told), None)
+    clock.advance(100.0)
+    assert 8.1 <= told[0] < 8.11 and 12.0 < clock.now < 12.2

@@ -69,40 +69,28 @@ async def test_losses_in_the_middle_are_told_where_they_happened() -> None:
     assert (await next_of(slow)).id == 3
 
 
-async def test_resuming_gives_what_was_missed() -> None:
-    hub = Hub()
-    for kind in "abc":
-        hub.publish(kind, {})
-    subscription = hub.subscribe(after=1)
-    hub.publish("d", {})
-    hub.close()
-    assert await all_of(subscription) == [(2, "b"), (3, "c"), (4, "d")]
-
-
-async def test_resuming_after_the_last_gives_only_what_is_new() -> None:
-    hub = Hub()
-    hub.publish("a", {})
-    subscription = hub.subscribe(after=1)
-    hub.publish("b", {})
-    assert (await next_of(subscription)).kind == "b"
-
-
-async def test_resuming_further_back_than_is_remembered_says_how_many_are_lost() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "heard"),
+    [
+        pytest.param(3, 1, [(2, "tick"), (3, "tick"), (4, "new")], id="what was missed"),
+        pytest.param(1, 1, [(2, "new")], id="after the last, only what is new"),
+        pytest.param(0, 0, [(1, "new")], id="when nothing ever happened"),
+        pytest.param(10, 4, [(7, "dropped 3"), (8, "tick"), (9, "tick"), (10, "tick"), (11, "new")], id="too far back"),
+        pytest.param(2, 10_000, [(1, "tick"), (2, "tick"), (3, "new")], id="from an id that never was"),
+        pytest.param(2, -1, [(1, "tick"), (2, "tick"), (3, "new")], id="from before the first"),
+    ],
+)
+async def test_resuming_gives_what_was_missed_and_is_remembered(
+    before: int, after: int, heard: list[tuple[int, str]]
+) -> None:
     hub = Hub(past_max=3)
-    for _ in range(10):
+    for _ in range(before):
         hub.publish("tick", {})
-    subscription = hub.subscribe(after=4)
-    assert await next_of(subscription) == Event(7, "dropped", {"count": 3})
-    assert (await next_of(subscription)).id == 8
-
-
-@pytest.mark.parametrize("after", [10_000, -1])
-async def test_resuming_from_an_id_that_never_was_gives_all_that_is_remembered(after: int) -> None:
-    hub = Hub()
-    hub.publish("a", {})
-    hub.publish("b", {})
     subscription = hub.subscribe(after=after)
-    assert [(await next_of(subscription)).id for _ in range(2)] == [1, 2]
+    hub.publish("new", {})
+    hub.close()
+    told = [(event.id, f"{event.kind} {event.data.get('count', '')}".strip()) async for event in subscription]
+    assert told == heard
 
 
 async def test_ids_of_an_earlier_run_are_told_from_those_of_this_one() -> None:
@@ -112,13 +100,6 @@ async def test_ids_of_an_earlier_run_are_told_from_those_of_this_one() -> None:
     subscription = hub.subscribe(after=500)
     assert await next_of(subscription) == Event(1_001, "dropped", {"count": 1})
     assert await subscription.several(10) == [Event(1_002, "tick", {}), Event(1_003, "tick", {})]
-
-
-async def test_resuming_when_nothing_ever_happened_waits_for_the_first() -> None:
-    hub = Hub()
-    subscription = hub.subscribe(after=0)
-    hub.publish("a", {})
-    assert await next_of(subscription) == Event(1, "a", {})
 
 
 async def test_closed_hub_ends_its_listeners_after_what_they_have_not_read() -> None:

@@ -42,9 +42,9 @@ def lost() -> Callable[[], int]:
     return lambda: logs.lost_lines() - before
 
 
-def text(level: str = "debug") -> io.StringIO:
+def text(level: str = "debug", form: Any = "text") -> io.StringIO:
     stream = io.StringIO()
-    logs.setup(level, "text", stream)
+    logs.setup(level, form, stream)
     return stream
 
 
@@ -113,15 +113,13 @@ def test_no_text_makes_a_second_line(event: str, value: str, format: Any) -> Non
 @patient
 @given(st.text(st.characters(codec="utf-8"), max_size=200))
 def test_json_line_gives_back_what_was_said(value: str) -> None:
-    stream = io.StringIO()
-    logs.setup("info", "json", stream)
+    stream = text("info", "json")
     log.info("x", v=value)
     assert json.loads(stream.getvalue())["v"] == value
 
 
 def test_json_line_has_time_level_area_and_fields() -> None:
-    stream = io.StringIO()
-    logs.setup("info", "json", stream)
+    stream = text("info", "json")
     log.warning("load failed", model="qwen", took_s=0.5, tried=[1, 2], gone=None, level="high", raw=b"x")
     (line,) = lines_of_json(stream)
     assert line["ts"].endswith("Z")
@@ -139,8 +137,7 @@ def test_json_line_has_time_level_area_and_fields() -> None:
 
 
 def test_json_line_survives_values_that_are_not_json() -> None:
-    stream = io.StringIO()
-    logs.setup("info", "json", stream)
+    stream = text("info", "json")
     loop: list[Any] = []
     loop.append(loop)
     log.info("x", a="\ud800", b={1: {2: 3}}, c=object(), d=float("nan"))
@@ -226,8 +223,7 @@ def test_bug_carries_its_traceback_in_the_same_line() -> None:
 
 
 def test_warnings_of_libraries_become_lines_like_ours() -> None:
-    stream = io.StringIO()
-    logs.setup("info", "json", stream)
+    stream = text("info", "json")
     logs.setup("info", "json", stream)
     library = logging.getLogger("some.library")
     library.warning("odd %s", "thing")
@@ -245,8 +241,7 @@ def test_library_that_logs_wrongly_is_heard_all_the_same() -> None:
 
 
 def test_exception_logged_by_a_library_keeps_its_traceback() -> None:
-    stream = io.StringIO()
-    logs.setup("info", "json", stream)
+    stream = text("info", "json")
     try:
         raise ValueError("inner")
     except ValueError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.cli.fake_gateway import Answer, Asked, FakeGateway
 
-class FakeReplica:
+
+class FakeReplica(FakeGateway):
     """Serves version `number` of `repo_id` at `commit`. What it is told to do wrong is in the attributes."""
 
     def __init__(self, number: int = 1, repo_id: str = "org/old", commit: str | None = "c0") -> None:
@@ -28,37 +28,17 @@ class FakeReplica:
         self.refuses_to_go_back = False
         # Fields of its answers, as JSON, instead of the right ones.
         self.said: dict[str, str] = {}
-        self.asked: list[tuple[str, str, Any]] = []
         self._tasks: dict[str, dict[str, Any]] = {}
-        fake = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer("GET", None)
+    @property
+    def calls(self) -> list[tuple[str, str, Any]]:
+        return [(one.method, one.target, one.json if one.body else None) for one in self.asked]
 
-            def do_POST(self) -> None:
-                self._answer("POST", json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-            def _answer(self, method: str, body: Any) -> None:
-                fake.asked.append((method, self.path, body))
-                status, said, headers = fake.answer(method, self.path.partition("?")[0], body)
-                content = fake._told(said)
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(content))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def found(self, asked: Asked) -> Answer:
+        body = asked.json if asked.body else None
+        status, said, headers = self.answer(asked.method, asked.target.partition("?")[0], body)
+        return Answer(self._told(said), status, headers=tuple(headers.items()))
 
     @property
     def serves(self) -> tuple[int, str, str | None]:

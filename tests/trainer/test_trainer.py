@@ -49,7 +49,7 @@ def outcomes(report: Report) -> list[Outcome]:
 
 
 def orders(one: FakeReplica) -> list[str]:
-    return [path for method, path, _ in one.asked if method == "POST"]
+    return [path for method, path, _ in one.calls if method == "POST"]
 
 
 def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, unreachable: str) -> None:
@@ -60,7 +60,7 @@ def test_a_prompt_is_sent_to_all_and_answers_tell_their_version(replica: Make, u
         ("hi!", 4, None),
         (None, None, "unreachable"),
     ]
-    assert first.asked[0][2] == {"prompt": "hi", "max_tokens": 5}
+    assert first.calls[0][2] == {"prompt": "hi", "max_tokens": 5}
 
 
 @pytest.mark.parametrize("kind", DRIPS)

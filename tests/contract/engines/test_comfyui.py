@@ -60,6 +60,12 @@ async def opened(folder: Path, *switches: str, **keys: Any) -> AsyncIterator[Stu
         yield studio
 
 
+@pytest.fixture
+async def studio(tmp_path: Path) -> AsyncIterator[Studio]:
+    async with opened(tmp_path) as studio:
+        yield studio
+
+
 # --- start, serve ---------------------------------------------------------------------------------------------------
 
 
@@ -75,30 +81,27 @@ async def test_start_is_answered_when_comfyui_answers(tmp_path: Path) -> None:
         assert (refused.status, refused.error["code"]) == (400, "unsupported")
 
 
-async def test_fields_of_a_request_fill_the_workflow(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        sent: dict[str, Any] = {"size": "640x384", "seed": 42, "num_inference_steps": 3, "guidance_scale": 2.5}
-        [made] = await studio.made(negative_prompt="blurry", **sent)
-        assert (made["text"], made["negative"], made["seed"]) == ("a cat", "blurry", 42)
-        assert (made["steps"], made["cfg"]) == (3, 2.5)
-        assert made["latent"] == {"width": 640, "height": 384, "batch_size": 1}
-        # What is not said is the workflow's, but for the seed: the same one would give the same picture.
-        first, second = (await studio.made())[0], (await studio.made())[0]
-        assert (first["steps"], first["cfg"], first["negative"]) == (4, 7.0, "ugly")
-        assert first["seed"] != second["seed"]
+async def test_fields_of_a_request_fill_the_workflow(studio: Studio) -> None:
+    sent: dict[str, Any] = {"size": "640x384", "seed": 42, "num_inference_steps": 3, "guidance_scale": 2.5}
+    [made] = await studio.made(negative_prompt="blurry", **sent)
+    assert (made["text"], made["negative"], made["seed"]) == ("a cat", "blurry", 42)
+    assert (made["steps"], made["cfg"]) == (3, 2.5)
+    assert made["latent"] == {"width": 640, "height": 384, "batch_size": 1}
+    # What is not said is the workflow's, but for the seed: the same one would give the same picture.
+    first, second = (await studio.made())[0], (await studio.made())[0]
+    assert (first["steps"], first["cfg"], first["negative"]) == (4, 7.0, "ugly")
+    assert first["seed"] != second["seed"]
 
 
-async def test_several_pictures_have_several_seeds(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        assert [made["seed"] for made in await studio.made(n=3, seed=7)] == [7, 8, 9]
+async def test_several_pictures_have_several_seeds(studio: Studio) -> None:
+    assert [made["seed"] for made in await studio.made(n=3, seed=7)] == [7, 8, 9]
 
 
-async def test_pictures_are_counted_also_where_the_answer_has_urls(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        for format in ("b64_json", "url"):
-            assert (await studio.ask(n=3, response_format=format)).status == 200
-        used = (await http(studio.app, "GET", "/api/v1/usage")).json()["total"]
-        assert (used["pictures"], used["requests"], used["uncounted"], used["prompt_tokens"]) == (6, 2, 0, None)
+async def test_pictures_are_counted_also_where_the_answer_has_urls(studio: Studio) -> None:
+    for format in ("b64_json", "url"):
+        assert (await studio.ask(n=3, response_format=format)).status == 200
+    used = (await http(studio.app, "GET", "/api/v1/usage")).json()["total"]
+    assert (used["pictures"], used["requests"], used["uncounted"], used["prompt_tokens"]) == (6, 2, 0, None)
 
 
 async def test_several_pictures_are_one_batch_where_the_workflow_can(tmp_path: Path) -> None:
@@ -107,13 +110,12 @@ async def test_several_pictures_are_one_batch_where_the_workflow_can(tmp_path: P
         assert len(studio.lines("begin")) == 1
 
 
-async def test_generations_wait_in_our_queue(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        asked = [asyncio.create_task(studio.made(prompt=f"p{number}")) for number in range(4)]
-        made = [one["text"] for pictures in await asyncio.gather(*asked) for one in pictures]
-        assert sorted(made) == ["p0", "p1", "p2", "p3"]
-        events = [line["event"] for line in studio.lines("begin", "end")]
-        assert events == ["begin", "end"] * 4
+async def test_generations_wait_in_our_queue(studio: Studio) -> None:
+    asked = [asyncio.create_task(studio.made(prompt=f"p{number}")) for number in range(4)]
+    made = [one["text"] for pictures in await asyncio.gather(*asked) for one in pictures]
+    assert sorted(made) == ["p0", "p1", "p2", "p3"]
+    events = [line["event"] for line in studio.lines("begin", "end")]
+    assert events == ["begin", "end"] * 4
 
 
 async def test_command_of_the_operators(tmp_path: Path) -> None:
@@ -181,12 +183,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        for body, param in BAD:
-            answer = await studio.ask(**body)
-            assert (answer.status, answer.error["param"]) == (400, param), answer.body
-        assert not studio.lines("begin")
+async def test_bad_input_is_refused_by_name(studio: Studio) -> None:
+    for body, param in BAD:
+        answer = await studio.ask(**body)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert not studio.lines("begin")
 
 
 async def test_field_that_the_workflow_cannot_use_is_refused(tmp_path: Path) -> None:
@@ -197,31 +198,28 @@ async def test_field_that_the_workflow_cannot_use_is_refused(tmp_path: Path) -> 
         assert len(await studio.made()) == 1
 
 
-async def test_workflow_that_comfyui_refuses_is_told_node_by_node(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        answer = await studio.ask(guidance_scale=66)
-        assert (answer.status, answer.error["code"]) == (400, "workflow_refused")
-        assert "node 3 (KSampler): Value 66 bigger than max: cfg" in answer.error["message"]
-        assert len(await studio.made()) == 1
+async def test_workflow_that_comfyui_refuses_is_told_node_by_node(studio: Studio) -> None:
+    answer = await studio.ask(guidance_scale=66)
+    assert (answer.status, answer.error["code"]) == (400, "workflow_refused")
+    assert "node 3 (KSampler): Value 66 bigger than max: cfg" in answer.error["message"]
+    assert len(await studio.made()) == 1
 
 
 @pytest.mark.parametrize(("prompt", "words"), [("fail", "node 3 (KSampler): as told"), ("nothing", "no picture")])
-async def test_workflow_that_fails_is_told(tmp_path: Path, prompt: str, words: str) -> None:
-    async with opened(tmp_path) as studio:
-        answer = await studio.ask(prompt=prompt)
-        assert (answer.status, answer.error["code"]) == (500, "model_failed")
-        assert words in answer.error["message"]
-        assert [line["left"] for line in studio.lines("forget")] == [0], "its history does not grow"
-        assert len(await studio.made()) == 1
+async def test_workflow_that_fails_is_told(studio: Studio, prompt: str, words: str) -> None:
+    answer = await studio.ask(prompt=prompt)
+    assert (answer.status, answer.error["code"]) == (500, "model_failed")
+    assert words in answer.error["message"]
+    assert [line["left"] for line in studio.lines("forget")] == [0], "its history does not grow"
+    assert len(await studio.made()) == 1
 
 
-async def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        (studio.checkpoints / "tiny.safetensors").unlink()
-        answer = await studio.ask()
-        assert (answer.status, answer.error["code"]) == (503, "bad_model")
-        assert "tiny.safetensors" in answer.error["message"]
-        assert not studio.lines("start")
+async def test_missing_checkpoint_is_named(studio: Studio) -> None:
+    (studio.checkpoints / "tiny.safetensors").unlink()
+    answer = await studio.ask()
+    assert (answer.status, answer.error["code"]) == (503, "bad_model")
+    assert "tiny.safetensors" in answer.error["message"]
+    assert not studio.lines("start")
 
 
 @pytest.mark.parametrize(
@@ -237,21 +235,19 @@ async def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
         ({**WORKFLOW, "6": {"class_type": "CLIPTextEncode", "inputs": {"text": ["1", 0]}}}, "comes from another node"),
     ],
 )
-async def test_broken_workflow_is_told_before_anything_starts(tmp_path: Path, workflow: Any, words: str) -> None:
-    async with opened(tmp_path) as studio:
-        studio.write(workflow)
-        answer = await studio.ask()
-        assert (answer.status, answer.error["code"]) == (503, "bad_model")
-        assert words in answer.error["message"]
-        assert not studio.lines("start")
+async def test_broken_workflow_is_told_before_anything_starts(studio: Studio, workflow: Any, words: str) -> None:
+    studio.write(workflow)
+    answer = await studio.ask()
+    assert (answer.status, answer.error["code"]) == (503, "bad_model")
+    assert words in answer.error["message"]
+    assert not studio.lines("start")
 
 
-async def test_control_paths_are_not_open_behind_upstream(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        refused = await http(studio.app, "POST", "/upstream/m/sleep", {})
-        assert refused.status in (403, 404)
-        assert not studio.lines("free")
+async def test_control_paths_are_not_open_behind_upstream(studio: Studio) -> None:
+    await studio.made()
+    refused = await http(studio.app, "POST", "/upstream/m/sleep", {})
+    assert refused.status in (403, 404)
+    assert not studio.lines("free")
 
 
 # --- cancel ---------------------------------------------------------------------------------------------------------
@@ -285,18 +281,17 @@ async def test_next_generation_is_not_interrupted_for_the_last(tmp_path: Path) -
 # --- sleep, wake, stop ----------------------------------------------------------------------------------------------
 
 
-async def test_asleep_it_has_freed_its_memory_and_a_request_wakes_it(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        pids = await studio.pids()
-        for _ in range(3):
-            slept = await orders.order(studio.app, "sleep", "m")
-            assert slept.status == 200 and slept.json()["tier"] == "asleep", slept.body
-            freed = len(studio.lines("free"))
-            assert len(await studio.made()) == 1
-            assert (await orders.view(studio.app, "m"))["tier"] == "ready"
-        assert freed == 3
-        assert await studio.pids() == pids
+async def test_asleep_it_has_freed_its_memory_and_a_request_wakes_it(studio: Studio) -> None:
+    await studio.made()
+    pids = await studio.pids()
+    for _ in range(3):
+        slept = await orders.order(studio.app, "sleep", "m")
+        assert slept.status == 200 and slept.json()["tier"] == "asleep", slept.body
+        freed = len(studio.lines("free"))
+        assert len(await studio.made()) == 1
+        assert (await orders.view(studio.app, "m"))["tier"] == "ready"
+    assert freed == 3
+    assert await studio.pids() == pids
 
 
 async def test_one_that_does_not_tell_its_memory_is_unloaded_instead(tmp_path: Path) -> None:
@@ -309,35 +304,24 @@ async def test_one_that_does_not_tell_its_memory_is_unloaded_instead(tmp_path: P
         assert len(await studio.made()) == 1
 
 
-async def test_stopped_it_holds_nothing_any_more(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        worker, comfy = await studio.pids()
-        answer = await orders.order(studio.app, "unload", "m")
-        assert answer.json()["tier"] == "cold"
-        assert not is_alive(worker) and not is_alive(comfy)
-
-
 # --- crash, kill ----------------------------------------------------------------------------------------------------
 
 
-async def test_comfyui_gone_in_the_middle_is_told_and_the_next_is_answered(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        worker, _ = await studio.pids()
-        answer = await studio.ask(prompt="crash", steps=10)
-        assert (answer.status, answer.error["code"]) == (502, "engine_lost")
-        await until(lambda: not is_alive(worker))
-        await at_rest(studio.app)
-        assert len(await studio.made()) == 1
-        assert (await studio.pids())[0] != worker
+async def test_comfyui_gone_in_the_middle_is_told_and_the_next_is_answered(studio: Studio) -> None:
+    await studio.made()
+    worker, _ = await studio.pids()
+    answer = await studio.ask(prompt="crash", steps=10)
+    assert (answer.status, answer.error["code"]) == (502, "engine_lost")
+    await until(lambda: not is_alive(worker))
+    await at_rest(studio.app)
+    assert len(await studio.made()) == 1
+    assert (await studio.pids())[0] != worker
 
 
-async def test_those_that_ask_right_after_the_end_are_answered_by_the_next(tmp_path: Path) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        assert (await studio.ask(prompt="crash", steps=10)).status == 502
-        assert [(await studio.ask()).status for _ in range(3)] == [200] * 3
+async def test_those_that_ask_right_after_the_end_are_answered_by_the_next(studio: Studio) -> None:
+    await studio.made()
+    assert (await studio.ask(prompt="crash", steps=10)).status == 502
+    assert [(await studio.ask()).status for _ in range(3)] == [200] * 3
 
 
 async def test_garbage_in_the_middle_is_told(tmp_path: Path) -> None:
@@ -364,13 +348,12 @@ async def test_workflow_that_cannot_be_watched_is_stopped(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_a_process_killed_while_idle_is_noticed(tmp_path: Path, which: int) -> None:
-    async with opened(tmp_path) as studio:
-        await studio.made()
-        pids = await studio.pids()
-        os.kill(pids[which], signal.SIGKILL)
-        await until(lambda: not any(map(is_alive, pids)))
-        assert len(await studio.made()) == 1
+async def test_a_process_killed_while_idle_is_noticed(studio: Studio, which: int) -> None:
+    await studio.made()
+    pids = await studio.pids()
+    os.kill(pids[which], signal.SIGKILL)
+    await until(lambda: not any(map(is_alive, pids)))
+    assert len(await studio.made()) == 1
 
 
 async def test_worker_killed_in_the_middle_takes_comfyui_with_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.config.schema import Ability, Config, Model
 from greenroom.core.model import DeviceId, ModelId, Need
-from greenroom.engines.base import CacheFigures, EngineFacts, Launch, LaunchPlace, ProcessEngine, Split, equal_counts
+from greenroom.engines.base import CacheFigures, Launch, LaunchPlace, ProcessEngine, Split, equal_counts
 from greenroom.engines.builtin.sglang import SglangEngine
 from greenroom.engines.builtin.vllm import VllmEngine, utilization
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
@@ -221,20 +221,6 @@ async def test_need_that_was_raised_counts_wherever_it_ran_since(folder: Path) -
 
 
 # --- what its folder tells ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_facts(folder: Path, engine: str) -> None:
-    facts = engine_for(model(engine, folder)).facts(model(engine, folder))
-    assert facts == EngineFacts(
-        frozenset({Ability.CHAT, Ability.COMPLETIONS}),
-        can_sleep=True,
-        keeps_prefixes=True,
-        sizes_itself=True,
-        can_split=Split.EQUAL,
-        fills_claim=True,
-        sleeps_off_gpu_only=True,
-    )
 
 
 @pytest.mark.parametrize(

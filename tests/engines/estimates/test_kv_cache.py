@@ -29,93 +29,92 @@ def shape(**more: int | tuple[int, ...]) -> dict[str, int | tuple[int, ...]]:
     return {"block_count": 4, "embedding_length": 512, "attention__head_count": 8, **more}
 
 
-def test_heads_shared_between_queries_are_kept_once() -> None:
-    assert gguf_cache(header("llama", **shape())) == (LayerCache(512, 512),) * 4
-    assert gguf_cache(header("llama", **shape(attention__head_count_kv=2))) == (LayerCache(128, 128),) * 4
+def windows(*sizes: int) -> list[LayerCache]:
+    return [LayerCache(512, 512, size) for size in sizes]
 
 
-def test_keys_and_values_may_differ_in_length() -> None:
-    stated = shape(attention__head_count_kv=2, attention__key_length=96, attention__value_length=64)
-    assert gguf_cache(header("llama", **stated))[0] == LayerCache(192, 128)
+def windowed(**pattern: int | tuple[int, ...]) -> dict[str, int | tuple[int, ...]]:
+    return shape(attention__sliding_window=1024, **pattern)
 
 
-def test_heads_may_differ_by_layer_and_be_none() -> None:
-    cache = gguf_cache(header("llama", **shape(attention__head_count_kv=(1, 0, 2, 8))))
-    assert [layer.keys for layer in cache] == [64, 0, 128, 512]
+STATE = {"ssm__conv_kernel": 4, "ssm__inner_size": 256, "ssm__state_size": 16}
+KEPT = 3 * (256 + 2 * 2 * 16) + 16 * 256
+KEPT_ALONE = 3 * 256 + 16 * 256
+LATENT = shape(attention__head_count_kv=1, attention__key_length=576, attention__value_length=512)
+NONE = LayerCache()
+SHAPES: dict[str, tuple[str, dict[str, int | tuple[int, ...]], list[LayerCache]]] = {
+    "each head": ("llama", shape(), windows(0, 0, 0, 0)),
+    "heads shared between queries are kept once": (
+        "llama",
+        shape(attention__head_count_kv=2),
+        [LayerCache(128, 128)] * 4,
+    ),
+    "keys and values differ in length": (
+        "llama",
+        shape(attention__head_count_kv=2, attention__key_length=96, attention__value_length=64),
+        [LayerCache(192, 128)] * 4,
+    ),
+    "heads differ by layer and may be none": (
+        "llama",
+        shape(attention__head_count_kv=(1, 0, 2, 8)),
+        [LayerCache(64, 64), NONE, LayerCache(128, 128), LayerCache(512, 512)],
+    ),
+    "compressed keys hold the values too": (
+        "deepseek2",
+        {**LATENT, "attention__key_length_mla": 192, "attention__value_length_mla": 128},
+        [LayerCache(576, 0)] * 4,
+    ),
+    "not compressed": ("deepseek2", LATENT, [LayerCache(576, 512)] * 4),
+    "windows of gemma2": ("gemma2", windowed(), windows(1024, 0, 1024, 0)),
+    "windows of gemma3": ("gemma3", windowed(), windows(1024, 1024, 1024, 1024)),
+    "windows of cohere2": ("cohere2", windowed(), windows(1024, 1024, 1024, 0)),
+    "every second": ("gemma3", windowed(attention__sliding_window_pattern=2), windows(1024, 0, 1024, 0)),
+    "by layer": ("any", windowed(attention__sliding_window_pattern=(1, 0, 0, 1)), windows(1024, 0, 0, 1024)),
+    "of the first layers": ("any", windowed(attention__sliding_window_pattern=(1,)), windows(1024, 0, 0, 0)),
+    "a window that the engine does not use": ("phi3", windowed(), windows(0, 0, 0, 0)),
+    "layers with a window have other heads": (
+        "gemma2",
+        {
+            **shape(attention__sliding_window=512, attention__head_count_kv=2, attention__key_length=128),
+            "attention__key_length_swa": 64,
+            "attention__value_length_swa": 32,
+        },
+        [LayerCache(128, 64, 512), LayerCache(256, 128, 0)] * 2,
+    ),
+    "chunks without a key": ("llama4", shape(), windows(8192, 8192, 8192, 0)),
+    "layers that use the cache of others": (
+        "gemma3n",
+        shape(attention__shared_kv_layers=3),
+        [LayerCache(512, 512), NONE, NONE, NONE],
+    ),
+    "hybrids have attention every few layers and a state in the others": (
+        "qwen3next",
+        shape(attention__head_count_kv=2, ssm__group_count=2, **STATE),
+        [*[LayerCache(state=KEPT)] * 3, LayerCache(128, 128)],
+    ),
+    "attention in every second layer": (
+        "qwen3next",
+        shape(full_attention_interval=2, ssm__group_count=2, **STATE),
+        [LayerCache(state=KEPT), LayerCache(512, 512)] * 2,
+    ),
+    "both in each layer where heads are stated for all": (
+        "falcon-h1",
+        shape(attention__head_count_kv=2, **STATE),
+        [LayerCache(128, 128, state=KEPT_ALONE)] * 4,
+    ),
+    "layers of feed forward alone": (
+        "nemotron_h",
+        shape(attention__head_count_kv=(0, 0, 2, 0), feed_forward_length=(0, 64, 0, 64), **STATE),
+        [LayerCache(state=KEPT_ALONE), NONE, LayerCache(128, 128), NONE],
+    ),
+    "encoders": ("nomic-bert", shape(), [NONE] * 4),
+}
 
 
-def test_compressed_keys_hold_the_values_too() -> None:
-    stated = shape(attention__head_count_kv=1, attention__key_length=576, attention__value_length=512)
-    compressed = gguf_cache(
-        header("deepseek2", **stated, attention__key_length_mla=192, attention__value_length_mla=128)
-    )
-    assert compressed == (LayerCache(576, 0),) * 4
-    assert gguf_cache(header("deepseek2", **stated)) == (LayerCache(576, 512),) * 4
-
-
-@pytest.mark.parametrize(
-    ("architecture", "pattern", "windows"),
-    [
-        ("gemma2", None, [1024, 0, 1024, 0]),
-        ("gemma3", None, [1024, 1024, 1024, 1024]),
-        ("cohere2", None, [1024, 1024, 1024, 0]),
-        ("gemma3", 2, [1024, 0, 1024, 0]),
-        ("any", (1, 0, 0, 1), [1024, 0, 0, 1024]),
-        ("any", (1,), [1024, 0, 0, 0]),
-        # Some state a window that the engine does not use.
-        ("phi3", None, [0, 0, 0, 0]),
-    ],
-)
-def test_windows_follow_the_pattern(
-    architecture: str, pattern: int | tuple[int, ...] | None, windows: list[int]
-) -> None:
-    stated = shape(attention__sliding_window=1024)
-    if pattern is not None:
-        stated["attention__sliding_window_pattern"] = pattern
-    assert [layer.window for layer in gguf_cache(header(architecture, **stated))] == windows
-
-
-def test_layers_with_a_window_may_have_other_heads() -> None:
-    stated = shape(attention__sliding_window=512, attention__head_count_kv=2, attention__key_length=128)
-    cache = gguf_cache(header("gemma2", **stated, attention__key_length_swa=64, attention__value_length_swa=32))
-    assert cache[0] == LayerCache(128, 64, 512) and cache[1] == LayerCache(256, 128, 0)
-
-
-def test_chunks_without_a_key_are_known() -> None:
-    assert [layer.window for layer in gguf_cache(header("llama4", **shape()))] == [8192, 8192, 8192, 0]
-
-
-def test_layers_that_use_the_cache_of_others_have_none() -> None:
-    cache = gguf_cache(header("gemma3n", **shape(attention__shared_kv_layers=3)))
-    assert [layer.keys for layer in cache] == [512, 0, 0, 0]
-
-
-def test_hybrids_have_attention_every_few_layers_and_a_state_in_the_others() -> None:
-    state = {"ssm__conv_kernel": 4, "ssm__inner_size": 256, "ssm__state_size": 16, "ssm__group_count": 2}
-    cache = gguf_cache(header("qwen3next", **shape(attention__head_count_kv=2, **state)))
-    kept = 3 * (256 + 2 * 2 * 16) + 16 * 256
-    assert [layer.keys for layer in cache] == [0, 0, 0, 128]
-    assert [layer.state for layer in cache] == [kept, kept, kept, 0]
-    every_second = gguf_cache(header("qwen3next", **shape(full_attention_interval=2, **state)))
-    assert [bool(layer.state) for layer in every_second] == [True, False, True, False]
-
-
-def test_both_in_each_layer_where_heads_are_stated_for_all() -> None:
-    state = {"ssm__conv_kernel": 4, "ssm__inner_size": 256, "ssm__state_size": 16}
-    cache = gguf_cache(header("falcon-h1", **shape(attention__head_count_kv=2, **state)))
-    assert all(layer.keys and layer.state for layer in cache)
-
-
-def test_layers_of_feed_forward_alone_keep_nothing() -> None:
-    state = {"ssm__conv_kernel": 4, "ssm__inner_size": 256, "ssm__state_size": 16}
-    stated = shape(attention__head_count_kv=(0, 0, 2, 0), feed_forward_length=(0, 64, 0, 64), **state)
-    cache = gguf_cache(header("nemotron_h", **stated))
-    assert [(bool(layer.keys), bool(layer.state)) for layer in cache] == [
-        (False, True),
-        (False, False),
-        (True, False),
-        (False, False),
-    ]
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_keeps_what_its_shape_says(name: str) -> None:
+    architecture, stated, layers = SHAPES[name]
+    assert list(gguf_cache(header(architecture, **stated))) == layers
 
 
 @pytest.mark.parametrize(
@@ -130,10 +129,6 @@ def test_other_recurrent_layers_keep_their_own_state(stated: dict[str, int], sta
     cache = gguf_cache(header("other", **shape(attention__head_count_kv=(0, 0, 0, 1), **stated)))
     assert [layer.state for layer in cache] == [state, state, state, 0]
     assert state_bytes(cache[0], 3) == state * 4 * 3
-
-
-def test_encoders_remember_nothing() -> None:
-    assert gguf_cache(header("nomic-bert", **shape())) == (LayerCache(),) * 4
 
 
 def test_numbers_that_no_model_has_are_bounded() -> None:

@@ -88,6 +88,7 @@ def test_the_file_says_what_a_model_can_do_unless_the_operator_does() -> None:
     assert abilities_of(Model(path=str(tiny_embedding()), embedding=False)) == TEXT
     assert abilities_of(Model(path=str(tiny("alpha")), embedding=True)) == {Ability.EMBEDDINGS}
     assert abilities_of(Model(path="/nowhere.gguf")) == TEXT
+    assert abilities_of(Model(path="/nowhere.gguf", reranking=True)) == {Ability.RERANK}
 
 
 def test_a_model_is_started_for_what_its_file_says() -> None:

@@ -1,7 +1,8 @@
-"""What was granted is known after a crash, however it came; a full disk costs nothing that is there already."""
+"""What was granted is known after a crash: the journal, what writes it beside the loop, and how long a lease lasts."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import math
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from greenroom.leases.records import Holder
-from greenroom.runtime.leases.journal import Change, Ended, Heard, Journal, Kept
+from greenroom.runtime.leases.entry import GRACE_MIN_S, lasts_s, must_journal_renewal, restart_grace_s
+from greenroom.runtime.leases.journal import FILE_NAME, Change, Ended, Heard, Journal, JournalWriter, Kept
 
 HOLDER = Holder("box", 42, 1_234, 4_026_531_836)
 
@@ -230,3 +232,122 @@ def test_a_line_that_cannot_be_ours_is_counted_and_left_out(path: Path, line: st
     path.write_text(line + "\n")
     journal = opened(path)
     assert (journal.live, journal.last_token, journal.spoiled) == ({}, 0, 1)
+
+
+def small(name: str, token: int = 1) -> Kept:
+    return Kept(name, "train", token, {"gpu0": 1}, 1, False, 30.0, 30.0)
+
+
+async def test_what_was_granted_is_on_the_disk_and_what_ended_is_soon(tmp_path: Path) -> None:
+    log = JournalWriter(tmp_path)
+    assert log.open() == []
+    await asyncio.gather(*(log.granted(small(f"l{number}", number)) for number in range(20)))
+    assert len((tmp_path / FILE_NAME).read_text().splitlines()) == 21
+    for number in range(19):
+        log.ended(f"l{number}")
+    await log.close()
+    again = JournalWriter(tmp_path)
+    assert [lease.id for lease in again.open()] == ["l19"]
+    await again.close()
+
+
+async def test_an_end_that_could_not_be_written_is_written_with_the_next_grant(tmp_path: Path) -> None:
+    log = JournalWriter(tmp_path)
+    log.open()
+    await log.granted(small("a"))
+    await log.close()
+    (tmp_path / FILE_NAME).rename(tmp_path / "away")
+    (tmp_path / FILE_NAME).mkdir()
+    log.ended("a")
+    with pytest.raises(IsADirectoryError):
+        await log.granted(small("b"))
+    (tmp_path / FILE_NAME).rmdir()
+    (tmp_path / "away").rename(tmp_path / FILE_NAME)
+    await log.granted(small("c"))
+    await log.close()
+    assert [lease.id for lease in JournalWriter(tmp_path).open()] == ["c"]
+
+
+async def test_tokens_grow_whatever_the_clock_does(tmp_path: Path) -> None:
+    log = JournalWriter(tmp_path)
+    log.open()
+    tokens = [log.next_token(wall_s) for wall_s in (1_000.0, 1_000.0, 5.0, 1_000.000_01, -7.0)]
+    assert tokens == sorted(set(tokens)) and tokens[0] == 1_000_000_000
+    await log.granted(small("a", tokens[-1]))
+    await log.close()
+    later = JournalWriter(tmp_path)
+    later.open()
+    assert later.next_token(0.0) > tokens[-1]
+    await later.close()
+
+
+async def test_a_file_that_cannot_be_read_counts_as_empty(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    log = JournalWriter(tmp_path)
+    assert log.open() == []
+    with pytest.raises(IsADirectoryError):
+        await log.granted(small("a"))
+    await log.close()
+
+
+async def test_leases_that_were_never_written_down_leave_nothing_behind_while_the_disk_is_full(tmp_path: Path) -> None:
+    log = JournalWriter(tmp_path)
+    log.open()
+    await log.granted(small("held"))
+    await log.close()
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).mkdir()
+    for number in range(20):
+        with pytest.raises(IsADirectoryError):
+            await log.granted(small(f"l{number}"))
+        log.ended(f"l{number}")
+        log.ended("held")
+    await log.close()
+    # There is room again: only what had been written down is taken back.
+    (tmp_path / FILE_NAME).rmdir()
+    await log.granted(small("new"))
+    await log.close()
+    written = (tmp_path / FILE_NAME).read_text()
+    assert [written.count(f'"{id}"') for id in ("held", "new", "l0", "l19")] == [1, 1, 0, 0]
+
+
+HEARD_AT = 5_000.0
+
+
+def aged(ttl_s: float, heard_at: float | None = HEARD_AT) -> Kept:
+    return Kept("a", "train", 1, {"gpu0": 1}, 1, False, 30.0, ttl_s, heard_at=heard_at)
+
+
+@pytest.mark.parametrize(
+    ("away_s", "lasts"),
+    [
+        (0, 600),  # Nothing was lost of its time.
+        (100, 600),  # What is left and the grace are more than a whole TTL.
+        (400, 500),
+        (700, 300),  # Its time was over while no renewal could be received: only the grace is left.
+        (10_000_000, 300),
+        (-3_000, 600),  # A clock that was set back gives no more than a TTL.
+    ],
+)
+def test_a_lease_has_what_was_left_of_its_time_and_a_grace(away_s: float, lasts: float) -> None:
+    assert lasts_s(aged(600), HEARD_AT + away_s) == lasts
+
+
+def test_a_short_lease_and_one_of_unknown_age_have_their_whole_time() -> None:
+    assert lasts_s(aged(GRACE_MIN_S), HEARD_AT + 1_000) == GRACE_MIN_S
+    assert lasts_s(aged(600, heard_at=None), HEARD_AT + 1_000_000) == 600
+
+
+@pytest.mark.parametrize("ttl_s", [1, 10, 12, 19, 30, 3_600])
+def test_no_lease_loses_time_by_renewals_that_were_not_written(ttl_s: float) -> None:
+    # The oldest that the last written sign of life can be, when there was a newer one that is not written.
+    stale_s = restart_grace_s(ttl_s)
+    assert not must_journal_renewal(ttl_s, stale_s * 0.999)
+    for away_s in (0.0, ttl_s / 3, ttl_s):
+        really_left_s = ttl_s - away_s
+        assert lasts_s(aged(ttl_s), HEARD_AT + stale_s + away_s) >= really_left_s - 1e-9
+
+
+def test_renewals_are_written_as_rarely_as_the_grace_allows() -> None:
+    assert must_journal_renewal(600, 300) and not must_journal_renewal(600, 299)
+    assert not must_journal_renewal(GRACE_MIN_S, 1_000_000), "it has its whole time after a restart anyway"

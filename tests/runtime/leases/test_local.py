@@ -6,19 +6,20 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from greenroom.core.events import ConfigChanged
-from greenroom.core.model import Device, DeviceId, DeviceKind
-from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
+from greenroom.core.model import Device, DeviceId, DeviceKind, SlotId
+from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTooLarge, LeaseUnknown, ShuttingDown
 from greenroom.leases.records import holder_of
+from greenroom.runtime.leases.entry import LeaseEntry, is_behind, may_ask
 from greenroom.runtime.leases.journal import FILE_NAME
 from greenroom.runtime.memory.devices import HOST
-from tests.runtime.leases.leasing_rig import ask, model, rig
+from tests.runtime.leases.leasing_rig import Rig, ask, model, rig
 from tests.waiting import until
 
 
@@ -30,16 +31,21 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.fixture
+async def one(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with rig(tmp_path) as one:
+        yield one
+
+
 # --- granted --------------------------------------------------------------------------------------------------------
 
 
-async def test_free_memory_is_granted_at_once(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(mib=4_000, ttl_s=20.0))
-        assert (lease.state, lease.kind, dict(lease.claim)) == ("held", "program", {"gpu0": 4_000})
-        assert lease.cuda_visible_devices == "0" and 19 < lease.expires_in_s <= 20
-        assert one.claims() == [{"gpu0": 4_000}] and one.told == ["lease train"]
-        assert [held.id for held in await one.leasing.leases()] == ["train"]
+async def test_free_memory_is_granted_at_once(one: Rig) -> None:
+    lease = await one.leasing.acquire(ask(mib=4_000, ttl_s=20.0))
+    assert (lease.state, lease.kind, dict(lease.claim)) == ("held", "program", {"gpu0": 4_000})
+    assert lease.cuda_visible_devices == "0" and 19 < lease.expires_in_s <= 20
+    assert one.claims() == [{"gpu0": 4_000}] and one.told == ["lease train"]
+    assert [held.id for held in await one.leasing.leases()] == ["train"]
 
 
 async def test_an_idle_model_leaves_for_it_and_a_busy_one_is_waited_for(tmp_path: Path) -> None:
@@ -73,12 +79,11 @@ async def test_a_wait_that_was_too_short_is_denied_with_the_numbers(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 10.0])
-async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path, wait_s: float) -> None:
-    async with rig(tmp_path) as one:
-        with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB .* less\.$"):
-            await one.leasing.acquire(ask(mib=20_000, wait_s=wait_s))
-        with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
-            await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
+async def test_what_can_never_fit_is_refused_for_good(one: Rig, wait_s: float) -> None:
+    with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB .* less\.$"):
+        await one.leasing.acquire(ask(mib=20_000, wait_s=wait_s))
+    with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
+        await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
 
 
 async def test_a_non_blocking_acquire_of_memory_held_now_is_not_refused_for_good(tmp_path: Path) -> None:
@@ -105,15 +110,6 @@ async def test_a_lease_is_told_to_unpin_a_model_only_where_that_would_help(tmp_p
             await one.leasing.acquire(ask(mib=11_000, wait_s=wait_s))
 
 
-async def test_several_gpus_are_had_together_or_not_at_all(tmp_path: Path) -> None:
-    async with rig(tmp_path, gpus=3) as one:
-        pair = await one.leasing.acquire(ask("pair", 6_000, gpus=2))
-        assert len(pair.claim) == 2 and set(pair.claim.values()) == {6_000}
-        with pytest.raises(LeaseDenied, match="on each of 2 GPUs"):
-            await one.leasing.acquire(ask("other", 6_000, gpus=2))
-        assert len(one.claims()) == 1
-
-
 async def test_named_devices_are_those_that_are_given(tmp_path: Path) -> None:
     async with rig(tmp_path, gpus=3) as one:
         lease = await one.leasing.acquire(ask(devices=("gpu2",)))
@@ -123,12 +119,11 @@ async def test_named_devices_are_those_that_are_given(tmp_path: Path) -> None:
                 await one.leasing.acquire(ask("x", devices=devices, gpus=gpus))
 
 
-async def test_the_hosts_memory_is_not_leased(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        host = Device(HOST, DeviceKind.HOST, 10_000)
-        one.loop.post(ConfigChanged(one.clock(), devices=(*one.state.ledger.devices.values(), host)))
-        with pytest.raises(BadRequest, match="A lease is for GPUs"):
-            await one.leasing.acquire(ask(devices=("host",)))
+async def test_the_hosts_memory_is_not_leased(one: Rig) -> None:
+    host = Device(HOST, DeviceKind.HOST, 10_000)
+    one.loop.post(ConfigChanged(one.clock(), devices=(*one.state.ledger.devices.values(), host)))
+    with pytest.raises(BadRequest, match="A lease is for GPUs"):
+        await one.leasing.acquire(ask(devices=("host",)))
 
 
 async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path) -> None:
@@ -150,85 +145,30 @@ async def test_a_shutdown_refuses_waiting_leases(tmp_path: Path) -> None:
         assert [lease.id for lease in await one.leasing.leases()] == ["holds"]
 
 
-async def test_memory_that_is_free_on_paper_only_is_not_handed_over(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        one.missing = {DeviceId("gpu0"): 300}
-        with pytest.raises(LeaseDenied, match="not free"):
-            await one.leasing.acquire(ask())
-        assert one.claims() == []
-        waiting = asyncio.ensure_future(one.leasing.acquire(ask(wait_s=60.0)))
-        await until(lambda: len(one.claims()) == 1)
-        looks = one.looks
-        await until(lambda: one.looks > looks + 1, "memory is waited for")
-        assert not waiting.done()
-        one.missing = {}
-        assert (await asyncio.wait_for(waiting, 30)).state == "held"
-
-
-async def test_later_and_smaller_asks_do_not_overtake_a_waiting_lease(tmp_path: Path) -> None:
-    async with rig(tmp_path, gpus=2) as one:
-        first = await one.leasing.acquire(ask("first", 6_000, devices=("gpu0",)))
-        tasks = {
-            name: asyncio.ensure_future(one.leasing.acquire(ask(name, mib, devices=("gpu0",), wait_s=wait_s)))
-            for name, mib, wait_s in [("large", 8_000, 60.0), ("small", 2_000, 60.0), ("brief", 1_000, 0.1)]
-        }
-        with pytest.raises(LeaseDenied):
-            await tasks["brief"]
-        assert one.waiting == 1 and not tasks["small"].done()
-        # A more urgent lease goes first, and one for another GPU blocks none.
-        await one.leasing.acquire(ask("urgent", 1_000, devices=("gpu0",), priority=0))
-        await one.leasing.acquire(ask("elsewhere", 1_000, devices=("gpu1",), priority=2))
-        await one.leasing.release("urgent")
-        await one.leasing.release("first", first.token)
-        assert {(await asyncio.wait_for(task, 30)).id for task in (tasks["large"], tasks["small"])} == {
-            "large",
-            "small",
-        }
+async def test_memory_that_is_free_on_paper_only_is_not_handed_over(one: Rig) -> None:
+    one.missing = {DeviceId("gpu0"): 300}
+    with pytest.raises(LeaseDenied, match="not free"):
+        await one.leasing.acquire(ask())
+    assert one.claims() == []
+    waiting = asyncio.ensure_future(one.leasing.acquire(ask(wait_s=60.0)))
+    await until(lambda: len(one.claims()) == 1)
+    looks = one.looks
+    await until(lambda: one.looks > looks + 1, "memory is waited for")
+    assert not waiting.done()
+    one.missing = {}
+    assert (await asyncio.wait_for(waiting, 30)).state == "held"
 
 
 # --- asked for twice, given up --------------------------------------------------------------------------------------
 
 
-async def test_asking_again_with_the_same_id_is_asking_once(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        first = await one.leasing.acquire(ask())
-        again = await one.leasing.acquire(ask())
-        assert (again.token, again.claim) == (first.token, first.claim) and len(one.claims()) == 1
-        with pytest.raises(LeaseTaken, match="another one, of 4,000 MiB"):
-            await one.leasing.acquire(ask(mib=5_000))
-
-
-async def test_another_program_does_not_get_the_same_lease(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    mine, others = holder_of(os.getpid()), holder_of(other.pid)
-    async with rig(tmp_path) as one:
-        first = await one.leasing.acquire(ask(holder=mine))
-        with pytest.raises(LeaseTaken, match=rf"is that of process {os.getpid()} on .*; choose another id"):
-            await one.leasing.acquire(ask(holder=others))
-        assert (await one.leasing.acquire(ask(holder=mine))).token == first.token
-        with pytest.raises(LeaseTaken):
-            await one.leasing.acquire(ask())
-
-
-async def test_a_cancelled_acquire_leaves_the_queue(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        await one.leasing.acquire(ask("holds", 8_000))
-        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
-        await until(lambda: one.waiting == 1)
-        waiting.cancel()
-        await asyncio.wait((waiting,))
-        assert one.waiting == 0
-        with pytest.raises(LeaseUnknown):
-            await one.leasing.find("train")
-
-
-async def test_one_of_two_calls_that_wait_for_the_same_lease_may_leave(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        holds = await one.leasing.acquire(ask("holds", 8_000))
-        waiting = [asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0))) for _ in range(2)]
-        await until(lambda: one.waiting == 1)
-        waiting[0].cancel()
-        await one.leasing.release("holds", holds.token)
-        assert (await asyncio.wait_for(waiting[1], 30)).state == "held"
+async def test_one_of_two_calls_that_wait_for_the_same_lease_may_leave(one: Rig) -> None:
+    holds = await one.leasing.acquire(ask("holds", 8_000))
+    waiting = [asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0))) for _ in range(2)]
+    await until(lambda: one.waiting == 1)
+    waiting[0].cancel()
+    await one.leasing.release("holds", holds.token)
+    assert (await asyncio.wait_for(waiting[1], 30)).state == "held"
 
 
 async def test_a_grant_is_given_back_if_its_call_was_cancelled_meanwhile(tmp_path: Path) -> None:
@@ -243,129 +183,81 @@ async def test_a_grant_is_given_back_if_its_call_was_cancelled_meanwhile(tmp_pat
         assert not await after.leasing.leases()
 
 
-async def test_a_lease_is_given_back_if_its_call_was_cancelled_before_it_was_told(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
-        await until(lambda: "lease train" in one.told, every_s=0.0)
-        assert waiting.cancel(), "its caller has not been told yet"
-        await asyncio.wait((waiting,))
-        assert one.claims() == []
+async def test_a_lease_is_given_back_if_its_call_was_cancelled_before_it_was_told(one: Rig) -> None:
+    waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
+    await until(lambda: "lease train" in one.told, every_s=0.0)
+    assert waiting.cancel(), "its caller has not been told yet"
+    await asyncio.wait((waiting,))
+    assert one.claims() == []
 
 
-async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        await one.leasing.acquire(ask(), "first")
-        await one.leasing.unheard("train", "somebody else")
-        assert len(one.claims()) == 1
-        await one.leasing.unheard("train", "first")
-        assert one.claims() == []
+async def test_an_unheard_call_gives_back_a_lease_that_only_it_was_told_of(one: Rig) -> None:
+    await one.leasing.acquire(ask(), "first")
+    await one.leasing.unheard("train", "somebody else")
+    assert len(one.claims()) == 1
+    await one.leasing.unheard("train", "first")
+    assert one.claims() == []
 
 
-async def test_an_unheard_call_leaves_the_lease_to_a_repeated_call(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        # Both are told in the same turn of the loop, as a caller is that lost its connection and asked again.
-        calls = [asyncio.ensure_future(one.leasing.acquire(ask(), name)) for name in ("first", "again")]
-        held = await asyncio.wait_for(asyncio.gather(*calls), 30)
-        await one.leasing.unheard("train", "first")
-        assert (await one.leasing.renew("train", held[1].token)).state == "held"
-        # And the other way round, where it was held for long.
-        await one.leasing.acquire(ask(), "third")
-        await one.leasing.unheard("train", "third")
-        assert (await one.leasing.renew("train", held[1].token)).state == "held"
+async def test_an_unheard_call_leaves_the_lease_to_a_repeated_call(one: Rig) -> None:
+    # Both are told in the same turn of the loop, as a caller is that lost its connection and asked again.
+    calls = [asyncio.ensure_future(one.leasing.acquire(ask(), name)) for name in ("first", "again")]
+    held = await asyncio.wait_for(asyncio.gather(*calls), 30)
+    await one.leasing.unheard("train", "first")
+    assert (await one.leasing.renew("train", held[1].token)).state == "held"
+    # And the other way round, where it was held for long.
+    await one.leasing.acquire(ask(), "third")
+    await one.leasing.unheard("train", "third")
+    assert (await one.leasing.renew("train", held[1].token)).state == "held"
 
 
 # --- released -------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_released_is_free_and_releasing_again_changes_nothing(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(mib=8_000))
-        await one.leasing.release("train", lease.token + 1)
-        assert len(one.claims()) == 1, "an old token must not release what was granted anew"
-        for _ in range(2):
-            await one.leasing.release("train", lease.token)
-            await one.leasing.release("nobody")
-        assert one.claims() == []
-        with pytest.raises(LeaseUnknown, match="There is no lease train"):
-            await one.leasing.renew("train", lease.token)
-        assert (await one.leasing.acquire(ask(mib=8_000))).token > lease.token
-
-
-async def test_a_holder_whose_lease_an_operator_released_hears_that_it_is_lost(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask())
-        await one.leasing.release("train")
-        with pytest.raises(LeaseLost, match="released by an operator") as lost:
-            await one.leasing.renew("train", lease.token)
-        assert not isinstance(lost.value, LeaseUnknown), "or it would take it for forgotten and ask anew"
-
-
-async def test_a_lease_that_is_withdrawn_while_it_waits_says_so(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        await one.leasing.acquire(ask("holds", 8_000))
-        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
-        await until(lambda: one.waiting == 1)
-        await one.leasing.release("train")
-        with pytest.raises(LeaseDenied, match="withdrawn"):
-            await waiting
+async def test_a_lease_that_is_withdrawn_while_it_waits_says_so(one: Rig) -> None:
+    await one.leasing.acquire(ask("holds", 8_000))
+    waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
+    await until(lambda: one.waiting == 1)
+    await one.leasing.release("train")
+    with pytest.raises(LeaseDenied, match="withdrawn"):
+        await waiting
 
 
 # --- heard of, or not -----------------------------------------------------------------------------------------------
 
 
-async def test_a_holder_that_is_heard_of_keeps_it(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(ttl_s=1.0))
-        over_at = one.clock() + 1.2
-
-        async def is_renewed_past_its_time() -> bool:
-            assert (await one.leasing.renew("train", lease.token)).expires_in_s == 1.0
-            return one.clock() > over_at
-
-        await until(is_renewed_past_its_time)
-        with pytest.raises(LeaseLost, match="this token is an old one"):
-            await one.leasing.renew("train", lease.token - 1)
-
-
-async def test_a_holder_that_is_not_heard_of_has_lost_it(tmp_path: Path) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(ttl_s=0.2))
-        await until(lambda: one.claims() == [])
-        with pytest.raises(LeaseLost, match=r"is lost: its holder was not heard of for 0.2 s") as lost:
-            await one.leasing.renew("train", lease.token)
-        assert not isinstance(lost.value, LeaseUnknown)
-        assert "lease_gone train" in one.told
-        # It may ask anew, and is then known by another token.
-        assert (await one.leasing.acquire(ask())).token > lease.token
+async def test_a_holder_that_is_not_heard_of_has_lost_it(one: Rig) -> None:
+    lease = await one.leasing.acquire(ask(ttl_s=0.2))
+    await until(lambda: one.claims() == [])
+    with pytest.raises(LeaseLost, match=r"is lost: its holder was not heard of for 0.2 s") as lost:
+        await one.leasing.renew("train", lease.token)
+    assert not isinstance(lost.value, LeaseUnknown)
+    assert "lease_gone train" in one.told
+    # It may ask anew, and is then known by another token.
+    assert (await one.leasing.acquire(ask())).token > lease.token
 
 
 @pytest.mark.parametrize("still_s", [0.8, 2.0])
-async def test_time_in_which_the_gateway_stood_still_is_not_counted_against_holders(
-    tmp_path: Path, still_s: float
-) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(ttl_s=0.6))
-        # No renewal could be received meanwhile.
-        time.sleep(still_s)
-        # Its timer is due in the next turn.
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert (await one.leasing.renew("train", lease.token)).state == "held"
-        # A holder that is not heard of by a gateway that listens loses it as ever.
-        await until(lambda: one.claims() == [])
+async def test_time_in_which_the_gateway_stood_still_is_not_counted_against_holders(one: Rig, still_s: float) -> None:
+    lease = await one.leasing.acquire(ask(ttl_s=0.6))
+    # No renewal could be received meanwhile.
+    time.sleep(still_s)
+    # Its timer is due in the next turn.
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (await one.leasing.renew("train", lease.token)).state == "held"
+    # A holder that is not heard of by a gateway that listens loses it as ever.
+    await until(lambda: one.claims() == [])
 
 
-async def test_a_holder_that_is_killed_gives_its_memory_back_at_once(
-    tmp_path: Path, other: subprocess.Popen[bytes]
-) -> None:
-    async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(ttl_s=3_600.0, holder=holder_of(other.pid)))
-        assert one.leasing.owners() == {next(iter(one.state.slots)): other.pid}
-        other.kill()
-        await until(lambda: one.claims() == [])
-        with pytest.raises(LeaseLost, match="its holder has ended"):
-            await one.leasing.renew("train", lease.token)
-        assert one.leasing.owners() == {}
+async def test_a_holder_that_is_killed_gives_its_memory_back_at_once(one: Rig, other: subprocess.Popen[bytes]) -> None:
+    lease = await one.leasing.acquire(ask(ttl_s=3_600.0, holder=holder_of(other.pid)))
+    assert one.leasing.owners() == {next(iter(one.state.slots)): other.pid}
+    other.kill()
+    await until(lambda: one.claims() == [])
+    with pytest.raises(LeaseLost, match="its holder has ended"):
+        await one.leasing.renew("train", lease.token)
+    assert one.leasing.owners() == {}
 
 
 async def test_a_holder_that_never_was_is_refused(tmp_path: Path) -> None:
@@ -497,3 +389,32 @@ async def test_a_journal_that_cannot_be_written_costs_new_leases_only(tmp_path: 
         one.finish("a")
         file.rmdir()
         assert (await one.leasing.acquire(ask(mib=100))).state == "held"
+
+
+def entry(name: str, *, is_held: bool = False, is_asked: bool = False, **said: object) -> LeaseEntry:
+    settled = asyncio.get_running_loop().create_future()
+    return LeaseEntry(ask(name, **said), settled, slot=SlotId(name) if is_held else None, is_asked=is_asked)  # type: ignore[arg-type]
+
+
+async def test_only_the_first_waiter_of_a_device_asks_and_the_most_urgent_asks_first() -> None:
+    first, second = entry("first", devices=("gpu0",)), entry("second", devices=("gpu0",))
+    elsewhere, urgent = entry("elsewhere", devices=("gpu1",)), entry("urgent", devices=("gpu0",), priority=0)
+    line = [entry("held", is_held=True), first, second, elsewhere, urgent]
+    assert may_ask(line) == [urgent, first, elsewhere]
+    assert is_behind(second, line) and not is_behind(urgent, line)
+
+
+async def test_those_that_are_held_are_not_passed_again_for_each_that_waits() -> None:
+    looked_at: list[str] = []
+
+    class Counted(LeaseEntry):
+        @property
+        def is_waiting(self) -> bool:
+            looked_at.append(self.id)
+            return super().is_waiting
+
+    plain = [entry(f"h{number}", is_held=True) for number in range(300)]
+    held = [Counted(one.ask, one.settled, slot=one.slot) for one in plain]
+    waiting = [entry(f"w{number}", is_asked=number == 0) for number in range(300)]
+    assert may_ask([*held, *waiting]) == []
+    assert len(looked_at) <= 2 * len(held)

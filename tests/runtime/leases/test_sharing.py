@@ -1,4 +1,4 @@
-"""A gateway's leases in a store that others use: entered, kept, entered again, given back."""
+"""A gateway's leases in a store that others use: entered, kept, entered again, given back, and recalled."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from greenroom.core.policy import make_policy
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.state_view import StateView
 from greenroom.errors import StoreDown
-from greenroom.leases.records import LeaseAsk
+from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SlotAsk
+from greenroom.runtime.leases.holders import Recalls
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
@@ -384,3 +385,53 @@ async def test_leases_that_could_not_be_read_are_read_with_the_next_beat(rig: Ri
         await rig.beat()
     await rig.beat()
     assert reads == 2
+
+
+@dataclass
+class Recalled:
+    now: float = 100.0
+    told: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recalls = Recalls(lambda: self.now, lambda what, facts: self.told.append((what, facts["lease"])))
+
+    def seen(self, *leases: Lease) -> list[tuple[str, Any]]:
+        """What is told when these are all there are."""
+        self.told = []
+        self.recalls.note(leases)
+        self.recalls.look()
+        return self.told
+
+
+def lease(recall_in_s: float | None, token: int = 1, state: str = "held") -> Lease:
+    return Lease("job", "train", token, {"gpu0": 1}, 2, True, state, 30.0, 30.0, recall_in_s, None, "program")
+
+
+def test_a_recall_is_told_once_and_once_more_when_it_is_overdue() -> None:
+    one = Recalled()
+    assert one.seen(lease(None)) == []
+    assert one.seen(lease(5.0)) == [("recall", "job")]
+    one.now += 4.0
+    assert one.seen(lease(1.0)) == []
+    one.now += 1.5
+    assert one.seen(lease(-0.5)) == [("lease_overdue", "job")]
+    assert one.seen(lease(-1.0)) == []
+
+
+def test_overdue_is_told_also_where_nothing_else_has_changed() -> None:
+    one = Recalled()
+    one.seen(lease(5.0))
+    one.now += 6.0
+    one.told = []
+    one.recalls.look()
+    assert one.told == [("lease_overdue", "job")]
+
+
+def test_one_that_has_left_is_forgotten_and_may_be_recalled_again() -> None:
+    one = Recalled()
+    one.seen(lease(5.0))
+    one.now += 6.0
+    assert one.seen() == []
+    assert one.seen(lease(5.0, token=2)) == [("recall", "job")]
+    assert one.seen(lease(5.0, token=3)) == [("recall", "job")]
+    assert one.seen(lease(5.0, token=4, state="waiting")) == []

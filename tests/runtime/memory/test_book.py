@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,28 +147,3 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     # Once there is room again, it is written.
     book.writing()()
     assert open_book(tmp_path).recall(KEY) == Measured(2)
-
-
-FULL = """
-    import resource, signal, sys
-    from pathlib import Path
-    from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
-    book = NeedBook(Path(sys.argv[1]), print)
-    book.note(BookKey("file", "engine", "arguments", "gpu"), Measured(5))
-    try:
-        book.writing()()
-    except OSError as error:
-        print(error.errno, end=" ")
-    print(book.recall(BookKey("file", "engine", "arguments", "gpu")).gpu_mib)
-"""
-
-
-def test_a_file_that_may_not_grow_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """As the kernel really does it: the write stops amid the text."""
-    command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(errno.EFBIG), "5"]
-    assert os.listdir(tmp_path) == []

@@ -73,16 +73,11 @@ async def test_what_is_free_on_the_host_is_what_the_cgroup_leaves(tmp_path: Path
     assert made.host_free_bytes == 5 << 30
 
 
-async def test_memory_that_is_back_is_looked_at_once() -> None:
-    watch = FakeWatch(full(1_000))
+@pytest.mark.parametrize("shown", [(1_000,), (9_000, 5_000, 1_000)], ids=["back", "on its way"])
+async def test_memory_is_looked_at_until_it_is_back(shown: tuple[int, ...]) -> None:
+    watch = FakeWatch(*map(full, shown))
     await memory(watch).back(S, A, full(9_000), 8_000)
-    assert watch.glances == 1
-
-
-async def test_memory_on_its_way_back_is_waited_for() -> None:
-    watch = FakeWatch(full(9_000), full(5_000), full(1_000))
-    await memory(watch).back(S, A, full(9_000), 8_000)
-    assert watch.glances == 3
+    assert watch.glances == len(shown)
 
 
 async def test_memory_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
@@ -115,14 +110,17 @@ async def test_room_is_waited_for_and_what_is_missing_is_told() -> None:
     assert await memory(watch).lacks({HOST: 8_000}) == {} and watch.glances == 0
 
 
-async def test_a_process_is_gone_when_no_gpu_shows_it() -> None:
-    watch = FakeWatch(used("GPU-a", {7: 100}), used("GPU-a", {7: 100}), used("GPU-a", {}))
-    await memory(watch).gone(7, {A})
-    assert watch.glances == 3
-
-
-async def test_where_processes_cannot_be_seen_memory_is_back_when_it_gets_no_less() -> None:
-    watch = FakeWatch(*(gpu(used_mib=mib, processes=None) for mib in (900, 500, 500)))
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pytest.param((used("GPU-a", {7: 100}), used("GPU-a", {7: 100}), used("GPU-a", {})), id="no GPU shows it"),
+        pytest.param(
+            tuple(gpu(used_mib=mib, processes=None) for mib in (900, 500, 500)), id="unseen, and memory gets no less"
+        ),
+    ],
+)
+async def test_a_process_is_gone_when_its_memory_is(shown: tuple[GpuReading, ...]) -> None:
+    watch = FakeWatch(*shown)
     await memory(watch).gone(7, {A})
     assert watch.glances == 3
 

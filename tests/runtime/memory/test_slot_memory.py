@@ -1,9 +1,10 @@
-"""What moves know of memory: what a slot took, what is remembered of it, and whether it was given back."""
+"""What moves know of memory: what a slot took, how it grew, what is remembered of it, and whether it was given back."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,8 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.slot_memory import SlotMemory
-from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.memory.watch import EVERY_S, Growth, MemoryWatch
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.timeouts import MemoryTimeouts
 from tests.runtime.memory.readings import gpu, reading, used
 from tests.runtime.memory.test_watch import P1, P2, SOON_S, FakeOwners, FakeProbe
@@ -272,3 +274,66 @@ async def test_growth_of_an_outdated_slot_waits_for_its_end(rig: Rig) -> None:
     rig.catalog.change(changed, diff(rig.config, changed))
     rig.memory.grew(S, old)
     assert not rig.remembered(old)
+
+
+@dataclass
+class FakeLive:
+    entry: str = "entry"
+
+
+@dataclass
+class Growing:
+    now: float = 1_000.0
+    peaks: dict[SlotId, Claim] = field(default_factory=dict)
+    written: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = LiveSlots()
+        self.slots.live[S] = cast(LiveSlot, FakeLive())
+        self.growth = Growth(self.slots, lambda slot: self.peaks.get(slot, {}), self._remember, lambda: self.now)
+
+    def _remember(self, slot: SlotId, entry: Entry) -> None:
+        self.written.append((slot, str(entry)))
+
+    def seen(self, gpu_mib: int, host_mib: int = 0) -> int:
+        """Look, and tell how often something was written down since the last look."""
+        self.peaks[S], before = {A: gpu_mib, HOST: host_mib}, len(self.written)
+        self.growth.look()
+        return len(self.written) - before
+
+
+def test_a_first_sight_and_much_growth_are_written_down_at_once() -> None:
+    rig = Growing()
+    rig.growth.look()
+    assert rig.written == [], "it was never seen"
+    assert rig.seen(10_000) == 1 and rig.written == [(S, "entry")]
+    assert [rig.seen(10_000), rig.seen(10_101), rig.seen(10_101, 200)] == [0, 1, 1]
+
+
+def test_a_little_growth_is_written_down_after_a_while() -> None:
+    rig = Growing()
+    rig.seen(10_000)
+    rig.now += EVERY_S - 1
+    assert [rig.seen(10_050), rig.seen(10_090)] == [0, 0]
+    rig.now += 1
+    assert [rig.seen(10_090), rig.seen(10_091)] == [1, 0]
+    rig.now += EVERY_S
+    assert rig.seen(10_090) == 0, "less is no growth"
+
+
+@pytest.mark.parametrize("step_mib", [1, 17, 400])
+def test_growing_all_the_time_writes_a_bounded_number_of_times(step_mib: int) -> None:
+    rig = Growing()
+    for mib in range(10_000, 20_001, step_mib):
+        rig.seen(mib)
+    # From one size to twice that one there are 70 steps of one percent.
+    assert len(rig.written) <= 71
+
+
+def test_what_has_gone_is_forgotten() -> None:
+    rig = Growing()
+    rig.seen(10_000)
+    live = rig.slots.live.pop(S)
+    assert rig.seen(20_000) == 0
+    rig.slots.live[S] = live
+    assert rig.seen(500) == 1

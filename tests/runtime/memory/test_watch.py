@@ -335,34 +335,6 @@ async def test_a_gpu_that_vanishes_keeps_its_figures_and_is_told_of_once(
 # --- memory that comes back -----------------------------------------------------------------------------------------
 
 
-async def test_memory_of_a_stopped_slot_is_waited_for(rig: Rig) -> None:
-    before = reading(used("GPU-a", {P1: 8_000}, besides=100))
-    rig.probe.show(gpu(used_mib=8_100))
-    waiting = asyncio.create_task(rig.watch.back(before, {A: 8_000}, SOON_S))
-    await until(lambda: rig.probe.looks >= 2)
-    assert not waiting.done()
-    rig.probe.show(gpu(used_mib=300))
-    assert await waiting == {}
-
-
-async def test_what_is_still_missing_when_the_time_is_over_is_told(rig: Rig) -> None:
-    before = reading(used("GPU-a", {P1: 8_000}))
-    rig.probe.show(gpu(used_mib=3_000))
-    assert await rig.watch.back(before, {A: 8_000}, 0.1) == {A: 3_000}
-
-
-async def test_what_others_took_meanwhile_is_not_missing(rig: Rig) -> None:
-    before = reading(used("GPU-a", {P1: 8_000, P2: 1_000}))
-    rig.probe.show(used("GPU-a", {P2: 1_500, P3: 9_000}))
-    assert await rig.watch.back(before, {A: 8_000}, SOON_S) == {}
-
-
-async def test_a_failing_probe_ends_the_wait_for_memory(rig: Rig) -> None:
-    before = reading(used("GPU-a", {P1: 8_000}))
-    rig.probe.now = ProbeFailed("gone")
-    assert await rig.watch.back(before, {A: 8_000}, SOON_S) == {}
-
-
 async def test_room_is_waited_for_until_it_is_really_there(rig: Rig) -> None:
     rig.probe.show(used("GPU-a", {P3: 20_000}))
     waiting = asyncio.create_task(rig.watch.room_for({A: 5_000, HOST: 9}, SOON_S))
@@ -382,10 +354,6 @@ async def test_room_on_a_gpu_that_cannot_be_seen_is_taken_for_granted(rig: Rig) 
     assert await rig.watch.room_for({B: 99_000}, SOON_S) == {}
     rig.probe.now = ProbeFailed("gone")
     assert await rig.watch.room_for({A: 99_000}, SOON_S) == {}
-
-
-async def test_a_slot_of_which_nothing_was_seen_is_not_waited_for(rig: Rig) -> None:
-    assert await rig.watch.back(reading(gpu()), {HOST: 500}, SOON_S) == {}
 
 
 # --- processes in which several live --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,14 @@ class Run:
         return found
 
 
-async def test_usage_is_there_at_once_and_after_a_restart(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+async def opened(folder: Path, **settings: Any) -> Run:
+    run = Run(folder, **settings)
     await run.store.open()
+    return run
+
+
+async def test_usage_is_there_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
     run.used()
     run.used(model="n", prompt=None)
     assert await run.asked() == {"m": 10, "n": None}, "what is not written yet counts, too"
@@ -67,8 +73,7 @@ async def test_usage_is_there_at_once_and_after_a_restart(tmp_path: Path) -> Non
     run.used()
     assert await run.asked() == {"m": 20, "n": None}
     await run.store.close()
-    again = Run(tmp_path)
-    await again.store.open()
+    again = await opened(tmp_path)
     again.used()
     assert await again.asked() == {"m": 30, "n": None}
     assert await again.asked("model", "key", "tenant") == {("m", "k", "t"): 30, ("n", "k", "t"): None}
@@ -91,8 +96,7 @@ async def _of(reader: Run, expected: dict[object, int | None]) -> bool:
 
 
 async def test_a_key_is_answered_with_its_own_rows_only(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    await run.store.open()
+    run = await opened(tmp_path)
     run.used("a", "x", prompt=1)
     run.used("a", "former", prompt=2)
     run.used("b", "y", prompt=4)
@@ -136,8 +140,7 @@ async def test_hours_become_days_with_the_same_sums_and_days_are_dropped(tmp_pat
 
 @pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
 async def test_a_clock_that_jumps_and_comes_back_drops_and_merges_nothing(tmp_path: Path, jump_s: float) -> None:
-    run = Run(tmp_path, days=20)
-    await run.store.open()
+    run = await opened(tmp_path, days=20)
     for _ in range(10):
         run.used()
         await run.store.write()
@@ -155,8 +158,7 @@ async def test_a_clock_that_jumps_and_comes_back_drops_and_merges_nothing(tmp_pa
 
 @pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
 async def test_a_start_with_a_wrong_clock_that_is_soon_set_drops_nothing(tmp_path: Path, jump_s: float) -> None:
-    run = Run(tmp_path, days=20)
-    await run.store.open()
+    run = await opened(tmp_path, days=20)
     run.used()
     await run.store.close()
     again = Run(tmp_path, days=20)
@@ -173,8 +175,7 @@ async def test_a_start_with_a_wrong_clock_that_is_soon_set_drops_nothing(tmp_pat
 
 
 async def test_a_full_disk_loses_nothing_and_harms_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    await run.store.open()
+    run = await opened(tmp_path)
     run.used()
     await run.store.write()
     with full_disk(4096):
@@ -187,8 +188,7 @@ async def test_a_full_disk_loses_nothing_and_harms_nothing(tmp_path: Path) -> No
         await run.store.write()
     await run.store.write()
     assert not run.counts.waiting
-    again = Run(tmp_path)
-    await again.store.open()
+    again = await opened(tmp_path)
     asked = await again.asked()
     assert asked.pop("m") == 20 and set(asked.values()) == {10} and len(asked) == 300
 
@@ -212,8 +212,7 @@ async def test_a_file_that_is_none_of_ours_is_set_aside(tmp_path: Path, content:
     else:
         path.write_bytes(content)
     kept = path.read_bytes()
-    run = Run(tmp_path)
-    await run.store.open()
+    run = await opened(tmp_path)
     run.used()
     await run.store.close()
     assert path.with_suffix(".broken").read_bytes() == kept
@@ -224,8 +223,7 @@ async def test_no_link_is_followed_and_the_gateway_counts_on(tmp_path: Path) -> 
     foreign = tmp_path / "foreign"
     foreign.touch()
     (tmp_path / FILE_NAME).symlink_to(foreign)
-    run = Run(tmp_path)
-    await run.store.open()
+    run = await opened(tmp_path)
     run.used()
     await run.store.close()
     assert foreign.read_bytes() == b"" and run.counts.waiting
@@ -242,8 +240,7 @@ async def test_names_that_are_no_text_do_not_keep_others_from_being_written(tmp_
 
 
 async def test_questions_while_it_is_written_miss_and_repeat_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    await run.store.open()
+    run = await opened(tmp_path)
     for count in range(1, 40):
         run.used(prompt=1)
         answers = await asyncio.gather(run.store.write(), run.asked(), run.asked(), run.store.write(), run.asked())

@@ -1,4 +1,4 @@
-"""The sums of a day: with clocks that jump, files that are broken, and a gateway that is killed."""
+"""The sums of a day and the switch: with clocks that jump, files that are broken, and a gateway that is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
-from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
+from greenroom.errors import ConfigError, ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown
+from greenroom.runtime.remote.fallback import FILE_NAME as SWITCH_FILE
+from greenroom.runtime.remote.fallback import VARIABLE, CloudFallback
 from greenroom.runtime.remote.spending import (
     ANSWER_TOKENS,
     DAY_S,
@@ -226,3 +228,49 @@ async def test_a_broken_file_that_is_removed_counts_from_0(tmp_path: Path) -> No
 async def test_without_costs_nothing_is_counted(tmp_path: Path) -> None:
     spending, _ = opened(tmp_path, Clock())
     assert spending.meter("acme", Remote(base_url="https://a"), "large") is None
+
+
+def switch(folder: Path, said: str | None = None) -> CloudFallback:
+    fallback = CloudFallback(folder, {} if said is None else {VARIABLE: said})
+    fallback.open()
+    return fallback
+
+
+@pytest.mark.parametrize(
+    ("said", "is_allowed"), [(None, True), ("", True), ("true", True), ("False", False), ("0", False), (" off ", False)]
+)
+async def test_the_environment_says_it_first(tmp_path: Path, said: str | None, is_allowed: bool) -> None:
+    assert switch(tmp_path, said).is_allowed is is_allowed
+
+
+async def test_a_word_that_says_neither_prevents_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="true or false"):
+        switch(tmp_path, "flase")
+
+
+async def test_what_was_set_outlasts_a_restart_and_the_environment(tmp_path: Path) -> None:
+    await switch(tmp_path).set(False)
+    assert switch(tmp_path, "true").is_allowed is False
+    await switch(tmp_path).set(True)
+    assert switch(tmp_path, "false").is_allowed is True
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"allowCloudFallback": "yes"}', '{"allowCloudFallback": 1}', "[" * 9999]
+)
+async def test_a_broken_file_forbids(tmp_path: Path, text: str) -> None:
+    (tmp_path / SWITCH_FILE).write_text(text)
+    fallback = switch(tmp_path, "true")
+    assert fallback.is_allowed is False
+    await fallback.set(True)
+    assert switch(tmp_path).is_allowed is True
+
+
+async def test_what_cannot_be_kept_does_not_change(tmp_path: Path) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    fallback = CloudFallback(tmp_path, {}, write=full)
+    with pytest.raises(ConfigNotKept, match="No space left"):
+        await fallback.set(False)
+    assert fallback.is_allowed is True

@@ -1,8 +1,9 @@
-"""Which workers there are: never more than are wanted, and none is ended while a slot lives in it."""
+"""Which workers there are, and that arenas of those that ended are given back."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.timeouts import WorkerTimeouts
+from greenroom.runtime.workers.hosted_slots import Arena
 from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
 from greenroom.telemetry.metrics import Metrics
@@ -150,3 +152,17 @@ async def test_a_worker_is_kept_for_its_slot_when_another_that_waited_for_it_is_
     assert await all_hosts.let_in(ENGINE, replace(KEY, gpus=(DeviceId("GPU-b"),)), SECOND, LogRing()) is not worker
     await all_hosts.close()
     assert not all_hosts.workers
+
+
+def test_the_next_worker_fills_another_file_than_the_one_that_ended_in_the_middle() -> None:
+    arena = Arena("s1")
+    straggler = os.dup(arena.fd)
+    os.ftruncate(straggler, 8192)
+    arena.empty()
+    assert os.fstat(straggler).st_size == arena.size_bytes == 0
+    # Also where the worker itself had emptied it.
+    os.pwrite(straggler, b"late", 0)
+    assert arena.size_bytes == 0
+    os.close(straggler)
+    arena.close()
+    arena.close()

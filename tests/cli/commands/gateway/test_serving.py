@@ -262,17 +262,6 @@ def test_a_taken_port_is_one_clear_line(file: Path) -> None:
             assert "Traceback" not in gateway.err and gateway.out == ""
 
 
-def test_a_second_gateway_on_the_same_state_directory_is_refused(file: Path, tmp_path: Path) -> None:
-    with served(file.parent, "--port", "0") as first:
-        first.get("/health")
-        command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", "0"]
-        command += ["--state-dir", str(tmp_path / "state")]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert second.returncode == 1
-    assert f"held by the gateway with pid {first.process.pid}" in second.stderr
-    assert "Traceback" not in second.stderr
-
-
 def test_a_recording_that_its_disk_does_not_take_is_named(file: Path, tmp_path: Path) -> None:
     full = tmp_path / "activity.csv"
     # The last line was cut off, so the next run must write before its first request.

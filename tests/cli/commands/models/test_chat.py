@@ -9,8 +9,7 @@ import pytest
 
 from greenroom.cli.commands.models import chat
 from greenroom.cli.main import main
-from tests.cli.command import Cli
-from tests.cli.commands.operating.test_ps import in_terminal
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 
 PATH = "/v1/chat/completions"
@@ -107,13 +106,6 @@ def test_json_without_a_question_is_wrong_usage(gateway: FakeGateway, monkeypatc
     assert main(["chat", "m", "--json"]) == 2
 
 
-def test_an_engine_that_does_not_stream_is_shown_all_the_same(gateway: FakeGateway, cli: Cli) -> None:
-    gateway.on("POST", PATH, answer({"choices": [{"message": {"role": "assistant", "content": "Paris."}}]}))
-    assert cli("chat", "m", "hello").out == "Paris.\n"
-    gateway.on("POST", PATH, answer({"choices": []}))
-    assert "is not Greenroom" in cli("chat", "m", "hello", status=1).err
-
-
 @pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("status", "said"), [(501, "the engine of m answered 501;"), (200, "the engine of m answered with something")]
@@ -129,38 +121,45 @@ def test_an_engine_that_answers_with_a_page_is_told_from_a_stranger_at_the_addre
     assert "is not Greenroom" in cli("chat", "m", "hello", *options, status=1).err
 
 
-def test_waiting_is_told_on_standard_error(gateway: FakeGateway, cli: Cli) -> None:
-    beats = events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), "data: [DONE]")
-    gateway.on("POST", PATH, beats)
-    assert cli("chat", "m", "hello") == ("hi\n", "waiting for m, position 2, about 4 s to go\nwaiting for m\n")
+LOST = "data: " + json.dumps({"error": {"message": "The engine was lost.", "code": "engine_lost", "status": 502}})
+WHOLE = answer({"choices": [{"message": {"role": "assistant", "content": "Paris."}}]})
+DONE = "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "out", "err"),
+    [
+        pytest.param(
+            events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), DONE),
+            0,
+            "hi\n",
+            "waiting for m, position 2, about 4 s to go\nwaiting for m\n",
+            id="waiting is told on standard error",
+        ),
+        pytest.param(
+            events(piece(reasoning_content="hmm"), piece("hi"), DONE), 0, "hi\n", "", id="no thoughts in a pipe"
+        ),
+        pytest.param(WHOLE, 0, "Paris.\n", "", id="an engine that does not stream"),
+        pytest.param(events(piece("Par"), LOST), 1, "Par\n", "greenroom: The engine was lost.\n", id="an error"),
+        pytest.param(events(piece("Par")), 1, "Par\n", "cut off", id="cut off"),
+        pytest.param(answer({"choices": []}), 1, "", "is not Greenroom", id="nothing in it"),
+        *(
+            pytest.param(events(strange), 1, "", "no chat", id=strange)
+            for strange in ("data: nonsense", "data: 7", 'data: {"choices": [7]}', 'data: {"error": 7}')
+        ),
+    ],
+)
+def test_an_answer_is_shown_as_it_comes_and_taken_for_what_it_is(
+    told: Answer, status: int, out: str, err: str, gateway: FakeGateway, cli: Cli
+) -> None:
+    gateway.on("POST", PATH, told)
+    said = cli("chat", "m", "hello", status=status)
+    assert said.out == out and (err in said.err if err else said.err == "")
     assert gateway.asked[-1].headers["x-heartbeat"] == "comment"
 
 
-def test_an_error_in_the_answer_fails_on_a_line_of_its_own(gateway: FakeGateway, cli: Cli) -> None:
-    lost = "data: " + json.dumps({"error": {"message": "The engine was lost.", "code": "engine_lost", "status": 502}})
-    gateway.on("POST", PATH, events(piece("Par"), lost))
-    assert cli("chat", "m", "hello", status=1) == ("Par\n", "greenroom: The engine was lost.\n")
-
-
-def test_an_answer_that_is_cut_off_is_not_taken_for_whole(gateway: FakeGateway, cli: Cli) -> None:
-    gateway.on("POST", PATH, events(piece("Par")))
-    out, err = cli("chat", "m", "hello", status=1)
-    assert out == "Par\n" and "cut off" in err
-
-
-@pytest.mark.parametrize("strange", ["data: nonsense", "data: 7", 'data: {"choices": [7]}', 'data: {"error": 7}'])
-def test_an_answer_that_is_no_chat_fails(strange: str, gateway: FakeGateway, cli: Cli) -> None:
-    gateway.on("POST", PATH, events(strange))
-    assert "no chat" in cli("chat", "m", "hello", status=1).err
-
-
-def test_thoughts_stay_out_of_a_pipe(gateway: FakeGateway, cli: Cli) -> None:
-    gateway.on("POST", PATH, events(piece(reasoning_content="hmm"), piece("hi"), "data: [DONE]"))
-    assert cli("chat", "m", "hello").out == "hi\n"
-
-
 def test_a_terminal_sees_thoughts_time_and_nothing_dangerous(gateway: FakeGateway) -> None:
-    gateway.on("POST", PATH, events(piece(reasoning_content="hmm "), piece("hi\x1b[2J"), "data: [DONE]"))
+    gateway.on("POST", PATH, events(piece(reasoning_content="hmm "), piece("hi\x1b[2J"), DONE))
     shown = in_terminal(["chat", "m", "hello", "--url", gateway.url])
     assert "hmm" in shown and "hi\N{REPLACEMENT CHARACTER}[2J" in shown
     assert "\x1b[2J" not in shown

@@ -9,8 +9,7 @@ import pytest
 
 from greenroom.cli.commands.models import jobs
 from greenroom.cli.main import main
-from tests.cli.command import Cli
-from tests.cli.commands.operating.test_ps import in_terminal
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer
 
 ID = "job-" + "5c" * 16

@@ -10,8 +10,7 @@ import yaml
 
 from greenroom.cli.commands.models.models import size
 from greenroom.cli.main import main
-from tests.cli.command import Cli
-from tests.cli.commands.operating.test_ps import in_terminal
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.library.hub_cache import add_snapshot, folder_files, put
 from tests.models import tiny, tiny_hf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import random
 import re
 import signal
@@ -19,7 +18,7 @@ from greenroom.cli.commands.models import pull
 from greenroom.cli.main import main
 from greenroom.library.fetched_marks import FetchedMarks
 from greenroom.library.roots import Roots
-from tests.cli.command import Cli
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.standins.standin_hub import StandinHub, standin_hub
 from tests.waiting import until_now
@@ -138,16 +137,19 @@ def test_a_gateways_refusal_and_failure_are_told(gateway: FakeGateway, cli: Cli)
 # --- a terminal, and an interrupt -------------------------------------------------------------------------------------
 
 
-def started(hub: StandinHub, *words: str, **streams: Any) -> subprocess.Popen[bytes]:
-    code = "import sys; from greenroom.cli import address; address.DEFAULT_URL = 'http://127.0.0.1:9'; "
-    code += "from greenroom.cli.main import main; sys.exit(main())"
-    return subprocess.Popen([sys.executable, "-c", code, "pull", REPO, *words], **streams)
+# No gateway is found by chance.
+WITHOUT_GATEWAY = (
+    "-c",
+    "import sys; from greenroom.cli import address; address.DEFAULT_URL = 'http://127.0.0.1:9'; "
+    "from greenroom.cli.main import main; sys.exit(main())",
+)
 
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_the_same_command_goes_on_with(hub: StandinHub, tmp_path: Path) -> None:
     hub.faults.drip_s = 0.02
-    pulling = started(hub, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, *WITHOUT_GATEWAY, "pull", REPO]
+    pulling = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until_now(lambda: hub.sent > 50_000)
     pulling.send_signal(signal.SIGINT)
     out, said = pulling.communicate(timeout=30)
@@ -164,18 +166,8 @@ def test_an_interrupt_leaves_what_the_same_command_goes_on_with(hub: StandinHub,
 @pytest.mark.slow
 def test_bars_at_a_terminal(hub: StandinHub) -> None:
     hub.faults.drip_s = 0.01
-    ours, theirs = pty.openpty()
-    with started(hub, stdout=subprocess.DEVNULL, stderr=theirs) as pulling:
-        os.close(theirs)
-        seen = b""
-        try:
-            while piece := os.read(ours, 65536):
-                seen += piece
-        except OSError:
-            pass
-        os.close(ours)
-    assert pulling.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    shown = in_terminal(["pull", REPO], program=WITHOUT_GATEWAY)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "org/name" in text and "model-Q8_0.gguf" in text and "━" in text and "kB" in text
 
 
@@ -212,8 +204,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_variable(
 
 def test_a_hub_that_does_not_answer_is_said_soon(hub: StandinHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    command = [sys.executable, "-m", "greenroom", "pull", REPO, "--url", "http://127.0.0.1:9"]
-    del command[-2:]
+    command = [sys.executable, "-m", "greenroom", "pull", REPO]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         assert process.stderr is not None

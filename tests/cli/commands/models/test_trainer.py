@@ -94,7 +94,7 @@ def test_it_ends_at_once_in_the_middle_of_an_update(
     pair[1].never_ends = True
     argv = [sys.executable, "-P", "-m", "greenroom", "trainer", what, "org/new", *words(pair)]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        until_now(lambda: any("/update-model/" in path for _, path, _ in pair[1].asked), "it waits for the update")
+        until_now(lambda: any("/update-model/" in path for _, path, _ in pair[1].calls), "it waits for the update")
         running.send_signal(number)
         assert running.wait(PATIENCE_S) == status
 

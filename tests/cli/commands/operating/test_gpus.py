@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.commands.operating import gpus
-from tests.cli.command import Cli
-from tests.cli.commands.operating.test_ps import in_terminal
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.standins import fake_gpu
 

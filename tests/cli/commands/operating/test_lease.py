@@ -8,25 +8,24 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import ANY
 
 import pytest
 
 from greenroom.app import App
 from greenroom.cli.leased_program import LeasedProgram
 from greenroom.cli.main import main
-from greenroom.leases.records import LeaseAsk, holder_of
+from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper
 from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.harness import fake, gateway, url
 from tests.redis_server import redis_server
-from tests.waiting import until, until_now
+from tests.waiting import until
 
 T = TypeVar("T")
 
@@ -94,6 +93,12 @@ def test_without_a_gateway_nothing_is_run(cli: Cli, tmp_path: Path) -> None:
     assert not made.exists()
 
 
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    async with gateway(tmp_path, {}) as app:
+        yield app
+
+
 def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "greenroom", "lease", "--url", url(app), *options, "--", *command]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
@@ -125,36 +130,33 @@ async def first_line(process: subprocess.Popen[str]) -> str:
     return (await told(process, process.stdout.readline)).strip()
 
 
-async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        shown = "print(*(os.environ[n] for n in ('CUDA_VISIBLE_DEVICES', 'GREENROOM_LEASE_TOKEN')), *sys.argv[1:])"
-        code = f"import os, sys; {shown}; sys.exit(7)"
-        process = greenroom_lease(
-            app, ["--mib", "4000", "--priority", "low"], [sys.executable, "-c", code, "--lr", "3", "--", "x"]
-        )
-        out, err = await ended(process)
-        assert process.returncode == 7
-        assert out.split()[0] == "0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
-        # There may be no GPU: then the memory is the host's.
-        assert "waiting for 4,000 MiB\n" in err and "holds gpu0 after" in err
-        await until(lambda: held(app) == 0, "given back")
+async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(app: App) -> None:
+    shown = "print(*(os.environ[n] for n in ('CUDA_VISIBLE_DEVICES', 'GREENROOM_LEASE_TOKEN')), *sys.argv[1:])"
+    code = f"import os, sys; {shown}; sys.exit(7)"
+    process = greenroom_lease(
+        app, ["--mib", "4000", "--priority", "low"], [sys.executable, "-c", code, "--lr", "3", "--", "x"]
+    )
+    out, err = await ended(process)
+    assert process.returncode == 7
+    assert out.split()[0] == "0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
+    # There may be no GPU: then the memory is the host's.
+    assert "waiting for 4,000 MiB\n" in err and "holds gpu0 after" in err
+    await until(lambda: held(app) == 0, "given back")
 
 
 @pytest.mark.parametrize(("command", "status"), [(["/no/such/program"], 127), (["/"], 126)])
-async def test_what_cannot_be_run_is_said_as_shells_say_it(tmp_path: Path, command: list[str], status: int) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1"], command)
-        _, err = await ended(process)
-        assert process.returncode == status and f"{command[0]} cannot be run" in err
-        await until(lambda: held(app) == 0, "given back")
+async def test_what_cannot_be_run_is_said_as_shells_say_it(app: App, command: list[str], status: int) -> None:
+    process = greenroom_lease(app, ["--mib", "1"], command)
+    _, err = await ended(process)
+    assert process.returncode == status and f"{command[0]} cannot be run" in err
+    await until(lambda: held(app) == 0, "given back")
 
 
-async def test_a_denial_runs_nothing(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "99999"], ["touch", str(tmp_path / "made")])
-        _, err = await ended(process)
-        assert process.returncode == 1 and "can never be had" in err
-        assert not (tmp_path / "made").exists()
+async def test_a_denial_runs_nothing(app: App, tmp_path: Path) -> None:
+    process = greenroom_lease(app, ["--mib", "99999"], ["touch", str(tmp_path / "made")])
+    _, err = await ended(process)
+    assert process.returncode == 1 and "can never be had" in err
+    assert not (tmp_path / "made").exists()
 
 
 SLEEPER = """
@@ -171,93 +173,64 @@ while True:
 """
 
 
-async def test_signals_reach_the_program(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
-        assert int(await first_line(process)) > 0
-        for number, said in [(signal.SIGUSR1, "heard 10"), (signal.SIGINT, "heard 2"), (signal.SIGTERM, "heard 15")]:
-            process.send_signal(number)
-            assert await first_line(process) == said
-        await ended(process)
-        assert process.returncode == 3
-        await until(lambda: held(app) == 0, "given back")
+async def test_signals_reach_the_program(app: App) -> None:
+    process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
+    assert int(await first_line(process)) > 0
+    for number, said in [(signal.SIGUSR1, "heard 10"), (signal.SIGINT, "heard 2"), (signal.SIGTERM, "heard 15")]:
+        process.send_signal(number)
+        assert await first_line(process) == said
+    await ended(process)
+    assert process.returncode == 3
+    await until(lambda: held(app) == 0, "given back")
 
 
-async def test_a_program_ended_by_a_signal_is_told_as_shells_tell_it(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
-        os.kill(int(await first_line(process)), signal.SIGKILL)
-        await ended(process)
-        assert process.returncode == 128 + signal.SIGKILL
+async def test_a_program_ended_by_a_signal_is_told_as_shells_tell_it(app: App) -> None:
+    process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
+    os.kill(int(await first_line(process)), signal.SIGKILL)
+    await ended(process)
+    assert process.returncode == 128 + signal.SIGKILL
 
 
-async def test_killing_the_wrapper_ends_the_program_and_frees_its_memory(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], [sys.executable, "-c", SLEEPER])
-        child = int(await first_line(process))
-        process.kill()
-        await until(lambda: held(app) == 0, "given back")
-        await until(lambda: not Path(f"/proc/{child}").exists(), "the program has ended")
-        process.communicate()
+async def test_killing_the_wrapper_ends_the_program_and_frees_its_memory(app: App) -> None:
+    process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], [sys.executable, "-c", SLEEPER])
+    child = int(await first_line(process))
+    process.kill()
+    await until(lambda: held(app) == 0, "given back")
+    await until(lambda: not Path(f"/proc/{child}").exists(), "the program has ended")
+    process.communicate()
 
 
-@pytest.mark.parametrize("shell", ["{0}; true", "{0} & wait", "(setsid {0} &) ; sleep 600"])
-async def test_killing_the_wrapper_ends_what_a_shell_has_started(tmp_path: Path, shell: str) -> None:
-    """Whether the shell waits for it, runs it beside itself, or has let it go."""
-    async with gateway(tmp_path, {}) as app:
-        command = shlex.join([sys.executable, "-c", SLEEPER])
-        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], ["sh", "-c", shell.format(command)])
-        grandchild = int(await first_line(process))
-        process.kill()
-        await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
-        await until(lambda: held(app) == 0, "given back")
-        # Its keeper was the last process that could still write here.
-        assert await ended(process) == ("heard 15\n", ANY)
+async def test_what_is_left_when_the_keeper_itself_is_killed_is_ended_by_the_wrapper(app: App) -> None:
+    command = shlex.join([sys.executable, "-c", SLEEPER])
+    process = greenroom_lease(app, ["--mib", "1"], ["sh", "-c", f"{command}; true"])
+    grandchild = int(await first_line(process))
+    (keeper,) = [pid for pid in proc.below(process.pid) if is_keeper(pid)]
+    os.kill(keeper, signal.SIGKILL)
+    await ended(process)
+    assert process.returncode == 128 + signal.SIGKILL
+    await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
 
 
-async def test_what_is_left_when_the_keeper_itself_is_killed_is_ended_by_the_wrapper(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        command = shlex.join([sys.executable, "-c", SLEEPER])
-        process = greenroom_lease(app, ["--mib", "1"], ["sh", "-c", f"{command}; true"])
-        grandchild = int(await first_line(process))
-        (keeper,) = [pid for pid in proc.below(process.pid) if is_keeper(pid)]
-        os.kill(keeper, signal.SIGKILL)
-        await ended(process)
-        assert process.returncode == 128 + signal.SIGKILL
-        await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
+async def test_what_the_wrapper_was_told_to_ignore_the_program_ignores_too(app: App) -> None:
+    argv = [sys.executable, "-m", "greenroom", "lease", "--url", url(app), "--mib", "1", "--"]
+    said = "import signal; print(signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM))"
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *argv, sys.executable, "-c", said],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = await ended(process)
+    assert out.split() == ["1", "0"], "SIG_IGN and SIG_DFL"
 
 
-async def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1"], ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!; exit 4"])
-        daemon = int(await first_line(process))
-        await ended(process)
-        assert process.returncode == 4 and holder_of(daemon) is not None
-        os.kill(daemon, signal.SIGKILL)
-
-
-async def test_what_the_wrapper_was_told_to_ignore_the_program_ignores_too(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        argv = [sys.executable, "-m", "greenroom", "lease", "--url", url(app), "--mib", "1", "--"]
-        said = "import signal; print(signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM))"
-        process = subprocess.Popen(
-            ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *argv, sys.executable, "-c", said],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        out, _ = await ended(process)
-        assert out.split() == ["1", "0"], "SIG_IGN and SIG_DFL"
-
-
-async def test_a_wrapper_that_was_paused_past_its_time_ends_its_program(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "1"], [sys.executable, "-c", SLEEPER])
-        await first_line(process)
-        process.send_signal(signal.SIGSTOP)
-        await until(lambda: held(app) == 0, "lost")
-        process.send_signal(signal.SIGCONT)
-        out, err = await ended(process)
-        assert process.returncode == 3 and "heard 15" in out and "the lease is lost; ending" in err
+async def test_a_wrapper_that_was_paused_past_its_time_ends_its_program(app: App) -> None:
+    process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "1"], [sys.executable, "-c", SLEEPER])
+    await first_line(process)
+    process.send_signal(signal.SIGSTOP)
+    await until(lambda: held(app) == 0, "lost")
+    process.send_signal(signal.SIGCONT)
+    out, err = await ended(process)
+    assert process.returncode == 3 and "heard 15" in out and "the lease is lost; ending" in err
 
 
 async def test_a_recalled_lease_ends_its_program_when_its_time_is_over(tmp_path: Path) -> None:
@@ -306,22 +279,3 @@ def test_a_program_that_does_not_heed_sigterm_is_killed(tmp_path: Path, capsys: 
     program = LeasedProgram([sys.executable, "-c", code, str(up)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
     assert program.run() == 128 + signal.SIGKILL
     assert "the lease is lost; ending" in capsys.readouterr().err
-
-
-HEEDLESS = """
-import os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-os.rename(sys.argv[1], sys.argv[2])
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("shell", ["{0} & wait", "{0}; true", "trap '' TERM; {0}; true"])
-def test_what_a_program_started_is_ended_with_it(tmp_path: Path, shell: str) -> None:
-    up = tmp_path / "up"
-    command = shlex.join([sys.executable, "-c", HEEDLESS, str(tmp_path / "draft"), str(up)])
-    program = LeasedProgram(["sh", "-c", shell.format(command)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
-    program.run()
-    started = int(up.read_text())
-    until_now(lambda: holder_of(started) is None)

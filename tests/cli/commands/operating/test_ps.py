@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from greenroom.cli.commands.operating import ps
-from tests.cli.command import Cli
+from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 
 
@@ -51,33 +47,35 @@ WAKING = model(
 FAILED = model("broken", last_error={"code": "model_load_failed", "message": "no"})
 
 
-def test_what_an_engine_lacks_is_told_in_full_and_once() -> None:
-    why = "xllamacpp is not installed in /a/python; type: /a/python -m pip install 'greenroom[llamacpp]'"
-    (row,) = ps.rows(status({**FAILED, "missing": why}))
-    assert row[-1] == f"cannot be loaded: {why}"
+LACKS = "xllamacpp is not installed in /a/python; type: /a/python -m pip install 'greenroom[llamacpp]'"
 
 
-def test_it_is_told_when_a_failed_model_is_tried_again() -> None:
-    (row,) = ps.rows(status({**FAILED, "retry_in_s": 20.0}))
-    assert row[-1] == "failed, again in 20s: no; greenroom logs broken"
+def broken(message: str) -> dict[str, Any]:
+    last_error = {"code": "model_load_failed", "message": message}
+    return model("tiny", tier="asleep", last_error=last_error, retry_in_s=9.7)
 
 
-def test_it_is_told_what_went_wrong_with_a_model_in_few_words() -> None:
-    def note(message: str) -> str:
-        last_error = {"code": "model_load_failed", "message": message}
-        (row,) = ps.rows(status(model("tiny", tier="asleep", last_error=last_error, retry_in_s=9.7)))
-        return row[-1]
+@pytest.mark.parametrize(
+    ("shown", "note"),
+    [
+        ({**FAILED, "missing": LACKS}, f"cannot be loaded: {LACKS}"),
+        ({**FAILED, "retry_in_s": 20.0}, "failed, again in 20s: no; greenroom logs broken"),
+        (model("smollm2", tier="ready", last_used_s_ago=2.0, unload_in_s=42.0), "leaves in 42s"),
+        (
+            broken("tiny was lost: its worker ended (killed by SIGKILL)."),
+            "failed, again in 9.7s: its worker ended (killed by SIGKILL); greenroom logs tiny",
+        ),
+        (broken("tiny could not be loaded: no such file."), "failed, again in 9.7s: no such file; greenroom logs tiny"),
+    ],
+)
+def test_a_note_says_what_is_wrong_and_when_it_changes(shown: dict[str, Any], note: str) -> None:
+    (row,) = ps.rows(status(shown))
+    assert row[-1] == note
 
-    lost = note("tiny was lost: its worker ended (killed by SIGKILL).")
-    assert lost == "failed, again in 9.7s: its worker ended (killed by SIGKILL); greenroom logs tiny"
-    assert "9.7s: no such file; greenroom" in note("tiny could not be loaded: no such file.")
-    long = note("tiny could not be loaded: " + "many words " * 50 + "\nand lines.")
-    assert len(long) < 150 and "\n" not in long and "words ma…; greenroom logs tiny" in long
 
-
-def test_it_is_told_when_an_idle_model_leaves() -> None:
-    (row,) = ps.rows(status(model("smollm2", tier="ready", last_used_s_ago=2.0, unload_in_s=42.0)))
-    assert row[-1] == "leaves in 42s"
+def test_a_note_is_one_short_line() -> None:
+    (row,) = ps.rows(status(broken("tiny could not be loaded: " + "many words " * 50 + "\nand lines.")))
+    assert len(row[-1]) < 150 and "\n" not in row[-1] and "words ma…; greenroom logs tiny" in row[-1]
 
 
 def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, cli: Cli) -> None:
@@ -98,12 +96,9 @@ def test_what_is_wrong_with_the_key_file_is_told_beside_the_table(gateway: FakeG
     assert "warning: the key file k.json is empty" in cli("ps").err
 
 
-def test_a_ready_model_is_where_its_memory_is() -> None:
+def test_a_ready_model_is_where_its_memory_is_and_not_idle_while_it_answers() -> None:
     on_host, nowhere = model("m", tier="ready", memory={"host": 9}), model("n", tier="ready")
     assert [row[2] for row in ps.rows(status(on_host, nowhere))] == ["host", "-"]
-
-
-def test_a_model_that_answers_is_not_idle() -> None:
     (row,) = ps.rows(status(model("m", tier="ready", in_flight=1, last_used_s_ago=3.0)))
     assert row[6] == "-"
 
@@ -140,23 +135,3 @@ def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> No
     shown = in_terminal(["ps", "--url", gateway.url])
     assert "smollm2" in shown and "gpu0: 300 of 8,192 MiB used" in shown
     assert "\x1b[2J" not in shown and "[bold]" in shown
-
-
-def in_terminal(argv: list[str], *, typed: str = "", exits: int = 0) -> str:
-    """What a command shows in a terminal of 120 columns, where this is typed."""
-    ours, theirs = pty.openpty()
-    os.write(ours, typed.encode())
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "greenroom.cli.main", *argv]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as running:
-        os.close(theirs)
-        shown = b""
-        # A terminal whose last user has gone says so by an error.
-        try:
-            while piece := os.read(ours, 65536):
-                shown += piece
-        except OSError:
-            pass
-        assert running.wait(60) == exits
-    os.close(ours)
-    return shown.decode()

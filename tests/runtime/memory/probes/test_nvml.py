@@ -161,39 +161,35 @@ def test_processes_that_may_not_be_listed_are_unknown(call: str, nvml: FakeNvml,
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_processes_whose_memory_is_not_told_are_unknown(nvml: FakeNvml, machine: HostProbe) -> None:
-    nvml.compute = [(10, 20), (11, None)]
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
+CONTAINER = "pid:[4026532201]"
 
 
-def test_outside_containers_a_process_that_has_just_ended_is_listed_all_the_same(
-    nvml: FakeNvml, machine: HostProbe
+@pytest.mark.parametrize(
+    ("namespace", "used_mib", "compute", "processes"),
+    [
+        pytest.param(FIRST_PID_NAMESPACE, 29, [(10, 20), (11, None)], None, id="memory of one is not told"),
+        pytest.param(FIRST_PID_NAMESPACE, 29, [(10, 20), (99, 5)], {10: 20, 99: 5}, id="one has just ended"),
+        pytest.param(CONTAINER, IDLE_MIB, [], None, id="in a container an empty list says nothing"),
+        pytest.param(CONTAINER, 29, [], {}, id="in a container, without used memory"),
+        pytest.param(CONTAINER, 29, [(10, 20), (40_000, 5)], None, id="in a container, a pid of the machine outside"),
+        pytest.param(CONTAINER, 29, [(10, 20), (11, 5)], {10: 20, 11: 5}, id="in a container, all are there"),
+        pytest.param(None, 500, [], None, id="a namespace that is not told is taken for a container"),
+    ],
+)
+def test_processes_are_believed_where_all_that_are_listed_can_be_seen(
+    namespace: str | None,
+    used_mib: int,
+    compute: list[tuple[int, int | None]],
+    processes: dict[int, int] | None,
+    nvml: FakeNvml,
+    machine: HostProbe,
 ) -> None:
-    nvml.compute = [(10, 20), (99, 5)]
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 99: 5}
-
-
-def test_in_a_container_an_empty_list_says_nothing(nvml: FakeNvml, machine: HostProbe) -> None:
-    enter(machine.proc, "pid:[4026532201]")
-    nvml.used_mib = IDLE_MIB
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
-
-
-def test_in_a_container_a_gpu_without_used_memory_has_no_processes(nvml: FakeNvml, machine: HostProbe) -> None:
-    enter(machine.proc, "pid:[4026532201]")
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes == {}
-
-
-def test_in_a_container_pids_of_the_machine_outside_say_nothing(nvml: FakeNvml, machine: HostProbe) -> None:
-    enter(machine.proc, "pid:[4026532201]")
-    nvml.compute = [(10, 20), (40_000, 5)]
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
-
-
-def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, machine: HostProbe) -> None:
-    enter(machine.proc, "pid:[4026532201]")
-    nvml.compute = [(10, 20), (11, 5)]
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 11: 5}
+    if namespace is None:
+        (machine.proc / "self" / "ns" / "pid").unlink()
+    else:
+        enter(machine.proc, namespace)
+    nvml.used_mib, nvml.compute = used_mib, compute
+    assert NvmlProbe(nvml, machine).look().gpus[0].processes == processes
 
 
 def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_no_other(machine: HostProbe) -> None:
@@ -206,14 +202,6 @@ def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_no_other(ma
     nvml = Ending()
     nvml.gpus = nvml.gpus[:1]
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20}
-
-
-def test_a_machine_that_does_not_tell_its_namespace_is_taken_for_a_container(
-    nvml: FakeNvml, machine: HostProbe
-) -> None:
-    nvml.used_mib = 500
-    (machine.proc / "self" / "ns" / "pid").unlink()
-    assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
 def test_a_gpu_that_is_cut_up_is_left_alone(nvml: FakeNvml, machine: HostProbe) -> None:
