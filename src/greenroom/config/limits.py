@@ -24,7 +24,6 @@ from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ConfigError
 
-
 # What the core has under the names of keys. It knows companies by their rules.
 _SAME: Final = SchedulerSection.model_fields.keys() & {field.name for field in fields(Limits)} - {"company"}
 

@@ -2,8 +2,8 @@
 
 The JSON schema, `config.example.yaml` and the reference in the docs are generated from these classes. The sections of
 a model, the scheduler and the server are in files of their own, each with its rules; the rules between sections are
-below. Unknown keys, wrong types and broken rules are refused, however a `Config` is made. Reads no files: `loader.py`
-does.
+below. Other packages import every section from here. Unknown keys, wrong types and broken rules are refused, however a
+`Config` is made. Reads no files: `loader.py` does.
 """
 
 from collections.abc import Iterator
@@ -42,49 +42,6 @@ from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants, requests_per_minute
 from greenroom.config.sections.versions import ModelVersions, Versions
-
-# Other packages import every section from here.
-__all__ = [
-    "PRIORITY_NAMES",
-    "Ability",
-    "ApiKey",
-    "CacheType",
-    "ClientProfile",
-    "Clients",
-    "Company",
-    "Config",
-    "Governance",
-    "Gpu",
-    "GroupSection",
-    "Heartbeat",
-    "Host",
-    "Images",
-    "JobsSection",
-    "Leases",
-    "LimitStore",
-    "Log",
-    "LogFormat",
-    "LogLevel",
-    "MatrixSection",
-    "Memory",
-    "Model",
-    "ModelVersions",
-    "Ports",
-    "Profile",
-    "Quorum",
-    "RateLimits",
-    "Remote",
-    "Require",
-    "Runner",
-    "SchedulerSection",
-    "Section",
-    "Server",
-    "StayWarm",
-    "Task",
-    "TenantLimits",
-    "Vllm",
-]
-
 
 # For drivers and contexts; the same for simulated GPUs and real ones.
 GPU_MARGIN_MIB = 512
