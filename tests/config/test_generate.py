@@ -14,6 +14,7 @@ import yaml
 from greenroom.config.described import descriptions
 from greenroom.config.generate.example import FOR_EXAMPLE, example, said
 from greenroom.config.generate.reference import BEGIN, END, ROOT, generated, main, with_reference
+from greenroom.config.kinds import is_section
 from greenroom.config.loader import load
 from greenroom.config.schema import (
     ApiKey,
@@ -27,6 +28,7 @@ from greenroom.config.schema import (
     Remote,
     Section,
 )
+from greenroom.config.sections.model import KEYS_OF_ENGINES
 
 from .conftest import Loads
 
@@ -102,25 +104,22 @@ def test_one_line_samples_load(loads: Loads) -> None:
     lines = re.findall(rf"^( *)# {FOR_EXAMPLE} (.+)\n *(\w+): ", example(), flags=re.MULTILINE)
     assert len(lines) > 15
     for indent, sample, key in lines:
-        if len(indent) == 4:
-            engines = {"cmd_stop": "{cmd: 'a ${PORT}', ", "cache_tokens": "{path: q, "}
-            engines["quantization"] = "{engine: vllm, path: q, "
-            engines["checkpoints"] = "{engine: comfyui, path: q, workflow: w, inputs: {prompt: 6.text}, "
-            if key in Remote.model_fields:
-                given = "base_url: https://a, " if key != "base_url" else ""
-                given += "cost: {input: 1, output: 1}, " if key == "budget_per_day" else ""
-                assert loads(f"remotes: {{r: {{{given}{key}: {sample}}}}}").remotes["r"].model_fields_set >= {key}
-                continue
-            engine = engines.get(key, "{path: q.gguf, ")
-            assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
+        if len(indent) == 4 and key in Remote.model_fields:
+            given = "base_url: https://a, " if key != "base_url" else ""
+            given += "cost: {input: 1, output: 1}, " if key == "budget_per_day" else ""
+            assert loads(f"remotes: {{r: {{{given}{key}: {sample}}}}}").remotes["r"].model_fields_set >= {key}
+        elif len(indent) == 4:
+            engine = next((name for name, keys in KEYS_OF_ENGINES.items() if key in keys), "llamacpp")
+            needs = "cmd: 'a ${PORT}'" if engine == "command" else "path: q"
+            needs += ", workflow: w, inputs: {prompt: 6.text}" if engine == "comfyui" else ""
+            text = f"models: {{q: {{engine: {engine}, {needs}, {key}: {sample}}}}}"
+            assert loads(text).models["q"].model_fields_set >= {key}
         else:
-            sections = {"memory_mib": "host", "hosts": "library", "roots": "library", "bandwidth_mib_s": "library"}
-            sections["errors_max"] = "clients"
-            sections |= dict.fromkeys(("key_path", "audit_path", "signers", "signer_groups"), "governance")
+            sections = {name: field.annotation for name, field in Config.model_fields.items()}
+            home = next((name for name, kind in sections.items() if is_section(kind) and key in kind.model_fields), "")
             known = "signers: {alice: null, bob: null}, " if key == "signer_groups" else ""
             models = "\nmodels: {chat: {path: c.gguf}, writer: {path: w.gguf}}" if key == "tasks" else ""
-            inside = f"{sections.get(key, 'server')}: {{{known}{key}: {sample}}}"
-            assert loads(inside if indent else f"{key}: {sample}{models}")
+            assert loads(f"{home}: {{{known}{key}: {sample}}}" if indent else f"{key}: {sample}{models}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, Self, TypeGuard
 from urllib.parse import SplitResult, urlsplit
 
@@ -40,13 +40,6 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-def _model_id(name: str) -> str:
-    why = id_problem(name)
-    if why is not None:
-        raise PydanticCustomError("name", "{why}", {"why": why})
-    return name
-
-
 def _printable(name: str) -> str:
     """Refuse line breaks and invisible characters: names go into log lines."""
     if not name.isprintable():
@@ -54,11 +47,15 @@ def _printable(name: str) -> str:
     return name
 
 
-def _name(name: str) -> str:
-    why = name_problem(name)
-    if why is not None:
-        raise PydanticCustomError("name", "{why}", {"why": why})
-    return name
+def _without(problem: Callable[[str], str | None]) -> AfterValidator:
+    """Refuses a text that has this problem."""
+
+    def checked(text: str) -> str:
+        if (why := problem(text)) is not None:
+            raise PydanticCustomError("name", "{why}", {"why": why})
+        return text
+
+    return AfterValidator(checked)
 
 
 def _route_pattern(pattern: str) -> str:
@@ -107,8 +104,6 @@ MibPerSecond = Annotated[float, Field(gt=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
 NAME_CHARS_MAX = 256
 Label = Annotated[str, StringConstraints(min_length=1, max_length=NAME_CHARS_MAX), AfterValidator(_printable)]
-# Of tenants, keys, signers and whatever else is looked up by its name.
-Name = Annotated[str, StringConstraints(min_length=1, max_length=NAME_CHARS_MAX), AfterValidator(_name)]
 
 
 def name_problem(name: str) -> str | None:
@@ -123,6 +118,8 @@ def name_problem(name: str) -> str | None:
     return None
 
 
+# Of tenants, keys, signers and whatever else is looked up by its name.
+Name = Annotated[str, StringConstraints(min_length=1, max_length=NAME_CHARS_MAX), _without(name_problem)]
 ID_CHARS_MAX = 256
 
 # These words follow /models/ in the management API, so no id may begin with one of them as its first segment.
@@ -171,7 +168,7 @@ def clashes(models: Iterable[tuple[str, Sequence[str]]]) -> Iterator[Problem]:
 
 ModelId = Annotated[
     str,
-    AfterValidator(_model_id),
+    _without(id_problem),
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": ID_CHARS_MAX}),
 ]
 RoutePattern = Annotated[str, AfterValidator(_route_pattern)]
@@ -392,10 +389,4 @@ def _of_host(parts: SplitResult) -> str | None:
     return _BRACKETS if host.count(":") > 1 and "[" not in host else _PORT
 
 
-def _store_address(url: str) -> str:
-    if why := store_address_problem(url):
-        raise ValueError(why)
-    return url
-
-
-StoreAddress = Annotated[str, AfterValidator(_store_address)]
+StoreAddress = Annotated[str, _without(store_address_problem)]

@@ -54,7 +54,7 @@ class Engines:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Example:
     """Shown in the example file for a default that says nothing."""
 
     value: Any
@@ -109,8 +109,8 @@ def engines_of(field: FieldInfo) -> tuple[str, ...]:
     return next((mark.names for mark in marks(field, Engines)), ())
 
 
-def sample_of(field: FieldInfo) -> Any:
-    return next((mark.value for mark in marks(field, Sample)), None)
+def example_of(field: FieldInfo) -> Any:
+    return next((mark.value for mark in marks(field, Example)), None)
 
 
 def reload_of(*fields: FieldInfo) -> Reload:

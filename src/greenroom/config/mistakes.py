@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from greenroom.config.kinds import HEADER_NAME, HEX_64, NO_CONTROLS, REMOTE_NAME, VARIABLE_NAME
+from greenroom.config.kinds import HEADER_NAME, HEX_64, NO_CONTROLS, REMOTE_NAME, VARIABLE_NAME, is_section
 from greenroom.config.reader import Lines, Problem, Where, shown
 from greenroom.config.schema import Company, Config, Model, Section
 
@@ -163,7 +163,7 @@ def _spelling(key: str) -> str:
 def _section_at(where: Where, document: type[Section]) -> type[Section]:
     kind: Any = document
     for step in where:
-        if isinstance(kind, type) and issubclass(kind, Section):
+        if is_section(kind):
             kind = kind.model_fields[str(step)].annotation
         else:
             kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
@@ -183,7 +183,6 @@ def _home_of(key: str) -> str | None:
     if key in Model.model_fields:
         return "to a model, under models"
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section) and key in section.model_fields:
+        if is_section(field.annotation) and key in field.annotation.model_fields:
             return f"under {name}"
     return "under scheduler.company" if key in Company.model_fields else None

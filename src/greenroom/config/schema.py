@@ -2,8 +2,8 @@
 
 The JSON schema, `config.example.yaml` and the reference in the docs are generated from these classes. The sections of
 a model, the scheduler and the server are in files of their own, each with its rules; the rules between sections are
-below. Unknown keys, wrong types and broken rules are refused, however a `Config` is made. Reads no files: `loader.py`
-does.
+below. Other packages import every section from here. Unknown keys, wrong types and broken rules are refused, however a
+`Config` is made. Reads no files: `loader.py` does.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from greenroom.config.kinds import (
     Section,
     StoreAddress,
 )
-from greenroom.config.marks import FILE, RESTART, Sample, Variable, lower
+from greenroom.config.marks import FILE, RESTART, Example, Variable, lower
 from greenroom.config.reader import Problem
 from greenroom.config.sections import coresidency, tasks
 from greenroom.config.sections.governance import Governance, Quorum
@@ -42,49 +42,6 @@ from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
 from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants, requests_per_minute
 from greenroom.config.sections.versions import ModelVersions, Versions
-
-# Other packages import every section from here.
-__all__ = [
-    "PRIORITY_NAMES",
-    "Ability",
-    "ApiKey",
-    "CacheType",
-    "ClientProfile",
-    "Clients",
-    "Company",
-    "Config",
-    "Governance",
-    "Gpu",
-    "GroupSection",
-    "Heartbeat",
-    "Host",
-    "Images",
-    "JobsSection",
-    "Leases",
-    "LimitStore",
-    "Log",
-    "LogFormat",
-    "LogLevel",
-    "MatrixSection",
-    "Memory",
-    "Model",
-    "ModelVersions",
-    "Ports",
-    "Profile",
-    "Quorum",
-    "RateLimits",
-    "Remote",
-    "Require",
-    "Runner",
-    "SchedulerSection",
-    "Section",
-    "Server",
-    "StayWarm",
-    "Task",
-    "TenantLimits",
-    "Vllm",
-]
-
 
 # For drivers and contexts; the same for simulated GPUs and real ones.
 GPU_MARGIN_MIB = 512
@@ -202,7 +159,7 @@ class LibrarySection(Section):
     roots: Annotated[
         tuple[Folder, ...],
         FILE,
-        Sample(["/srv/more-models"]),
+        Example(["/srv/more-models"]),
         Variable("MODEL_BASE_PATH", "Folders of models, separated as in PATH; added.", adds=True),
         Variable("HF_HOME", "Its folder `hub` is added beside other folders of models.", adds=True),
         Variable("HF_HUB_CACHE", "The same folder, named itself; wins over HF_HOME.", adds=True),
@@ -214,11 +171,11 @@ class LibrarySection(Section):
         False
     )
     """A load by hub id may fetch what is not on disk. Keys with admin may order downloads in any case."""
-    hosts: Annotated[tuple[Name, ...], Sample(["files.example.org"])] = ()
+    hosts: Annotated[tuple[Name, ...], Example(["files.example.org"])] = ()
     """Hosts besides the hub's own that the URL of a download may name."""
     downloads_max: Annotated[int, Field(ge=1, le=16), NotBool] = 2
     """Downloads at the same time; further ones wait."""
-    bandwidth_mib_s: Annotated[MibPerSecond | None, Sample(50)] = None
+    bandwidth_mib_s: Annotated[MibPerSecond | None, Example(50)] = None
     """MiB per second for all downloads together; unlimited when not given."""
     adhoc_models_max: Annotated[int, Field(ge=1, le=10_000), NotBool] = 100
     """Models outside of `models` that are remembered; those not used for longest leave."""
@@ -238,7 +195,7 @@ class Runner(Section):
 class Host(Section):
     """This machine's memory, which is the budget if there are no GPUs."""
 
-    memory_mib: Annotated[MibAboveZero | None, Sample(6144)] = None
+    memory_mib: Annotated[MibAboveZero | None, Example(6144)] = None
     """Memory models may use; three quarters of the machine's when not given."""
     margin_mib: Mib = 0
     """Part of it that is never planned with."""
@@ -282,7 +239,7 @@ class Config(Section):
     limits: Annotated[LimitStore, RESTART] = LimitStore()
     tenants: Annotated[
         Tenants,
-        Sample({"default": {"requests_per_minute": 50}, "lab": {"requests_per_minute": 500, "queue_depth_max": 100}}),
+        Example({"default": {"requests_per_minute": 50}, "lab": {"requests_per_minute": 500, "queue_depth_max": 100}}),
         Variable(
             "DEFAULT_RATE_LIMIT",
             "Requests per minute of each tenant without a limit of its own, as in 100req/min.",
@@ -300,7 +257,7 @@ class Config(Section):
     to itself if callers have keys; without keys, where anyone can make up a name, they share them."""
     profiles: Annotated[
         dict[Name, Profile],
-        Sample({"editors": {"keys": ["team-*"], "default_model": "chat", "clients": {"bot-*": {"priority": "low"}}}}),
+        Example({"editors": {"keys": ["team-*"], "default_model": "chat", "clients": {"bot-*": {"priority": "low"}}}}),
     ] = {}
     """What callers get without asking and may ask at most, by key, tenant and client; see docs/profiles.md."""
     clients: Clients = Clients()
@@ -319,14 +276,14 @@ class Config(Section):
     log: Log = Log()
     state_dir: Annotated[str, RESTART, FILE] = "~/.local/state/greenroom"
     """A directory of its own for the gateway's lock, identity, sockets, jobs and pictures; one gateway a directory."""
-    model_roots: Annotated[tuple[Folder, ...], FILE, Sample(["/srv/models"])] = ()
+    model_roots: Annotated[tuple[Folder, ...], FILE, Example(["/srv/models"])] = ()
     """Model files must be below one of these folders once links are resolved; anywhere when empty. What is below them
     can be asked for by path or hub id without an entry in models (see library)."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
     tasks: Annotated[
         Tasks,
-        Sample({"coding": {"candidates": ["chat", "writer"], "prefer_first_s": 10, "set_params": {"temperature": 0}}}),
+        Example({"coding": {"candidates": ["chat", "writer"], "prefer_first_s": 10, "set_params": {"temperature": 0}}}),
     ] = {}
     """Names for purposes, which callers ask for like models, each with the models that can serve it; also read from
     tasks.yaml beside this file."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from greenroom.config.described import descriptions
 from greenroom.config.kinds import is_section
-from greenroom.config.marks import sample_of
+from greenroom.config.marks import example_of
 from greenroom.config.reader import plain
 from greenroom.config.schema import (
     ApiKey,
@@ -158,7 +158,7 @@ def _options(section: type[Section]) -> Iterator[str]:
 
 def _option(section: type[Section], name: str, given: Mapping[str, Any]) -> Iterator[str]:
     field = section.model_fields[name]
-    value, sample = given.get(name, field.default), sample_of(field)
+    value, sample = given.get(name, field.default), example_of(field)
     yield from _comment(descriptions(section).get(name))
     # A default that says nothing is shown with a sample.
     if sample is not None and not isinstance(value, bool | int | float | str):

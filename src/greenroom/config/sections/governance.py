@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StringConstraints
 
 from greenroom.config.kinds import HEX_64, Name, NotBool, Section, StoreAddress
-from greenroom.config.marks import FILE, RESTART, Sample, Variable
+from greenroom.config.marks import FILE, RESTART, Example, Variable
 from greenroom.config.reader import Problem
 
 Operation = Literal[
@@ -46,7 +46,7 @@ class Governance(Section):
     key_path: Annotated[
         str | None,
         FILE,
-        Sample("/etc/safebox/model-api.key"),
+        Example("/etc/safebox/model-api.key"),
         Variable(
             "VERIFIED_OP_TOKEN_KEY_PATH",
             "The file with the shared key of tokens; signed operations are on if it is set.",
@@ -55,11 +55,11 @@ class Governance(Section):
     """A file with the shared key of tokens by HMAC-SHA256, at least 32 bytes, closed to other users. When neither this
     nor signers is given it is /etc/safebox/model-api.key."""
     signers: Annotated[
-        dict[Name, PublicKey | None], Sample({"alice": "0123456789abcdef" * 4, "bob": "fedcba9876543210" * 4})
+        dict[Name, PublicKey | None], Example({"alice": "0123456789abcdef" * 4, "bob": "fedcba9876543210" * 4})
     ] = {}
     """Signers by name with their Ed25519 public keys in hex (`greenroom token keygen`). One without a key may be named
     by tokens of the shared key; where there are no signers, those may name anyone."""
-    signer_groups: Annotated[dict[Name, tuple[Name, ...]], Sample({"operators": ["alice", "bob"]})] = {}
+    signer_groups: Annotated[dict[Name, tuple[Name, ...]], Example({"operators": ["alice", "bob"]})] = {}
     """Named sets of signers, for rules."""
     rules: tuple[Quorum, ...] = ()
     """How many signers operations need; one where no rule fits."""
@@ -71,7 +71,7 @@ class Governance(Section):
     """Refuse tokens of the shared key without bodySha256 too; those by Ed25519 always need it."""
     store: Annotated[StoreAddress | None, RESTART] = None
     """redis://… where gateways share which tokens were used; leases.store when not given, else a file in state_dir."""
-    audit_path: Annotated[str | None, RESTART, FILE, Sample("/var/log/greenroom/audit.jsonl")] = None
+    audit_path: Annotated[str | None, RESTART, FILE, Example("/var/log/greenroom/audit.jsonl")] = None
     """The audit log; governance/audit.jsonl in state_dir when not given."""
 
     @property

@@ -24,7 +24,7 @@ from greenroom.config.kinds import (
     Section,
     unsplittable,
 )
-from greenroom.config.marks import AT_ONCE, FILE, LOCAL, NEW_SLOT, PROGRAM, Engines, Sample, Variable, engines_of
+from greenroom.config.marks import AT_ONCE, FILE, LOCAL, NEW_SLOT, PROGRAM, Engines, Example, Variable, engines_of
 from greenroom.config.reader import Problem
 from greenroom.config.sections.engine_keys import (
     WITH_PATH,
@@ -87,7 +87,9 @@ class Model(Section):
     any of these is never spread over several."""
     remote: Annotated[str | None, Engines("remote")] = None
     """the entry of `remotes` whose model it is. `use_model_name` is its name there."""
-    cmd_stop: Annotated[str | tuple[str, ...] | None, Engines("command"), AT_ONCE, Sample("docker stop whisper")] = None
+    cmd_stop: Annotated[str | tuple[str, ...] | None, Engines("command"), AT_ONCE, Example("docker stop whisper")] = (
+        None
+    )
     """a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
     check_endpoint: Annotated[str, Engines("command")] = "/health"
     """path that answers 200 once the engine is ready; "none" if a running process is ready."""
@@ -97,12 +99,12 @@ class Model(Section):
     """it takes as much GPU memory as it finds free, so its start waits for other moves on its GPUs,
     and other starts there wait for it. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and TGI, as far
     as cmd shows them."""
-    env: Annotated[dict[str, str], NEW_SLOT, LOCAL, Sample({"OMP_NUM_THREADS": "4"})] = {}
+    env: Annotated[dict[str, str], NEW_SLOT, LOCAL, Example({"OMP_NUM_THREADS": "4"})] = {}
     """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
-    cwd: Annotated[str | None, NEW_SLOT, LOCAL, FILE, Sample("/srv/models")] = None
+    cwd: Annotated[str | None, NEW_SLOT, LOCAL, FILE, Example("/srv/models")] = None
     """Working directory of the engine."""
     program: Annotated[
-        str | None, Engines("llamacpp", "vllm", "sglang"), PROGRAM, Sample("/opt/llama.cpp/bin/llama-server")
+        str | None, Engines("llamacpp", "vllm", "sglang"), PROGRAM, Example("/opt/llama.cpp/bin/llama-server")
     ] = None
     """the program to run (llama-server, vllm or sglang); otherwise the one on PATH, otherwise
     the packages of `python`."""
@@ -110,7 +112,7 @@ class Model(Section):
         str | None,
         Engines("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper"),
         PROGRAM,
-        Sample("/opt/llama/bin/python"),
+        Example("/opt/llama/bin/python"),
     ] = None
     """Python that has the engine's packages; the
     gateway's own when not given (of ComfyUI: the one in its folder)."""
@@ -126,25 +128,27 @@ class Model(Section):
     """flash attention."""
     parallel: Annotated[int, Field(ge=1, le=256), NotBool, Engines("llamacpp")] = 4
     """requests answered at once; they share the context."""
-    threads: Annotated[Count | None, Engines("llamacpp", "transformers", "diffusers", "whisper"), Sample(8)] = None
+    threads: Annotated[Count | None, Engines("llamacpp", "transformers", "diffusers", "whisper"), Example(8)] = None
     """CPU threads; the engine's own choice when not given."""
     embedding: Annotated[bool, Engines("llamacpp", "transformers", "vllm", "sglang")] = False
     """serve embeddings instead of text. When not given, as the model's files
     say."""
     reranking: Annotated[bool, Engines("llamacpp")] = False
     """serve /v1/rerank instead of text. When not given, as the file says."""
-    mmproj: Annotated[str | None, Engines("llamacpp"), FILE, Sample("models/mmproj.gguf")] = None
+    mmproj: Annotated[str | None, Engines("llamacpp"), FILE, Example("models/mmproj.gguf")] = None
     """the projector (a GGUF file) by which it takes images or sound; in a folder the one that is there."""
     lora: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100), NotBool]],
         Engines("llamacpp"),
         FILE,
-        Sample({"models/lora.gguf": 0.5}),
+        Example({"models/lora.gguf": 0.5}),
     ] = {}
     """LoRA adapters (GGUF files), each with its scale; 1 applies it as it was trained."""
-    draft_model: Annotated[str | None, Engines("llamacpp"), FILE, Sample("models/draft.gguf")] = None
+    draft_model: Annotated[str | None, Engines("llamacpp"), FILE, Example("models/draft.gguf")] = None
     """a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
-    chat_template: Annotated[str | None, Engines("llamacpp", "transformers", "vllm", "sglang"), Sample("chatml")] = None
+    chat_template: Annotated[str | None, Engines("llamacpp", "transformers", "vllm", "sglang"), Example("chatml")] = (
+        None
+    )
     """a file with a Jinja template (its name ends in .jinja), or, but for
     transformers, the name of one that the engine knows, such as chatml; the model's own when not given."""
     reasoning: Annotated[Literal["auto", "on", "off"], Engines("llamacpp")] = "auto"
@@ -154,7 +158,7 @@ class Model(Section):
     reasoning_budget: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool, Engines("llamacpp")] = -1
     """tokens it may think for; -1 has no limit, 0 ends thinking at once."""
     args: Annotated[
-        tuple[str, ...], Engines("llamacpp", "vllm", "sglang", "comfyui"), Sample(["--cache-ram", "0"])
+        tuple[str, ...], Engines("llamacpp", "vllm", "sglang", "comfyui"), Example(["--cache-ram", "0"])
     ] = ()
     """further arguments for the server, as they are."""
     workflow: Annotated[str | None, Engines("comfyui"), FILE] = None
@@ -162,16 +166,16 @@ class Model(Section):
     inputs: Annotated[dict[str, str | tuple[str, ...]], Engines("comfyui")] = {}
     """where in the workflow the fields of a request belong, as NODE.INPUT: prompt, negative_prompt, seed,
     width, height, steps, guidance_scale, n, or names of your own."""
-    checkpoints: Annotated[str | None, Engines("comfyui"), FILE, Sample("/opt/comfyui/models/checkpoints")] = None
+    checkpoints: Annotated[str | None, Engines("comfyui"), FILE, Example("/opt/comfyui/models/checkpoints")] = None
     """the folder with its checkpoints, in which those of the workflow must be; models/checkpoints of path
     when not given."""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], Engines("transformers", "diffusers", "vllm", "sglang")
     ] = "auto"
     """the dtype of its weights; auto takes that of the files."""
-    quantization: Annotated[str | None, Engines("vllm", "sglang"), Sample("fp8")] = None
+    quantization: Annotated[str | None, Engines("vllm", "sglang"), Example("fp8")] = None
     """how weights are quantized (fp8, awq, gptq …), where the files do not tell."""
-    cache_tokens: Annotated[Count | None, Engines("transformers", "vllm", "sglang"), Sample(32768)] = None
+    cache_tokens: Annotated[Count | None, Engines("transformers", "vllm", "sglang"), Example(32768)] = None
     """tokens in the KV cache for all requests together. When not given, four contexts;
     vllm, sglang: one for each of `concurrency` requests."""
     device_map: Annotated[Literal["balanced", "one"], Engines("diffusers")] = "balanced"
@@ -191,35 +195,35 @@ class Model(Section):
     """the type that is computed with; default takes that of the files, or the nearest the device has."""
     beam_size: Annotated[int, Field(ge=1, le=100), NotBool, Engines("whisper")] = 5
     """texts that are followed at the same time; 1 is quicker, more are sometimes better."""
-    aliases: Annotated[tuple[ModelId, ...], Sample(["gpt-4o-mini", "default"])] = ()
+    aliases: Annotated[tuple[ModelId, ...], Example(["gpt-4o-mini", "default"])] = ()
     """Other ids this model answers to."""
     exclusive: Annotated[bool, LOCAL] = False
     """Never in memory together with another configuration of the same path that is exclusive, too: one makes room for
     the other, between answers."""
-    name: Annotated[str | None, Sample("Qwen 7B")] = None
+    name: Annotated[str | None, Example("Qwen 7B")] = None
     """A name for people, shown in listings."""
-    description: Annotated[str | None, Sample("Good at code.")] = None
+    description: Annotated[str | None, Example("Good at code.")] = None
     """A sentence for people, shown in listings."""
     unlisted: bool = False
     """Leave it out of /v1/models; it can still be asked for."""
-    metadata: Annotated[dict[str, JsonValue], Sample({"licence": "apache-2.0"})] = {}
+    metadata: Annotated[dict[str, JsonValue], Example({"licence": "apache-2.0"})] = {}
     """Anything; copied to listings."""
-    use_model_name: Annotated[str | None, Sample("Qwen/Qwen2.5-7B-Instruct")] = None
+    use_model_name: Annotated[str | None, Example("Qwen/Qwen2.5-7B-Instruct")] = None
     """The model name sent to the engine instead of the id asked for."""
-    strip_params: Annotated[tuple[str, ...], Sample(["logit_bias"])] = ()
+    strip_params: Annotated[tuple[str, ...], Example(["logit_bias"])] = ()
     """Top-level request fields removed before the engine sees them."""
-    set_params: Annotated[dict[str, JsonValue], Sample({"temperature": 0.7})] = {}
+    set_params: Annotated[dict[str, JsonValue], Example({"temperature": 0.7})] = {}
     """Top-level request fields set to these values whatever the caller sent."""
-    strict_json: Annotated[bool | None, Sample(True)] = None
+    strict_json: Annotated[bool | None, Example(True)] = None
     """Whether it keeps to a response_format of JSON, for tasks that need that; as its engine does when not given:
     llamacpp, transformers, vllm and sglang do."""
-    routes: Annotated[tuple[RoutePattern, ...], LOCAL, Sample(["/tokenize", "/v1/images/*"])] = ()
+    routes: Annotated[tuple[RoutePattern, ...], LOCAL, Example(["/tokenize", "/v1/images/*"])] = ()
     """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
     Keys with admin may use all."""
-    media_hosts: Annotated[tuple[HostName, ...], NEW_SLOT, Sample(["pictures.example.org"])] = ()
+    media_hosts: Annotated[tuple[HostName, ...], NEW_SLOT, Example(["pictures.example.org"])] = ()
     """Hosts from which it may fetch pictures, sound and films that callers name by URL; from no other. Callers may
     always send them as data: URLs."""
-    memory_mib: Annotated[Mib | None, NEW_SLOT, LOCAL, Sample(6144)] = None
+    memory_mib: Annotated[Mib | None, NEW_SLOT, LOCAL, Example(6144)] = None
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
     host_memory_mib: Annotated[Mib, NEW_SLOT, LOCAL] = 0
     """Host memory it needs in addition when it is on a GPU."""
@@ -235,26 +239,26 @@ class Model(Section):
     what was computed for their prompts, and `args` may have a cache that they share."""
     device: Annotated[Literal["auto", "cpu"], NEW_SLOT, LOCAL] = "auto"
     """cpu: run it on the host only, even if there are GPUs."""
-    devices: Annotated[tuple[str, ...], NEW_SLOT, LOCAL, Sample(["gpu0"])] = ()
+    devices: Annotated[tuple[str, ...], NEW_SLOT, LOCAL, Example(["gpu0"])] = ()
     """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
-    concurrency: Annotated[Count | None, NEW_SLOT, Sample(4)] = None
+    concurrency: Annotated[Count | None, NEW_SLOT, Example(4)] = None
     """Requests it answers at once; further ones wait. The engine's own number when not given; of llamacpp at most
     `parallel`."""
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
-    limits: Annotated[RateLimits | None, Sample({"requests_per_minute": 600, "concurrent_max": 8})] = None
+    limits: Annotated[RateLimits | None, Example({"requests_per_minute": 600, "concurrent_max": 8})] = None
     """What all of its requests together may use."""
     category: Literal["llm", "vision", "embedding", "diffusion", "transcription", "speech"] = "llm"
     """The kind of model. It decides how long it stays ready (see stay_warm) and, where nothing else says it, its engine
     and its abilities."""
-    abilities: Annotated[tuple[Ability, ...] | None, Sample(["chat", "vision"])] = None
+    abilities: Annotated[tuple[Ability, ...] | None, Example(["chat", "vision"])] = None
     """What it can be asked for; other routes are refused before it is loaded. When not given, what its files and
     category tell; if they tell nothing, it is asked for anything."""
     ttl_s: Annotated[Seconds | None, LOCAL] = None
     """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
     pinned: Annotated[bool, LOCAL] = False
     """Never evicted and never unloaded for being idle."""
-    versions: Annotated[ModelVersions | None, LOCAL, Sample({"repo_id": "org/name", "keep": 2})] = None
+    versions: Annotated[ModelVersions | None, LOCAL, Example({"repo_id": "org/name", "keep": 2})] = None
     """Put it under version control: `path` is its first version, and updates replace it while it serves."""
     preload: Annotated[bool, LOCAL] = False
     """Loaded at start, and again after a crash, as long as there is room."""

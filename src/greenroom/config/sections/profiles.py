@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from greenroom.config.kinds import NO_CONTROLS, SECONDS_MAX, ModelId, Name, NotBool, SecondsAboveZero, Section
-from greenroom.config.marks import Sample
+from greenroom.config.marks import Example
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.sections.keys import PATTERNS_MAX, ModelPattern
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
@@ -85,7 +85,7 @@ class Profile(ClientProfile):
 class Clients(Section):
     """What is kept of callers' programs (/api/v1/clients), and cooldown of those that only make mistakes."""
 
-    errors_max: Annotated[ErrorCount | None, Sample(50)] = None
+    errors_max: Annotated[ErrorCount | None, Example(50)] = None
     """Mistakes (400, 403, 404, 405, 413, 415, 422 and the like) that a client of a key may make within window_s. One
     more, and its requests are answered 429 cooling_down for cooldown_s. Failures of ours never count. No cooldown when
     not given."""

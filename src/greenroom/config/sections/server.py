@@ -19,7 +19,7 @@ from greenroom.config.kinds import (
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.marks import FILE, RESTART, Sample, Variable, lower
+from greenroom.config.marks import FILE, RESTART, Example, Variable, lower
 from greenroom.config.reader import Value
 from greenroom.config.sections.keys import ApiKey
 
@@ -62,12 +62,12 @@ class Server(Section):
     while it runs. With one, every caller needs a key, even while it holds none."""
     allowed_hosts: Annotated[
         tuple[AllowedHost, ...],
-        Sample(["models.example.org"]),
+        Example(["models.example.org"]),
         Variable("ALLOWED_HOSTS", "Names by which callers reach the gateway, separated by commas.", _names),
     ] = ()
     """Further names in the Host header, beyond loopback names and the listening address, with any port; "*" alone
     allows all. Listening on every address answers programs by any address and any name without a dot, too."""
-    allowed_origins: Annotated[tuple[AllowedOrigin, ...], Sample(["https://chat.example.org"])] = ()
+    allowed_origins: Annotated[tuple[AllowedOrigin, ...], Example(["https://chat.example.org"])] = ()
     """Web origins whose pages may call this server, such as https://chat.example.org; "*" alone allows all."""
     public_url: PublicUrl | None = None
     """How callers reach this server, such as https://models.example.org, for URLs in answers; else by the Host they
@@ -75,7 +75,7 @@ class Server(Section):
     default_model: str | None = None
     """The model of calls to llama.cpp's own routes (/completion, /tokenize …) that name none; without it they are
     refused."""
-    forward_headers: Annotated[tuple[HeaderName, ...], Sample(["x-trace-id"])] = ()
+    forward_headers: Annotated[tuple[HeaderName, ...], Example(["x-trace-id"])] = ()
     """Further request headers passed on to engines; without this only Content-Type and Accept are."""
     header_timeout_s: Annotated[Seconds, RESTART] = 10
     """How long a caller may take to send its headers."""
