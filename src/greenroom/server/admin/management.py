@@ -187,7 +187,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
 
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
-    DownloadRoutes(lambda: gateway.downloads).add_to(app)
+    DownloadRoutes(gateway).add_to(app)
     loads = LoadRoutes(gateway)
     loads.add_to(app)
     NativeRoutes(gateway, loads, look).add_to(app)

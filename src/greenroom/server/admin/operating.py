@@ -27,7 +27,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.memory import kv_bytes
@@ -320,10 +320,7 @@ def _flush(call: SignedCall) -> NeededOperation:
     return NeededOperation("cache-flush", model)
 
 
-class Caches(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class Caches(GatewayRoutes):
     @post(PATH, needs=Permission.ASK, signed=_flush, response_model_exclude_unset=True)
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""

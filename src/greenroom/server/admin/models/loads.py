@@ -24,11 +24,11 @@ from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of, order_to_fetch
-from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
+from greenroom.server.declared import NeededOperation, SignedCall, by_body, get, of_all, post
 from greenroom.tenancy.keys import Permission
 
 OPERATIONS: Final = "/api/v1/operations"
@@ -183,10 +183,7 @@ def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None =
     return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
 
 
-class LoadRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class LoadRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
@@ -307,10 +304,7 @@ class Pinned(View):
     pinned: bool
 
 
-class PinRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class PinRoutes(GatewayRoutes):
     @post(f"{MODELS}/{{model_id:path}}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
         """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.

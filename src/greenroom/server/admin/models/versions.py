@@ -21,11 +21,11 @@ from greenroom.library.versions import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.server.declared import NeededOperation, Routes, SignedCall, get, post
+from greenroom.server.declared import NeededOperation, SignedCall, get, post
 from greenroom.server.inference.routes import name_before
 from greenroom.tenancy.keys import Caller, Permission
 
@@ -155,10 +155,7 @@ def _rollback(call: SignedCall) -> NeededOperation:
 _BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
 
 
-class VersionRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class VersionRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
