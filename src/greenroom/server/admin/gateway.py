@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from greenroom.errors import ShuttingDown
 from greenroom.server.declared import Routes
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ class Gateway(Protocol):
     async def reload(self) -> Changes:
         """Read the configuration again. Raises ConfigError, and then nothing has changed."""
         ...
+
+
+def refuse_while_draining(gateway: Gateway) -> None:
+    """Raises ShuttingDown."""
+    if gateway.is_draining:
+        raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
 
 
 class GatewayRoutes(Routes):

@@ -58,7 +58,7 @@ class GovernedRoutes:
             await self._with_token(call, app, scope, passed_on, send)
 
     def _read(
-        self, scope: Scope, route: DeclaredRoute, found: Scope, signed: Signing, data: bytes
+        self, scope: Scope, route: DeclaredRoute, routed: Scope, signed: Signing, data: bytes
     ) -> tuple[GovernedCall | None, dict[str, Any]]:
         """The call, or None if it needs no token, and its body without the token. Raises GreenroomError.
 
@@ -66,7 +66,7 @@ class GovernedRoutes:
         """
         body, token = _without_token(scope, data)
         fields = {**body, **_query(scope, body, {one.alias for one in route.dependant.query_params})}
-        needed = signed(SignedCall(fields, found["path_params"], scope["raw_path"], route.path))
+        needed = signed(SignedCall(fields, routed))
         if needed is None:
             return None, body
 

@@ -19,12 +19,12 @@ from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
-from greenroom.errors import ShuttingDown, Unsupported
+from greenroom.errors import Unsupported
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
-from greenroom.server.admin.gateway import Gateway, GatewayRoutes
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of, order_to_fetch
@@ -187,7 +187,7 @@ class LoadRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
         taken = await begin(self._gateway, request, asked.name, asked.options, evict, force=asked.force)
@@ -216,7 +216,7 @@ class LoadRoutes(GatewayRoutes):
     @post(UNLOAD_ROUTE, needs=Permission.LOAD, signed=by_body("model-unload", "modelId", "model"))
     async def unload_model(self, request: Request, asked: UnloadAsked) -> UnloadView:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         gateway = self._gateway
         refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
         entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
@@ -234,10 +234,6 @@ class LoadRoutes(GatewayRoutes):
         rows = list(islice((row for row in loads.operations() if kind in (None, row.kind)), limit))
         facts = {row.id: await loads.facts(row) for row in rows if row.kind.is_move}
         return OperationList(data=[_operation(row, facts.get(row.id)) for row in rows])
-
-    def _refuse_while_draining(self) -> None:
-        if self._gateway.is_draining:
-            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
 
 
 async def begin(
@@ -312,7 +308,7 @@ class PinRoutes(GatewayRoutes):
         It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
         """
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
-        entry, pinned = addressed(self._gateway.catalog, request, MODELS, model_id, "/pin"), True
+        entry, pinned = addressed(self._gateway.catalog, request), True
         if order is not None:
             pinned = order.pinned
         if (name := entry.spec.version_of) is not None:
