@@ -21,9 +21,9 @@ from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import FromList, GovernedOrder
-from greenroom.server.asgi import order_to_fetch
+from greenroom.server.asgi import caller_of, order_to_fetch
 from greenroom.server.declared import NEVER, NeededOperation, SignedCall, delete, get, post
-from greenroom.tenancy.keys import Caller, Permission
+from greenroom.tenancy.keys import Permission
 
 LISTED_MAX: Final = 1_000
 Status = Literal["pending", "downloading", "completed", "failed", "cancelled"]
@@ -127,7 +127,7 @@ class DownloadRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.DOWNLOAD, signed=_download, status_code=202)
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
         """Fetch a model. Returns at once; files appear under their names when all of them are there."""
-        order, caller = order_to_fetch(request, lambda: asked.order(self._gateway.downloads.rules)), _caller(request)
+        order, caller = order_to_fetch(request, lambda: asked.order(self._gateway.downloads.rules)), caller_of(request)
         row = await self._gateway.downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         response.headers["location"] = f"{ROUTE}/{row.id}"
         return DownloadTaken(job_id=row.id)
@@ -140,7 +140,7 @@ class DownloadRoutes(GatewayRoutes):
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     ) -> DownloadList:
         """The newest first. Those that have ended are kept for an hour."""
-        rows = self._gateway.downloads.newest_first() if _caller(request).may_list else ()
+        rows = self._gateway.downloads.newest_first() if caller_of(request).may_list else ()
         wanted = (row for row in rows if status in (None, _STATUS[row.status]))
         return DownloadList(data=await self._views(list(islice(wanted, limit))))
 
@@ -190,9 +190,3 @@ def view(row: Operation, facts: DownloadFacts, ran_s: float | None) -> DownloadV
         duration_seconds=None if ran_s is None else round(ran_s, 3),
         error=None if row.error is None else DownloadError(code=row.error.code, message=row.error.message),
     )
-
-
-def _caller(request: Request) -> Caller:
-    caller = request.scope.get("state", {}).get("caller")
-    assert isinstance(caller, Caller), "every path but /health is authorised"
-    return caller
