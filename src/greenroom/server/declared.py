@@ -49,10 +49,7 @@ class SignedCall:
 
     fields: Mapping[str, Any]
     """Of the body and the query."""
-    path: Mapping[str, str]
-    raw_path: bytes
-    template: str
-    """The path of its route."""
+    scope: Scope
 
     def named(self, *keys: str) -> str:
         """The name in one of these fields. Raises BadRequest."""
@@ -72,13 +69,23 @@ class SignedCall:
         return value if isinstance(value, str) else None
 
     def in_path(self) -> str:
-        """The model named by the path, as the handler reads it. Raises ModelNotFound."""
-        before, _, behind = self.template.partition("{model_id:path}")
-        prefix = before.encode()
-        name = name_before(self.raw_path[len(prefix) :], behind.encode()) if self.raw_path.startswith(prefix) else None
-        if name is None:
-            raise ModelNotFound.named(self.path["model_id"])
-        return name
+        """The model named by the path. Raises ModelNotFound."""
+        return name_in_path(self.scope)
+
+
+def around_name(scope: Scope) -> tuple[bytes, bytes]:
+    """What the path of a call's route has before the name of a model and behind it."""
+    before, _, behind = scope["route"].path.partition("{model_id:path}")
+    return before.encode(), behind.encode()
+
+
+def name_in_path(scope: Scope) -> str:
+    """The model that a path names, known or not. Raises ModelNotFound if that cannot be a name."""
+    raw, (before, order) = scope["raw_path"], around_name(scope)
+    name = name_before(raw[len(before) :], order) if raw.startswith(before) else None
+    if name is None:
+        raise ModelNotFound.named(scope["path_params"]["model_id"])
+    return name
 
 
 # What operation a call is; None if this one needs no token after all.
@@ -187,6 +194,6 @@ def declared_routes(app: FastAPI) -> Sequence[DeclaredRoute]:
 
 
 def route_of(routes: Iterable[DeclaredRoute], scope: Scope) -> tuple[DeclaredRoute, Scope] | None:
-    """The route that will answer, and what the path tells it. None if there is none: 404 or 405."""
+    """The route that will answer, and the scope as its handler sees it. None if there is none: 404 or 405."""
     matched = ((route, *route.matches(scope)) for route in routes)
-    return next(((route, child) for route, match, child in matched if match is Match.FULL), None)
+    return next(((route, {**scope, **child}) for route, match, child in matched if match is Match.FULL), None)

@@ -61,7 +61,6 @@ from greenroom.server.admin.management import make_management
 from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.streams import Streams
-from greenroom.server.asgi import Application
 from greenroom.server.inference.prefix_cache import CacheSalts
 from greenroom.server.inference.rungs import model_facts
 from greenroom.telemetry.activity import Activity
@@ -389,7 +388,7 @@ class Client:
     ) -> None:
         # Quiet streams look often, so that nothing waits for that.
         streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
-        self.app: Application = make_management(gateway, streams)
+        self.app = make_management(gateway, streams)
         self._is_admin = is_admin
         self.caller = caller
 

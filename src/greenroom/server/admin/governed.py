@@ -8,14 +8,16 @@ wherever it is, so it may only be where the handler reads it: in the query, or i
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Set
 from typing import Any
 from urllib.parse import parse_qsl
+
+from fastapi import FastAPI
 
 from greenroom.errors import AuditUnavailable, BadRequest, GreenroomError, TokenMalformed, shown
 from greenroom.server.admin.governed_models import GovernedModels
 from greenroom.server.asgi import Message
-from greenroom.server.declared import DeclaredRoute, SignedCall, Signing, route_of
+from greenroom.server.declared import DeclaredRoute, SignedCall, Signing, declared_routes, route_of
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.governance.canonical_json import NotCanonical, read
 from greenroom.tenancy.governance.gate import Done, GovernanceGate, GovernedCall
@@ -30,18 +32,19 @@ _log = get_logger("governance")
 
 
 class GovernedRoutes:
-    def __init__(
-        self, routes: Sequence[DeclaredRoute], governance: Callable[[], GovernanceGate], models: GovernedModels
-    ) -> None:
-        self._routes = routes
-        self._governance = governance
+    """The application behind its routes' signatures; while no operations are signed, the application alone."""
+
+    def __init__(self, app: FastAPI, gate: GovernanceGate, models: GovernedModels) -> None:
+        self.routes = declared_routes(app)
+        self._app = app
+        self._gate = gate
         self._models = models
 
-    async def __call__(self, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
-        found = route_of(self._routes, scope)
+        found = None if self._gate.rules is None else route_of(self.routes, scope)
         if found is None or (signed := found[0].declared.signed) is None:
-            await app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         message = await receive()
         if message["type"] != "http.request":
@@ -49,16 +52,16 @@ class GovernedRoutes:
         try:
             call, body = self._read(scope, *found, signed, message.get("body", b""))
         except GreenroomError as refusal:
-            await self._governance().refused(_about(scope), refusal)
+            await self._gate.refused(_about(scope), refusal)
             raise
         passed_on = _body_again(message, body, receive)
         if call is None:
-            await app(scope, passed_on, send)
+            await self._app(scope, passed_on, send)
         else:
-            await self._with_token(call, app, scope, passed_on, send)
+            await self._with_token(call, scope, passed_on, send)
 
     def _read(
-        self, scope: Scope, route: DeclaredRoute, found: Scope, signed: Signing, data: bytes
+        self, scope: Scope, route: DeclaredRoute, routed: Scope, signed: Signing, data: bytes
     ) -> tuple[GovernedCall | None, dict[str, Any]]:
         """The call, or None if it needs no token, and its body without the token. Raises GreenroomError.
 
@@ -66,7 +69,7 @@ class GovernedRoutes:
         """
         body, token = _without_token(scope, data)
         fields = {**body, **_query(scope, body, {one.alias for one in route.dependant.query_params})}
-        needed = signed(SignedCall(fields, found["path_params"], scope["raw_path"], route.path))
+        needed = signed(SignedCall(fields, routed))
         if needed is None:
             return None, body
 
@@ -78,11 +81,9 @@ class GovernedRoutes:
         bound = {key: value for key, value in fields.items() if key not in needed.unbound}
         return GovernedCall(needed.operation, needed.model, bound, token, find_done, _about(scope)), body
 
-    async def _with_token(
-        self, call: GovernedCall, app: Callable[..., Awaitable[None]], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        governance, status = self._governance(), None
-        await governance.permit(call)
+    async def _with_token(self, call: GovernedCall, scope: Scope, receive: Receive, send: Send) -> None:
+        status = None
+        await self._gate.permit(call)
 
         async def told(message: Message) -> None:
             nonlocal status
@@ -91,10 +92,10 @@ class GovernedRoutes:
             await send(message)
 
         try:
-            await app(scope, receive, told)
+            await self._app(scope, receive, told)
         finally:
             try:
-                await governance.answered(call, status)
+                await self._gate.answered(call, status)
             except AuditUnavailable as error:
                 _log.error("outcome not written to the audit log", request=call.about["request"], error=error.message)
 

@@ -28,8 +28,9 @@ from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, 
 from greenroom.runtime.leases.local import LEASES_MAX
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import FromList, GovernedOrder, Order, Priority, View
+from greenroom.server.asgi import caller_of
 from greenroom.server.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.tenancy.keys import Caller, Permission, cap, parse_priority
+from greenroom.tenancy.keys import Permission, cap, parse_priority
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
 _PID_MAX = 2**22
@@ -240,8 +241,8 @@ def own_prefix(request: Request) -> str:
 
     Empty for an admin's key, which names every lease by its whole id.
     """
-    caller: Caller | None = request.scope["state"].get("caller")
-    if caller is None or caller.admin or caller.tenant is None:
+    caller = caller_of(request)
+    if caller.admin or caller.tenant is None:
         return ""
     return f"t{hashlib.sha256(caller.tenant.encode()).hexdigest()[:16]}."
 
@@ -259,9 +260,7 @@ def _called_as_asked(own: str) -> Iterator[None]:
 
 def _priority(request: Request, order: LeaseOrder) -> int:
     """The priority asked for, or the best that the key allows: as for requests to models."""
-    caller: Caller | None = request.scope["state"].get("caller")
-    priority = parse_priority(order.priority, param="priority")
-    return priority if caller is None else cap(priority, caller.priority_max)
+    return cap(parse_priority(order.priority, param="priority"), caller_of(request).priority_max)
 
 
 def _holder(request: Request, order: LeaseOrder) -> Holder | None:

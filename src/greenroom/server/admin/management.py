@@ -187,7 +187,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
 
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
-    DownloadRoutes(lambda: gateway.downloads).add_to(app)
+    DownloadRoutes(gateway).add_to(app)
     loads = LoadRoutes(gateway)
     loads.add_to(app)
     NativeRoutes(gateway, loads, look).add_to(app)
@@ -219,8 +219,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
     models = GovernedModels(gateway, library.users_of)
-    governed = GovernedRoutes(declared_routes(app), lambda: gateway.governance, models)
-    return Management(app, governed, lambda: gateway.governance.rules is not None)
+    return Management(GovernedRoutes(app, gateway.governance, models))
 
 
 def _empty_app() -> FastAPI:
@@ -280,12 +279,9 @@ class _Docs(Routes):
 class Management:
     """The application, and what its routes require: permissions, and tokens where operations are signed."""
 
-    def __init__(self, app: FastAPI, governed: GovernedRoutes, is_governed: Callable[[], bool]) -> None:
-        """`is_governed` tells whether operations must be signed now; then `governed` answers."""
-        self._app = app
-        self.routes = declared_routes(app)
+    def __init__(self, governed: GovernedRoutes) -> None:
         self._governed = governed
-        self._is_governed = is_governed
+        self.routes = governed.routes
 
     async def __call__(
         self,
@@ -296,13 +292,11 @@ class Management:
         # No route and no id has such characters, and route patterns ignore a line break at the end.
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
-        elif not self._is_governed():
-            await self._app(_as_get(scope), receive, send)
-        else:
-            try:
-                await self._governed(self._app, _as_get(scope), receive, send)
-            except GreenroomError as refusal:
-                await error_answer(scope, refusal)(scope, receive, send)
+            return
+        try:
+            await self._governed(_as_get(scope), receive, send)
+        except GreenroomError as refusal:
+            await error_answer(scope, refusal)(scope, receive, send)
 
     def needs(self, head: Head, path: bytes) -> Permission:
         """The permission that a request for this path requires. Matched by the routes that will answer it."""

@@ -20,14 +20,14 @@ from starlette.responses import Response
 from greenroom.base.names import public_name
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
+from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.memory import kv_bytes
@@ -44,9 +44,8 @@ from greenroom.server.admin.reports.streams import (
 )
 from greenroom.server.admin.views import FromList, GovernedOrder, View
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_path, get, of_all, post
+from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
-from greenroom.server.inference.routes import name_before
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller, Permission
 
@@ -129,13 +128,13 @@ class Operating(Routes):
 
         With `wait=false` it is answered at once, with 202: `GET /v1/models/load/{taskId}` tells how far it is.
         """
-        entry = await self._movable(request, model_id, "/load")
+        entry = await self._movable(request, model_id)
         name = _shown(request, entry)
         if entry.id != name:
             # What the name means, not what was asked for last with options.
             entry = await self._gateway.resolver.named(name, asker=caller_of(request))
         if not wait:
-            self._refuse_while_draining()
+            refuse_while_draining(self._gateway)
             response.status_code = 202
             evicted = () if order is None else order.evict
             return await begin(self._gateway, request, name, NO_OPTIONS, evicted, force=is_forced(order))
@@ -146,7 +145,7 @@ class Operating(Routes):
     @post(f"{_ONE}/unload", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        entry = await self._movable(request, model_id, "/unload")
+        entry = await self._movable(request, model_id)
         grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
         name, force = _shown(request, entry), is_forced(order)
         return await self._moved(
@@ -160,7 +159,7 @@ class Operating(Routes):
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
         stays where it is. 422 if its engine cannot sleep. 409 if it is pinned, unless forced.
         """
-        entry = await self._movable(request, model_id, "/sleep")
+        entry = await self._movable(request, model_id)
         grace_s = None if order is None else order.grace_s
         return await self._move(request, MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
 
@@ -170,7 +169,7 @@ class Operating(Routes):
 
         422 if its engine cannot sleep.
         """
-        entry = await self._movable(request, model_id, "/prepare")
+        entry = await self._movable(request, model_id)
         if entry.facts.can_sleep and not entry.engine.hosted:
             raise Unsupported(
                 f"{entry.id} runs on {entry.engine.name}, which loads a model on a GPU before it can sleep. Load it, "
@@ -183,7 +182,7 @@ class Operating(Routes):
     @get(f"{_ONE}/logs", needs=Permission.READ)
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
-        entry = await self._entry(request, model_id, "/logs")
+        entry = await self._entry(request, model_id)
         tail = self._gateway.slots.log(entry.id).tail(lines)
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
 
@@ -193,7 +192,7 @@ class Operating(Routes):
     ) -> Response:
         """The engine's output as it is printed: server-sent events of one line each, or plain text by `Accept`."""
         refuse_head(request)
-        entry = await self._entry(request, model_id, "/logs/stream")
+        entry = await self._entry(request, model_id)
         history = lines if no_history in (None, "false", "0") else 0
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
@@ -204,7 +203,7 @@ class Operating(Routes):
     @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         began = self._gateway.clock()
         changes = await self._gateway.reload()
         return Reloaded(
@@ -230,7 +229,7 @@ class Operating(Routes):
         return await self._moved(request, entry, lambda: move(kind, model, evict=evict, grace_s=grace_s, force=force))
 
     async def _moved(self, request: Request, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         began = self._gateway.clock()
         await move()
         return Moved(
@@ -240,13 +239,9 @@ class Operating(Routes):
             memory=self._look().memory(entry.id),
         )
 
-    def _refuse_while_draining(self) -> None:
-        if self._gateway.is_draining:
-            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
-
-    async def _movable(self, request: Request, model_id: str, order: str) -> Entry:
+    async def _movable(self, request: Request, model_id: str) -> Entry:
         """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
-        entry = await self._entry(request, model_id, order)
+        entry = await self._entry(request, model_id)
         self._expect_movable(entry)
         return entry
 
@@ -254,16 +249,13 @@ class Operating(Routes):
         if (name := entry.spec.version_of) is not None:
             raise self._gateway.updates.moves_only(entry.id, name)
 
-    async def _entry(self, request: Request, model_id: str, order: str) -> Entry:
+    async def _entry(self, request: Request, model_id: str) -> Entry:
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
         try:
-            return addressed(self._gateway.catalog, request, MODELS, model_id, order)
+            return addressed(self._gateway.catalog, request)
         except ModelNotFound:
             # It may be on disk.
-            name = name_before(request.scope["raw_path"][len(MODELS) + 1 :], order.encode())
-            if name is None:
-                raise
-            return await self._gateway.resolver.named(name, asker=caller_of(request))
+            return await self._gateway.resolver.named(name_in_path(request.scope), asker=caller_of(request))
 
     def _named(self, order: LoadOrder | None, caller: Caller) -> tuple[ModelId, ...]:
         """The models that an order names to be evicted. One that is not known yet need not be."""
@@ -320,10 +312,7 @@ def _flush(call: SignedCall) -> NeededOperation:
     return NeededOperation("cache-flush", model)
 
 
-class Caches(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class Caches(GatewayRoutes):
     @post(PATH, needs=Permission.ASK, signed=_flush, response_model_exclude_unset=True)
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""

@@ -5,9 +5,9 @@ Neither tells anything of a provider's key.
 
 from __future__ import annotations
 
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import Order, View
-from greenroom.server.declared import Routes, get, of_all, put
+from greenroom.server.declared import get, of_all, put
 from greenroom.tenancy.keys import Permission
 
 CONFIG_PATH = "/api/v1/config"
@@ -40,10 +40,7 @@ class RemoteList(View):
     remotes: list[RemoteView]
 
 
-class RemoteRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class RemoteRoutes(GatewayRoutes):
     @get(CONFIG_PATH, needs=Permission.READ)
     async def runtime_config(self) -> RuntimeConfig:
         """What can be changed while the gateway runs, as it is now."""

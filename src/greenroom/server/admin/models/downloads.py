@@ -6,7 +6,6 @@ Owns the shapes of requests and answers, and the words of statuses: `pending`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Final, Literal
 
@@ -18,12 +17,13 @@ from starlette.responses import Response
 from greenroom.config.described import Described
 from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
-from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts, Downloads
+from greenroom.runtime.operations.downloads import ROUTE, DownloadFacts
 from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import FromList, GovernedOrder
-from greenroom.server.asgi import order_to_fetch
-from greenroom.server.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.tenancy.keys import Caller, Permission
+from greenroom.server.asgi import caller_of, order_to_fetch
+from greenroom.server.declared import NEVER, NeededOperation, SignedCall, delete, get, post
+from greenroom.tenancy.keys import Permission
 
 LISTED_MAX: Final = 1_000
 Status = Literal["pending", "downloading", "completed", "failed", "cancelled"]
@@ -123,15 +123,12 @@ def _download(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-download", call.named("model", "url"), read_fetch=read_fetch)
 
 
-class DownloadRoutes(Routes):
-    def __init__(self, downloads: Callable[[], Downloads]) -> None:
-        self._downloads = downloads
-
+class DownloadRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.DOWNLOAD, signed=_download, status_code=202)
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
         """Fetch a model. Returns at once; files appear under their names when all of them are there."""
-        order, caller = order_to_fetch(request, lambda: asked.order(self._downloads().rules)), _caller(request)
-        row = await self._downloads().submit(order, tenant=caller.tenant or caller.name, key=caller.name)
+        order, caller = order_to_fetch(request, lambda: asked.order(self._gateway.downloads.rules)), caller_of(request)
+        row = await self._gateway.downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         response.headers["location"] = f"{ROUTE}/{row.id}"
         return DownloadTaken(job_id=row.id)
 
@@ -143,7 +140,7 @@ class DownloadRoutes(Routes):
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     ) -> DownloadList:
         """The newest first. Those that have ended are kept for an hour."""
-        rows = self._downloads().newest_first() if _caller(request).may_list else ()
+        rows = self._gateway.downloads.newest_first() if caller_of(request).may_list else ()
         wanted = (row for row in rows if status in (None, _STATUS[row.status]))
         return DownloadList(data=await self._views(list(islice(wanted, limit))))
 
@@ -155,18 +152,18 @@ class DownloadRoutes(Routes):
     @delete(ROUTE + "/{job_id}", needs=Permission.DOWNLOAD, signed=NEVER)
     async def cancel_download(self, job_id: str) -> DownloadView:
         """End it. What it has fetched stays, and the same order goes on with it. One that has ended stays as it is."""
-        return await self._view(await self._downloads().cancel(self._found(job_id).id))
+        return await self._view(await self._gateway.downloads.cancel(self._found(job_id).id))
 
     async def _view(self, row: Operation) -> DownloadView:
         return (await self._views([row]))[0]
 
     async def _views(self, rows: list[Operation]) -> list[DownloadView]:
-        downloads = self._downloads()
+        downloads = self._gateway.downloads
         facts = await downloads.facts(rows)
         return [view(row, one, downloads.ran_s(row)) for row, one in zip(rows, facts, strict=True)]
 
     def _found(self, job_id: str) -> Operation:
-        row = self._downloads().get(job_id)
+        row = self._gateway.downloads.get(job_id)
         if row is None:
             raise NotFound(f"Download job not found: {shown(job_id)}")
         return row
@@ -193,9 +190,3 @@ def view(row: Operation, facts: DownloadFacts, ran_s: float | None) -> DownloadV
         duration_seconds=None if ran_s is None else round(ran_s, 3),
         error=None if row.error is None else DownloadError(code=row.error.code, message=row.error.message),
     )
-
-
-def _caller(request: Request) -> Caller:
-    caller = request.scope.get("state", {}).get("caller")
-    assert isinstance(caller, Caller), "every path but /health is authorised"
-    return caller

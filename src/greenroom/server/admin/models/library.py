@@ -19,14 +19,14 @@ from starlette.responses import Response
 
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
-from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, ShuttingDown, shown
+from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, shown
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of, removed_paths
 from greenroom.library.roots import link_steps
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import files_of
 from greenroom.server.admin import views
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, refuse_while_draining
 from greenroom.server.admin.models.listing import MODELS, ModelPath
 from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.reports.snapshot import Snapshot
@@ -155,7 +155,7 @@ class Removed(View):
 
 
 def _delete(call: SignedCall) -> NeededOperation:
-    return NeededOperation("model-delete", call.path["model_id"])
+    return NeededOperation("model-delete", call.scope["path_params"]["model_id"])
 
 
 class LibraryRoutes(Routes):
@@ -219,8 +219,7 @@ class LibraryRoutes(Routes):
         """Delete a model from disk. 409 if it is loaded, asleep, configured or a version of another gateway, unless
         `force=true`."""
         gateway = self._gateway
-        if gateway.is_draining:
-            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+        refuse_while_draining(gateway)
         record = self._record(model_id)
         users = await self._users_of(record)
         if not force and (name := self._kept_by(record)) is not None:

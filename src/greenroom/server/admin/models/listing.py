@@ -22,7 +22,7 @@ from greenroom.runtime.resolver import Resolver
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.server.declared import DeclaredRoute, Routes, get
+from greenroom.server.declared import DeclaredRoute, Routes, around_name, get
 from greenroom.server.inference.routes import split_model
 from greenroom.tenancy.keys import Permission
 
@@ -105,7 +105,7 @@ class Listing(Routes):
         if (task := self._tasks.find(model_id)) is not None and self._tasks.is_seen(task, sees):
             return self._task_card(self._look(), task, sees, to_operator=asked_by_admin(request))
         try:
-            entry = addressed(self._catalog, request, MODELS, model_id)
+            entry = addressed(self._catalog, request)
         except ModelNotFound:
             record = self._resolver.on_disk(model_id)
             if record is None or not caller_of(request).sees(record.id):
@@ -133,23 +133,23 @@ def card_of(record: LibraryRecord) -> ModelCard:
     )
 
 
-def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, order: str = "") -> Entry:
-    """The model named in the path between `prefix` and `order`, if the caller may see it. Raises ModelNotFound.
+def addressed(catalog: Catalog, request: Request) -> Entry:
+    """The model named in the path, if the caller may see it. Raises ModelNotFound.
 
     Read from the raw path, because the framework's `model_id` does not say which slashes were encoded; it is only used
     in the error.
     """
-    raw, start, caller = request.scope["raw_path"], prefix.encode() + b"/", caller_of(request)
+    raw, (before, order), caller = request.scope["raw_path"], around_name(request.scope), caller_of(request)
 
     def is_known(name: str) -> bool:
         entry = catalog.find(name)
         is_for_operators = entry is not None and entry.instance_of is not None
         return entry is not None and caller.sees(entry.base_id) and (caller.admin or not is_for_operators)
 
-    found = split_model(raw[len(start) :], is_known) if raw.startswith(start) else None
-    entry = catalog.find(found[0]) if found is not None and found[1] == order.encode() else None
+    found = split_model(raw[len(before) :], is_known) if raw.startswith(before) else None
+    entry = catalog.find(found[0]) if found is not None and found[1] == order else None
     if entry is None:
-        raise ModelNotFound.named(model_id)
+        raise ModelNotFound.named(request.path_params["model_id"])
     return entry
 
 
@@ -183,5 +183,5 @@ class ModelStatuses(Routes):
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""
         refuse_task(self._tasks, self._catalog, request, model_id)
-        entry = addressed(self._catalog, request, PATH, model_id)
+        entry = addressed(self._catalog, request)
         return self._look().model(entry, to_operator=asked_by_admin(request))

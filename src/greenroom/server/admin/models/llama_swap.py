@@ -15,11 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound, ShuttingDown
+from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import Force, owner_of
 from greenroom.server.admin.operating import ForceOrder, NoHistory, is_forced
@@ -79,7 +79,7 @@ class LlamaSwapRoutes(Routes):
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:
         """Unload one model, by id or alias."""
-        entry = addressed(self._gateway.catalog, request, UNLOAD, model_id)
+        entry = addressed(self._gateway.catalog, request)
         if (name := entry.spec.version_of) is not None:
             raise self._gateway.updates.moves_only(entry.id, name)
         await self._unload(request, [entry], force or is_forced(order))
@@ -106,7 +106,7 @@ class LlamaSwapRoutes(Routes):
         refuse_head(request)
         if model_id == GATEWAYS_LOG:
             raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
-        entry = addressed(self._gateway.catalog, request, STREAM, model_id)
+        entry = addressed(self._gateway.catalog, request)
         ring, history = self._gateway.slots.log(entry.id), LINES if no_history is None else 0
         return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
 
@@ -137,8 +137,7 @@ class LlamaSwapRoutes(Routes):
 
     async def _unload(self, request: Request, entries: Sequence[Entry], force: bool) -> None:
         """Unload them at the same time. Raises the first error, once all are done: pinned ones stay unless forced."""
-        if self._gateway.is_draining:
-            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+        refuse_while_draining(self._gateway)
         owner = owner_of(request)
         unloads = (self._gateway.loads.unload(entry.id, None, force=force, **owner) for entry in entries)
         ended = await asyncio.gather(*unloads, return_exceptions=True)

@@ -19,16 +19,16 @@ from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
 from greenroom.core.model import DeviceKind, ModelId
-from greenroom.errors import ShuttingDown, Unsupported
+from greenroom.errors import Unsupported
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of, order_to_fetch
-from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
+from greenroom.server.declared import NeededOperation, SignedCall, by_body, get, of_all, post
 from greenroom.tenancy.keys import Permission
 
 OPERATIONS: Final = "/api/v1/operations"
@@ -183,14 +183,11 @@ def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None =
     return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
 
 
-class LoadRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class LoadRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
         taken = await begin(self._gateway, request, asked.name, asked.options, evict, force=asked.force)
@@ -219,7 +216,7 @@ class LoadRoutes(Routes):
     @post(UNLOAD_ROUTE, needs=Permission.LOAD, signed=by_body("model-unload", "modelId", "model"))
     async def unload_model(self, request: Request, asked: UnloadAsked) -> UnloadView:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        self._refuse_while_draining()
+        refuse_while_draining(self._gateway)
         gateway = self._gateway
         refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
         entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
@@ -237,10 +234,6 @@ class LoadRoutes(Routes):
         rows = list(islice((row for row in loads.operations() if kind in (None, row.kind)), limit))
         facts = {row.id: await loads.facts(row) for row in rows if row.kind.is_move}
         return OperationList(data=[_operation(row, facts.get(row.id)) for row in rows])
-
-    def _refuse_while_draining(self) -> None:
-        if self._gateway.is_draining:
-            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
 
 
 async def begin(
@@ -307,10 +300,7 @@ class Pinned(View):
     pinned: bool
 
 
-class PinRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class PinRoutes(GatewayRoutes):
     @post(f"{MODELS}/{{model_id:path}}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
         """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
@@ -318,7 +308,7 @@ class PinRoutes(Routes):
         It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
         """
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
-        entry, pinned = addressed(self._gateway.catalog, request, MODELS, model_id, "/pin"), True
+        entry, pinned = addressed(self._gateway.catalog, request), True
         if order is not None:
             pinned = order.pinned
         if (name := entry.spec.version_of) is not None:

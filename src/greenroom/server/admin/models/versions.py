@@ -21,17 +21,15 @@ from greenroom.library.versions import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.views import GovernedOrder
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.server.declared import NeededOperation, Routes, SignedCall, get, post
-from greenroom.server.inference.routes import name_before
+from greenroom.server.declared import NeededOperation, SignedCall, get, name_in_path, post
 from greenroom.tenancy.keys import Caller, Permission
 
 NUMBER_MAX: Final = 2**53
 _ONE: Final = "/api/v1/models/{model_id:path}"
-_PREFIX: Final = b"/api/v1/models/"
 _STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
     OperationStatus.QUEUED: "updating",
     OperationStatus.RUNNING: "updating",
@@ -155,10 +153,7 @@ def _rollback(call: SignedCall) -> NeededOperation:
 _BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
 
 
-class VersionRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class VersionRoutes(GatewayRoutes):
     @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
@@ -192,7 +187,7 @@ class VersionRoutes(Routes):
         self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
     ) -> UpdateView:
         """The same, of the model that is named."""
-        return await self._update(request, response, self._named(request, b"/update"), asked, wait)
+        return await self._update(request, response, self._named(request), asked, wait)
 
     @post(f"{_ONE}/rollback", needs=Permission.MANAGE, signed=_rollback, responses=_BEGUN)
     async def roll_back(
@@ -204,14 +199,14 @@ class VersionRoutes(Routes):
         wait: Wait = False,
     ) -> UpdateView:
         """Serve kept weights again, under a new number."""
-        name, updates = self._named(request, b"/rollback"), self._gateway.updates
+        name, updates = self._named(request), self._gateway.updates
         row = await updates.rollback(name, None if asked is None else asked.version, **owner_of(request))
         return await self._begun(response, row, wait)
 
     @get(f"{_ONE}/versions", needs=Permission.ASK)
     async def list_versions(self, request: Request, model_id: str) -> VersionList:
         """The versions of a model that can be served without fetching anything."""
-        name = self._named(request, b"/versions")
+        name = self._named(request)
         known, is_admin = self._gateway.updates.of(name), asked_by_admin(request)
         versions = [version for version in (known.current, *known.kept) if version is not None]
         return VersionList(data=[_shown(one, serves=one is known.current, to_operator=is_admin) for one in versions])
@@ -250,13 +245,9 @@ class VersionRoutes(Routes):
     def _meant(self, model: str | None, caller: Caller) -> str:
         return meant(self._gateway.config, model, caller)
 
-    def _named(self, request: Request, order: bytes) -> str:
+    def _named(self, request: Request) -> str:
         """The model in the path. Raises ModelNotFound, or BadRequest if it is not under version control."""
-        raw = request.scope["raw_path"]
-        name = name_before(raw[len(_PREFIX) :], order) if raw.startswith(_PREFIX) else None
-        if name is None:
-            raise ModelNotFound.named(request.path_params["model_id"])
-        return meant(self._gateway.config, name, caller_of(request))
+        return meant(self._gateway.config, name_in_path(request.scope), caller_of(request))
 
 
 def meant(config: Config, name: str | None, caller: Caller) -> str:

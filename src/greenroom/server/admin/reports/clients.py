@@ -11,9 +11,9 @@ from typing import Annotated, Final, Literal
 
 from fastapi import Query
 
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import View
-from greenroom.server.declared import Routes, get
+from greenroom.server.declared import get
 from greenroom.tenancy.keys import ANYONE, Permission
 from greenroom.tenancy.limits import UNLIMITED, Meter
 from greenroom.tenancy.profiles import Profiles
@@ -70,10 +70,7 @@ class ClientList(View):
     clients: list[ClientView]
 
 
-class ClientRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class ClientRoutes(GatewayRoutes):
     @get(CLIENTS_PATH, needs=Permission.READ)
     async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
         """What asked models lately, by key, tenant and client; that which asked last first."""
@@ -134,10 +131,7 @@ class LimitList(View):
     """Those of which most is used first; among equals tenants, then keys, then models."""
 
 
-class LimitRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class LimitRoutes(GatewayRoutes):
     @get(LIMITS_PATH, needs=Permission.READ)
     async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""

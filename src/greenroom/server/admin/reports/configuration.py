@@ -20,9 +20,9 @@ from greenroom.config.problems import problems
 from greenroom.config.reader import Where, dotted
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import View
-from greenroom.server.declared import Routes, get
+from greenroom.server.declared import get
 from greenroom.tenancy.keys import Permission
 
 PATH: Final = "/api/v1/config/effective"
@@ -78,10 +78,7 @@ class EffectiveConfig(View):
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
 
 
-class ConfigRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class ConfigRoutes(GatewayRoutes):
     @get(PATH, needs=Permission.MANAGE)
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""

@@ -25,10 +25,10 @@ from greenroom.routing.tasks import Ladder
 from greenroom.runtime.leases.entry import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.leases import own_prefix
 from greenroom.server.admin.views import ModelName, Order, Priority, Tier, View
-from greenroom.server.declared import NEVER, Routes, post
+from greenroom.server.declared import NEVER, post
 from greenroom.server.inference.ask import Settings, arrival, smaller
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Permission, parse_priority
@@ -143,10 +143,7 @@ _log = get_logger("server")
 _NOBODY = RequestId("explain")
 
 
-class Explaining(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class Explaining(GatewayRoutes):
     @post(PATH, needs=Permission.READ, signed=NEVER)
     async def explain(self, request: Request, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""

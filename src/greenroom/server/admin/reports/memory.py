@@ -17,9 +17,9 @@ from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.readings import SIMULATED, GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
-from greenroom.server.admin.gateway import Gateway, WatchedMemory
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes
 from greenroom.server.admin.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
-from greenroom.server.declared import Routes, get
+from greenroom.server.declared import get
 from greenroom.tenancy.keys import Permission
 
 PATH = "/api/v1/gpus"
@@ -69,10 +69,7 @@ class GpuList(View):
     host: HostMemoryView
 
 
-class Gpus(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class Gpus(GatewayRoutes):
     @get(PATH, needs=Permission.READ)
     async def list_gpus(self) -> GpuList:
         """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
@@ -87,7 +84,7 @@ class GpuPicture:
 
     def __init__(self, gateway: Gateway, now: float) -> None:
         self._gateway = gateway
-        self._watched: WatchedMemory = gateway.memory_watch
+        self._watched = gateway.memory_watch
         self._look: MemoryLook = self._watched.last
         self._state = state = gateway.loop.scheduler.view
         self._split = memory_split(gateway)

@@ -15,11 +15,11 @@ from greenroom.core.explain import Wait
 from greenroom.core.model import ModelId, RequestId
 from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.reports.explaining import action_of, naming_policy, why_waits
 from greenroom.server.admin.views import ModelName, View
 from greenroom.server.asgi import caller_of
-from greenroom.server.declared import NEVER, Routes, delete, get
+from greenroom.server.declared import NEVER, delete, get
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Permission
@@ -72,10 +72,7 @@ class CancelledView(View):
     """What it did until now."""
 
 
-class QueueRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class QueueRoutes(GatewayRoutes):
     @get(PATH, needs=Permission.READ)
     async def list_queue(
         self,

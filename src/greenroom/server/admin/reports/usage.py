@@ -19,10 +19,10 @@ from starlette.responses import Response
 
 from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.runtime.record.usage_store import GROUPS, ROWS_MAX, By, UsageQuestion, UsageRow
-from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import View
 from greenroom.server.asgi import asked_by_admin, caller_of
-from greenroom.server.declared import Routes, get
+from greenroom.server.declared import get
 from greenroom.telemetry.activity import FIGURES, HOUR_S
 from greenroom.tenancy.keys import Caller, Permission
 
@@ -93,10 +93,7 @@ class UsageView(View):
 _KINDS: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {CSV: {}}}}
 
 
-class UsageRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
+class UsageRoutes(GatewayRoutes):
     @get(
         PATH,
         needs=Permission.ASK,

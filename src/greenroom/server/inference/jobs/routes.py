@@ -36,7 +36,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.server import render
-from greenroom.server.asgi import asked_by_admin, body_of
+from greenroom.server.asgi import asked_by_admin, body_of, caller_of
 from greenroom.server.declared import NEVER, Routes, delete, get, post
 from greenroom.server.inference.body.long_body import SHORT_BYTES
 from greenroom.server.inference.jobs.files import route_of
@@ -204,7 +204,7 @@ class JobRoutes(Routes):
         try:
             asked, route = await self._order(request, body)
             row = await self._jobs().submit(
-                _head(request, asked.route), route, body, _caller(request), retry=asked.retry
+                _head(request, asked.route), route, body, caller_of(request), retry=asked.retry
             )
         finally:
             body.close()
@@ -225,7 +225,7 @@ class JobRoutes(Routes):
                 body.append(piece)
                 await asyncio.sleep(0)
         except GreenroomError as error:
-            self._jobs().count_refused(error, _head(request, JOBS), _caller(request))
+            self._jobs().count_refused(error, _head(request, JOBS), caller_of(request))
             raise
         return asked, route
 
@@ -251,7 +251,7 @@ class JobRoutes(Routes):
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     ) -> JobList:
         """Jobs of the caller's tenant, the newest first; for an admin all."""
-        rows = self._jobs().newest_first() if _caller(request).may_list else ()
+        rows = self._jobs().newest_first() if caller_of(request).may_list else ()
         mine = (row for row in rows if status in (None, row.status) and self._may_see(request, row))
         to_operator = asked_by_admin(request)
         shown_rows = list(islice(mine, limit))
@@ -300,7 +300,7 @@ class JobRoutes(Routes):
 
     def _may_see(self, request: Request, row: Operation) -> bool:
         """A tenant's other keys see a job if they see its model. Callers without a key have its id from its order."""
-        caller = _caller(request)
+        caller = caller_of(request)
         if caller.admin or (caller.tenant is None and caller.name == row.key):
             return True
         return caller.tenant == row.tenant and (caller.name == row.key or caller.sees(row.model))
@@ -329,9 +329,3 @@ def _head(request: Request, target: str) -> Head:
     headers = [(name, value) for name, value in request.headers.raw if name != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return Head(b"POST", target.encode("ascii"), headers, "1.1", "", keep_alive=False)
-
-
-def _caller(request: Request) -> Caller:
-    caller = request.scope.get("state", {}).get("caller")
-    assert isinstance(caller, Caller), "every path but /health is authorised"
-    return caller
