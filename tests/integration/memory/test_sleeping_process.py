@@ -15,7 +15,7 @@ from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId, ModelId, MoveKind
 from greenroom.engines.base import CallEngine, EngineFacts, Launch, LaunchPlace, ProcessEngine, environment
 from greenroom.engines.estimates.estimate import Estimate, EstimatePart
-from greenroom.errors import LoadFailed, Unsupported
+from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 from tests.config.test_plugins import install
 from tests.harness import fake, gateway
@@ -87,44 +87,6 @@ async def test_models_change_places_without_a_restart(tmp_path: Path) -> None:
         assert asleep["memory"]["gpu0"] == 10 and asleep["memory"]["host"] > 0
         assert asleep["pid"] is not None and asleep["pid"] != ready["pid"]
         await at_rest(app)
-
-
-async def test_an_operator_may_let_it_sleep_but_not_prepare_it(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (app, journal):
-        await chat(app, "alpha")
-        await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
-        assert (await view(app, "alpha"))["tier"] == "asleep" and journal.count("sleep") == 1
-        answer = await http(app, "POST", "/api/v1/models/bravo/prepare")
-        assert (answer.status, answer.error["code"]) == (Unsupported.status, "unsupported")
-        await app.operations.move(MoveKind.UNLOAD, ModelId("alpha"))
-        view_after = await view(app, "alpha")
-        assert (view_after["tier"], view_after["memory"], view_after["pid"]) == ("cold", {}, None)
-
-
-async def test_one_that_cannot_sleep_is_unloaded(tmp_path: Path) -> None:
-    async with serving(tmp_path, "--fail-at", "sleep") as (app, journal):
-        for name in ("alpha", "bravo", "alpha"):
-            assert (await chat(app, name)).text.startswith(name)
-        assert (journal.count("start"), journal.count("sleep")) == (3, 0)
-        assert (await view(app, "bravo"))["tier"] == "cold"
-
-
-@pytest.mark.parametrize(
-    ("fault", "keys"),
-    # Long enough for a busy machine to load it in.
-    [("--fail-at", {}), pytest.param("--hang-at", {"load_timeout_s": 8}, marks=pytest.mark.slow)],
-)
-async def test_one_that_does_not_wake_is_ended_and_restarted(tmp_path: Path, fault: str, keys: dict[str, Any]) -> None:
-    async with serving(tmp_path, fault, "wake", **keys) as (app, journal):
-        await chat(app, "alpha")
-        await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
-        answer = await chat(app, "alpha")
-        assert (answer.status, answer.error["code"]) == (503, "model_load_failed")
-        assert "alpha could not be woken: " in answer.error["message"]
-        await until(lambda: not app.loop.scheduler.state.slots_of(ModelId("alpha")), "nothing is left of it")
-        await app.operations.move(MoveKind.LOAD, ModelId("alpha"))
-        assert journal.count("start") == 2
-        assert (await chat(app, "alpha")).text.startswith("alpha")
 
 
 async def test_one_that_ends_in_its_sleep_is_cold(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.app import App
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal, counters, is_ready
+from tests.integration.facts import Journal, is_ready
 from tests.integration.raw import chat
 from tests.standins.standin_provider import Provider
 from tests.waiting import until
@@ -32,20 +32,6 @@ async def held(app: App, journal: Journal) -> AsyncIterator[None]:
     await asyncio.wait((asking,))
 
 
-async def test_a_cold_or_busy_local_model_is_waited_for(there: Provider, tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    tasks = {"t": {"candidates": ["here", "cloud"], "prefer_first_s": 0}}
-    models = {"here": fake("here", *journal.switches, concurrency=1), "cloud": CLOUD}
-    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
-        await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
-        assert (await chat(app, "t")).headers["x-model"] == "here"
-        async with held(app, journal):
-            waiting = asyncio.create_task(chat(app, "t"))
-            await until(lambda: counters(app)["waiting"] == 1, "it waits for the model")
-        assert (await waiting).headers["x-model"] == "here"
-        assert not there.calls
-
-
 async def test_a_local_model_at_its_limit_is_not_replaced_by_a_remote_one(there: Provider, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     tasks = {"t": {"candidates": ["here", "cloud"]}, "two": {"candidates": ["here", "cloud", "other"]}}
@@ -60,16 +46,6 @@ async def test_a_local_model_at_its_limit_is_not_replaced_by_a_remote_one(there:
             refused = await chat(app, "t")
             assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
             assert (await chat(app, "two")).headers["x-model"] == "other"
-        assert not there.calls
-
-
-async def test_a_local_engine_without_room_is_not_replaced_by_a_remote_one(there: Provider, tmp_path: Path) -> None:
-    tasks = {"t": {"candidates": ["full", "cloud"]}, "two": {"candidates": ["full", "cloud", "other"]}}
-    models = {"full": fake("full", "--sse-weird", "error-503"), "other": fake("other"), "cloud": CLOUD}
-    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
-        await until(lambda: is_ready(app, "cloud"), "the remote model is ready")
-        assert (await chat(app, "t", stream=True)).status == 503
-        assert (await chat(app, "two", stream=True)).headers["x-model"] == "other"
         assert not there.calls
 
 
@@ -131,16 +107,6 @@ async def test_a_remote_primary_without_a_first_byte_in_time_is_replaced(there: 
         # Alone it has as long, and says what it has waited for.
         alone = await chat(app, "cloud")
         assert (alone.status, alone.error["code"]) == (504, "remote_timeout")
-
-
-async def test_a_local_model_that_fails_is_replaced_and_the_other_named(there: Provider, tmp_path: Path) -> None:
-    tasks = {"t": {"candidates": ["broken", "cloud"]}, "late": {"candidates": ["broken", "cloud"]}}
-    models = {"broken": fake("broken", "--exit-before-bind"), "cloud": CLOUD}
-    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote()}) as app:
-        answer = await chat(app, "t")
-        assert answer.status == 200 and answer.headers["x-model"] == "cloud"
-        (call,) = there.calls
-        assert call.body["model"] == "acme-large"
 
 
 async def test_a_remote_primary_without_a_budget_gives_way_to_a_local_model(there: Provider, tmp_path: Path) -> None:
