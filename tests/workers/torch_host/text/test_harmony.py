@@ -110,51 +110,51 @@ async def test_a_call_is_found_by_its_recipient(open_api: Opener, text: TextCode
         assert await both(rig, tools=[WEATHER]) == ("", reasoning, [("get_weather", PARIS)], "tool_calls")
 
 
-async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: TextCodec) -> None:
-    preamble = "<|channel|>commentary<|message|>I look at the weather.<|end|><|start|>assistant"
-    async with open_api(saying(text, preamble + CALLS + "<|call|>"), text) as rig:
-        assert await both(rig, tools=[WEATHER]) == (
-            "I look at the weather.",
-            "",
-            [("get_weather", PARIS)],
-            "tool_calls",
-        )
+AGAIN = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
 
 
-async def test_a_call_without_arguments_has_an_empty_object(open_api: Opener, text: TextCodec) -> None:
-    said = saying(text, "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>")
-    async with open_api(said, text) as rig:
-        assert (await both(rig, tools=[TIME]))[2] == [("get_time", {})]
-
-
-async def test_nothing_is_a_call_where_nothing_is_offered(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, CALLS + "<|call|>"), text) as rig:
-        assert await both(rig) == ('{"city": "Paris", "days": 3}', "", [], "stop")
-
-
-async def test_a_call_that_was_cut_off_is_text(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, CALLS[:-6]), text) as rig:
-        assert await both(rig, tools=[WEATHER]) == ('{"city": "Paris", "day', "", [], "stop")
-
-
-async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: TextCodec) -> None:
-    again = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
-    final = "<|start|>assistant<|channel|>final<|message|>Yes."
-    # The end of the second is missing: the next one begins all the same.
-    async with open_api(saying(text, THINKS + again + final), text) as rig:
-        assert await both(rig) == ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop")
-
-
-async def test_marks_in_letters_are_text(open_api: Opener, text: TextCodec) -> None:
-    about = ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"]
-    async with open_api(saying(text, *about), text) as rig:
-        assert (await both(rig))[:2] == ("Write <|channel|>final<|message|> first.", "")
-
-
-@pytest.mark.parametrize("plain", ["Hello there.", "to be or not to be", "to=", " to"])
-async def test_an_answer_without_any_header_is_text(open_api: Opener, text: TextCodec, plain: str) -> None:
-    async with open_api(saying(text, plain), text) as rig:
-        assert (await both(rig))[:2] == (plain, "")
+@pytest.mark.parametrize(
+    ("parts", "tools", "found"),
+    [
+        pytest.param(
+            ["<|channel|>commentary<|message|>I look.<|end|><|start|>assistant", CALLS, "<|call|>"],
+            [WEATHER],
+            ("I look.", "", [("get_weather", PARIS)], "tool_calls"),
+            id="a preamble before its call",
+        ),
+        pytest.param(
+            ["<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>"],
+            [TIME],
+            ("", "", [("get_time", {})], "tool_calls"),
+            id="a call without arguments",
+        ),
+        pytest.param([CALLS, "<|call|>"], [], (json.dumps(PARIS), "", [], "stop"), id="a call where none is offered"),
+        pytest.param([CALLS[:-6]], [WEATHER], (json.dumps(PARIS)[:-6], "", [], "stop"), id="a call that was cut off"),
+        # The end of the second is missing: the next one begins all the same.
+        pytest.param(
+            [THINKS, AGAIN, "<|start|>assistant<|channel|>final<|message|>Yes."],
+            [],
+            ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop"),
+            id="messages of one kind",
+        ),
+        pytest.param(
+            ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"],
+            [],
+            ("Write <|channel|>final<|message|> first.", "", [], "stop"),
+            id="marks in letters",
+        ),
+        pytest.param(
+            [THINKS, "<|end|><|start|>assistant<|channel|>fin"],
+            [],
+            ("", "They want a greeting.", [], "stop"),
+            id="an end within a header",
+        ),
+        *(pytest.param([plain], [], (plain, "", [], "stop")) for plain in ("Hello.", "to be or not", "to=", " to")),
+    ],
+)
+async def test_what_is_said_is_read(open_api: Opener, text: TextCodec, parts: Any, tools: Any, found: Any) -> None:
+    async with open_api(saying(text, *parts), text) as rig:
+        assert await both(rig, **{"tools": tools} if tools else {}) == found
 
 
 async def test_a_header_without_an_end_is_text(open_api: Opener, text: TextCodec) -> None:
@@ -163,11 +163,6 @@ async def test_a_header_without_an_end_is_text(open_api: Opener, text: TextCodec
         chunks = await streamed(rig)
         assert (await both(rig))[:2] == (endless.removeprefix("<|channel|>"), "")
     assert len(chunks) > 100
-
-
-async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, THINKS + "<|end|><|start|>assistant<|channel|>fin"), text) as rig:
-        assert await both(rig) == ("", "They want a greeting.", [], "stop")
 
 
 async def test_stop_sequences_are_found_in_either(open_api: Opener, text: TextCodec) -> None:
