@@ -295,6 +295,6 @@ def test_engine_listens_on_a_port(folder: Path) -> None:
 
 
 def test_value_of_a_switch_comes_after_a_space_or_an_equals_sign() -> None:
-    spaced = parse_switches(["--port", "1", "--journal", "a=b", "--fail-at", "/x"])
-    joined = parse_switches(["--port=1", "--journal=a=b", "--fail-at=/x"])
-    assert spaced == joined and (joined.journal, joined.fail_at) == ("a=b", ["/x"])
+    spaced = parse_switches(["--port", "1", "--journal", "a=b", "--say", "/x"])
+    joined = parse_switches(["--port=1", "--journal=a=b", "--say=/x"])
+    assert spaced == joined and (joined.journal, joined.say) == ("a=b", "/x")

@@ -231,11 +231,7 @@ async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(facing: 
 
 @pytest.mark.parametrize(
     ("said", "body"),
-    [
-        (SSE, b""),
-        (SSE + chunk(b"data: 1\n\n"), b"data: 1\n\n"),
-        (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n"),
-    ],
+    [(SSE, b""), (SSE + chunk(b"data: 1\n\n"), b"data: 1\n\n"), (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n")],
 )
 async def test_engine_lost_between_events_is_told_as_one_more_event(said: bytes, body: bytes, facing: Facing) -> None:
     proxy, client = await facing(saying(said, pause_s=0.05, closes=True))

@@ -430,10 +430,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters='"\\'), min_size
 
 
 @patient
-@given(
-    st.lists(st.tuples(names, contents, st.none() | names), max_size=6),
-    st.integers(1, 40),
-)
+@given(st.lists(st.tuples(names, contents, st.none() | names), max_size=6), st.integers(1, 40))
 def test_any_form_gives_every_content_back(sent: list[tuple[str, bytes, str | None]], size: int) -> None:
     asked = [one for one in sent if one[0] not in READ and not one[0].startswith("x_")]
     asked = [one for one in asked if b"\r\n--" + B not in b"\r\n" + one[1]]

@@ -75,9 +75,7 @@ print(os.environ["OMP_WAIT_POLICY"])
 """
 
 
-def test_threads_that_compute_on_the_host_sleep_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_compute_on_the_host_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert ran(SETTLED).stdout == "PASSIVE\n"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

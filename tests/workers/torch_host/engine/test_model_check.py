@@ -19,13 +19,7 @@ from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, group_by_length
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
-from greenroom.workers.torch_host.engine.model_shape import (
-    BLOCK_TOKENS,
-    LayerShape,
-    blocks_for,
-    kv_bytes,
-    layer_shapes,
-)
+from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, LayerShape, blocks_for, kv_bytes, layer_shapes
 from greenroom.workers.torch_host.engine.prefix_cache import BlockPool
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Vectors
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory

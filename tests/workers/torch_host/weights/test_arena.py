@@ -18,12 +18,7 @@ from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, L
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
 from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, CopyRate
 from greenroom.workers.torch_host.weights.fold import ChunkTable
-from greenroom.workers.torch_host.weights.safetensors_files import (
-    HEADER_MAX_BYTES,
-    files_of,
-    find_tensors,
-    read_header,
-)
+from greenroom.workers.torch_host.weights.safetensors_files import HEADER_MAX_BYTES, files_of, find_tensors, read_header
 from greenroom.workers.torch_host.weights.upload import hooked_modules
 
 
