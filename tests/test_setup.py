@@ -38,7 +38,7 @@ def test_modules_are_compiled_only_where_they_are_hot(build: ModuleType) -> None
     assert not [file for file in files if file.endswith(("__init__.py", "invariants.py"))]
 
 
-def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_calls(build: ModuleType) -> None:
+def test_all_of_the_core_and_of_http_is_compiled(build: ModuleType) -> None:
     files = {file.removeprefix("src/greenroom/") for file in build.hot_files()}
     source = ROOT / build.PACKAGE
     whole = {
@@ -48,33 +48,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         if path.name not in ("__init__.py", "invariants.py")
     }
     assert whole <= files
-    assert sorted(files - whole) == [
-        "base/names.py",
-        "engines/usage.py",
-        "errors.py",
-        "runtime/catalogue.py",
-        "runtime/loop.py",
-        "runtime/resolver.py",
-        "runtime/slots.py",
-        "server/front.py",
-        "server/inference/ask.py",
-        "server/inference/ask_reader.py",
-        "server/inference/body/body_check.py",
-        "server/inference/body/media.py",
-        "server/inference/body/peek.py",
-        "server/inference/prefix_cache.py",
-        "server/inference/request_log.py",
-        "server/inference/requests.py",
-        "server/inference/routes.py",
-        "server/inference/running.py",
-        "telemetry/activity.py",
-        "telemetry/metrics.py",
-        "tenancy/budgets.py",
-        "tenancy/keys.py",
-        "tenancy/limits.py",
-        "tenancy/requestors.py",
-        "tenancy/shared_window.py",
-    ]
 
 
 def awaits_while_handling(source: str) -> list[int]:

@@ -267,9 +267,7 @@ def test_run_local_ends_both_where_one_cannot_start(tmp_path: Path) -> None:
     os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))),
     reason="a network of its own needs root, unshare, nsenter and ip",
 )
-def test_on_its_own_ports_the_guides_commands_work_and_a_second_run_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_on_its_own_ports_the_guides_commands_work_and_a_second_run_goes_on(tmp_path: Path) -> None:
     """Ports 8001 and 8002 are everybody's: the replicas have a network of their own."""
     guide = (ROOT / "docs" / "deploying.md").read_text()
     status, generate, _ = commands_in(guide)

@@ -134,8 +134,7 @@ garbage
 
 
 @pytest.mark.parametrize(
-    ("device", "is_memory"),
-    [((254, 1), False), ((0, 21), True), ((0, 22), True), ((0, 23), False), ((9, 9), False)],
+    ("device", "is_memory"), [((254, 1), False), ((0, 21), True), ((0, 22), True), ((0, 23), False), ((9, 9), False)]
 )
 def test_a_folder_in_memory_is_known_by_its_file_system(device: tuple[int, int], is_memory: bool) -> None:
     assert lies_in_memory(os.makedev(*device), MOUNTS) is is_memory

@@ -168,13 +168,6 @@ async def test_body_that_stops_coming_is_refused_by_its_deadline(extra: str, dia
     assert server.edge.stats.body_timeouts == 1
 
 
-async def test_body_that_keeps_its_rate_may_take_long(dial: Dial) -> None:
-    _, client = await dial(body_timeout_s=0.1, body_rate_min_bytes_s=1000)
-    await client.send(post(b"x" * 4000)[:-1])
-    await asyncio.sleep(0.5)
-    assert (await client.ask(b"x")).status == 200
-
-
 # --- admission ------------------------------------------------------------------------------------------------------
 
 
@@ -508,19 +501,6 @@ async def test_client_that_leaves_is_told_once(how: str, started: bool, dial: Di
     assert server.edge.stats.gone == 1
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET / HT", post(b"abc")[:-1], CHUNKED + b"3\r\nab"], ids=["nothing", "head", "body", "chunk"]
-)
-async def test_client_that_leaves_while_asking_leaves_nothing_behind(sent: bytes, dial: Dial) -> None:
-    server, client = await dial()
-    await client.send(sent)
-    await until(lambda: server.edge.connections == 1)
-    await client.close()
-    await until(lambda: server.edge.connections == 0)
-    assert server.seen == []
-    assert server.edge.bodies.memory_bytes == 0
-
-
 async def test_client_that_leaves_after_its_answer_is_not_gone(dial: Dial) -> None:
     server, client = await dial()
     gone: list[int] = []
@@ -534,51 +514,6 @@ async def test_client_that_leaves_after_its_answer_is_not_gone(dial: Dial) -> No
     await client.close()
     await until(lambda: server.edge.connections == 0)
     assert gone == []
-
-
-async def test_slow_reader_pauses_the_source_and_resumes_it(dial: Dial) -> None:
-    server, client = await dial()
-    moments: list[str] = []
-    held: list[Exchange] = []
-
-    def handle(exchange: Exchange) -> None:
-        exchange.on_pause = lambda: moments.append("pause")
-        exchange.on_resume = lambda: moments.append("resume")
-        held.append(exchange)
-        exchange.start(200, [], None)
-
-    server.handle = handle
-    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    await client.send(get())
-    await until(lambda: len(held) == 1)
-    written = 0
-    while not held[0].paused:
-        held[0].write(b"x" * 50_000)
-        written += 50_000
-        await asyncio.sleep(0)
-    assert server.buffered() < 400_000
-    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    reading = asyncio.create_task(client.response())
-    await until(lambda: moments == ["pause", "resume"])
-    held[0].finish()
-    assert len((await reading).body) == written
-
-
-async def test_client_that_accepts_nothing_is_cut(dial: Dial) -> None:
-    server, client = await dial(write_timeout_s=0.3)
-    gone: list[int] = []
-
-    def handle(exchange: Exchange) -> None:
-        exchange.on_gone = lambda: gone.append(1)
-        exchange.start(200, [], None)
-        exchange.write(b"x" * 20_000_000)
-
-    server.handle = handle
-    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    await client.send(get())
-    await until(lambda: gone == [1])
-    assert server.edge.stats.write_timeouts == 1
-    client.reset()
 
 
 async def test_client_that_reads_a_little_is_not_cut(serve: Serve) -> None:

@@ -7,14 +7,7 @@ import tracemalloc
 import pytest
 
 from greenroom.errors import GatewayBug
-from greenroom.http.headers import (
-    NEVER_FORWARDED,
-    SOUND_MAX,
-    Pattern,
-    build_request,
-    chunk,
-    response_headers,
-)
+from greenroom.http.headers import NEVER_FORWARDED, SOUND_MAX, Pattern, build_request, chunk, response_headers
 
 CLIENT = [
     (b"host", b"gateway"),

@@ -497,18 +497,6 @@ async def test_answer_before_the_body_was_taken_ends_the_connection(engines: Eng
     body.close()
 
 
-async def test_unix_socket_works_too(tmp_path: Path, pools: Pools) -> None:
-    engine = Engine(saying(OK))
-    path = str(tmp_path / "e.sock")
-    await engine.start(path)
-    pool = Pool(EngineAddress(path=path))
-    assert (await ask(pool)).data == b"ok"
-    assert str(pool.address) == f"unix:{path}"
-    pool.close()
-    await until(lambda: pool.open_count == 0)
-    await engine.stop()
-
-
 def test_addresses_are_spelt_as_usual() -> None:
     assert str(EngineAddress("127.0.0.1", 80)) == "127.0.0.1:80"
     assert str(EngineAddress("::1", 80)) == "[::1]:80"

@@ -362,10 +362,7 @@ class Proxy:
         if exchange.head.upgrade is not None:
             return Tunnel(exchange, RelayOptions(self.extra), on_done=self._done)
         options = RelayOptions(
-            self.extra,
-            drop_usage_event=self.drop_usage_event,
-            read_facts=self.read_facts,
-            last_words=self.last_words,
+            self.extra, drop_usage_event=self.drop_usage_event, read_facts=self.read_facts, last_words=self.last_words
         )
         return Relay(exchange, options, committed=self.committed, on_done=self._done)
 

@@ -207,22 +207,8 @@ class Engine:
             await self._work(connection, request)
         elif request.method == "POST" and request.path in NATIVE:
             connection.send_json(200, {"content": self.switches.name, "tokens": [1, 2], "asked": request.json()})
-        elif request.method == "POST" and request.path in ("/sleep", "/wake_up"):
-            self._turn(connection, request.path)
         else:
             connection.send_json(404, error(f"no such route: {request.path}", "not_found_error"))
-
-    def _turn(self, connection: Connection, path: str) -> None:
-        """Fall asleep or wake, as vLLM does; or fail to."""
-        what = "sleep" if path == "/sleep" else "wake"
-        if what in self.switches.hang_at:
-            raise Hung
-        if what in self.switches.fail_at:
-            connection.send_json(500, error(f"cannot {what}, as told", "server_error"))
-            return
-        self.journal.note(what)
-        self._take_gpu_memory(0 if what == "sleep" else self.switches.gpu_mib)
-        connection.send_json(200, {})
 
     # --- the API ---------------------------------------------------------------------------------------------------
 

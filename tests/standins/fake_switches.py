@@ -30,7 +30,7 @@ def one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
-# The type of each switch and its value where it is not given. One that is a list can be given several times.
+# The type of each switch and its value where it is not given.
 SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
     # One of these two, and not both.
     "port": (int, None),
@@ -51,8 +51,6 @@ SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
     # A pause before each token.
     "token-s": (float, 0.0),
     "no-usage": (flag, False),
-    # Accepted and ignored, as engines take a model file.
-    "memory-file": (str, None),
     # load, request or token:N.
     "crash-at": (str, None),
     # Crash at load as long as this file exists.
@@ -65,8 +63,6 @@ SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "talkative": (flag, False),
     # Accept, never answer.
     "hang": (one_of("load", "serve"), None),
-    "hang-at": (str, []),
-    "fail-at": (str, []),
     "stall-after": (int, None),
     "ignore-term": (flag, False),
     # At SIGUSR1 it stops listening and cuts its connections, unless it drains them; it ends so much later, or listens
@@ -92,7 +88,7 @@ SWITCHES: dict[str, tuple[Callable[[str], Any], Any]] = {
 
 def parse_switches(words: list[str] | None = None) -> Switches:
     """Those of the command line, unless others are given. Exits with a sentence for one that cannot be understood."""
-    found = {name: list(value) if isinstance(value, list) else value for name, (_, value) in SWITCHES.items()}
+    found = {name: value for name, (_, value) in SWITCHES.items()}
     left = iter(sys.argv[1:] if words is None else words)
     for word in left:
         switch, equals, given = word.partition("=")
@@ -104,7 +100,7 @@ def parse_switches(words: list[str] | None = None) -> Switches:
             value = read("" if read is flag else given if equals else next(left))
         except (StopIteration, ValueError) as wrong:
             sys.exit(f"{word} needs another value: {wrong}")
-        found[name] = [*found[name], value] if isinstance(found[name], list) else value
+        found[name] = value
     if (found["port"] is None) == (found["uds"] is None):
         sys.exit("--port or --uds is needed, and not both")
     return Switches(**{name.replace("-", "_"): value for name, value in found.items()})

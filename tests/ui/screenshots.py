@@ -21,11 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SIZES: dict[str, ViewportSize] = {"1440": {"width": 1440, "height": 900}, "390": {"width": 390, "height": 844}}
 SCHEMES = ("light", "dark")
 # What the documentation shows: page, width, scheme.
-SHOWN = (
-    ("stage", "1440", "dark"),
-    ("stage", "390", "light"),
-    ("playground", "1440", "light"),
-)
+SHOWN = (("stage", "1440", "dark"), ("stage", "390", "light"), ("playground", "1440", "light"))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
 from tests.http.conftest import Asked, Behind, Connect, Engines, Facing
-from tests.http.wires import Call, Client, Engine, OddLoop, Proxy, get, post, saying
+from tests.http.wires import Call, Engine, OddLoop, Proxy, get, post, saying
 from tests.waiting import PATIENCE_S, until, until_still
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -231,11 +231,7 @@ async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(facing: 
 
 @pytest.mark.parametrize(
     ("said", "body"),
-    [
-        (SSE, b""),
-        (SSE + chunk(b"data: 1\n\n"), b"data: 1\n\n"),
-        (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n"),
-    ],
+    [(SSE, b""), (SSE + chunk(b"data: 1\n\n"), b"data: 1\n\n"), (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n")],
 )
 async def test_engine_lost_between_events_is_told_as_one_more_event(said: bytes, body: bytes, facing: Facing) -> None:
     proxy, client = await facing(saying(said, pause_s=0.05, closes=True))
@@ -406,24 +402,6 @@ async def test_filter_leaves_answers_with_a_length_alone(facing: Facing) -> None
         drop_usage_event=True,
     )
     assert (await client.ask(post(b"{}"))).body == body
-
-
-async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behind: Behind) -> None:
-    async def script(call: Call) -> None:
-        await asyncio.sleep(0)
-        await call.say(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(call.body), call.body))
-
-    proxy = await behind(await engines(script))
-
-    async def one(number: int) -> None:
-        client = await Client.connect(proxy.server.port)
-        for turn in range(10):
-            body = b"%d-%d" % (number, turn)
-            assert (await client.ask(post(body))).body == body
-        await client.close()
-
-    await asyncio.gather(*[one(number) for number in range(50)])
-    assert all(relay.outcome is RelayOutcome.COMPLETE for relay in proxy.relays)
 
 
 # --- what an answer tells of itself ---------------------------------------------------------------------------------

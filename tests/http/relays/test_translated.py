@@ -1,9 +1,10 @@
-"""Answers that are translated as a whole, which no engine can make dear; and the name of a model in them."""
+"""Answers that are taken whole, translated or collected: none is held for long; and a model's name in them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.neutral import Frame
 from greenroom.dialects.ollama_answer import embed_translation
+from greenroom.errors import EngineLost, ResultTooLarge
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
+from greenroom.http.relays.collected import Collected
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
 from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, Translated
 from greenroom.http.request import Head
@@ -179,3 +182,67 @@ def test_whole_events_are_not_held_back() -> None:
 def test_a_longer_name_that_begins_alike_is_another() -> None:
     data = json.dumps(event("x", OLD + "2")).encode()
     assert passed(data, []) == data
+
+
+ANSWER = b"x" * 100
+
+
+class NoWire:
+    """The connection of a client that is sent nothing."""
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError(data)
+
+    def exchange_over(self, keep_alive: bool) -> None: ...
+    def cut(self, *, hard: bool) -> None: ...
+    def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
+        raise AssertionError(receiver)
+
+
+@pytest.fixture
+def budget() -> BodyBudget:
+    return BodyBudget(EdgeLimits())
+
+
+def collecting(budget: BodyBudget, bytes_max: int = 1_000) -> Collected:
+    head = Head(b"POST", b"/", [], "1.1", "", keep_alive=True)
+    exchange = Exchange(NoWire(), EdgeState(EdgeLimits()), head, Body(budget))
+    relay = Collected(exchange, Body(budget), bytes_max)
+    relay.head(200, [])
+    relay.body(ANSWER)
+    return relay
+
+
+def test_a_complete_answer_is_taken_once(budget: BodyBudget) -> None:
+    relay = collecting(budget)
+    relay.complete()
+    body = relay.take()
+    assert (relay.outcome, body.read()) == (RelayOutcome.COMPLETE, ANSWER)
+    body.close()
+    relay.stop()
+    assert budget.memory_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda relay: relay.exchange.leave(),
+        lambda relay: relay.stop(),
+        lambda relay: relay.lost(EngineLost("gone"), False),
+        lambda relay: (relay.complete(), relay.exchange.leave()),
+        lambda relay: (relay.complete(), relay.stop()),
+    ],
+    ids=["client leaves", "stopped", "engine lost", "client leaves before it is taken", "stopped before it is taken"],
+)
+def test_an_answer_that_is_not_taken_is_dropped(budget: BodyBudget, end: Callable[[Collected], object]) -> None:
+    relay = collecting(budget)
+    assert budget.memory_bytes == len(ANSWER)
+    end(relay)
+    assert budget.memory_bytes == 0
+
+
+def test_an_answer_that_is_too_large_holds_nothing(budget: BodyBudget) -> None:
+    relay = collecting(budget, len(ANSWER) - 1)
+    assert (relay.outcome, budget.memory_bytes) == (RelayOutcome.COMPLETE, 0)
+    with pytest.raises(ResultTooLarge):
+        relay.take()

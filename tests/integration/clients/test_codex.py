@@ -76,10 +76,7 @@ def sent(journal: Journal) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("tool", "called"),
-    [
-        ("exec_command", {"name": "exec_command"}),
-        ("agents__stop", {"namespace": "agents", "name": "stop"}),
-    ],
+    [("exec_command", {"name": "exec_command"}), ("agents__stop", {"namespace": "agents", "name": "stop"})],
 )
 async def test_its_functions_are_called_by_their_names(
     app: App, journal: Journal, tool: str, called: dict[str, str]

@@ -144,11 +144,7 @@ async def test_listing_says_what_is_loaded_and_loads_nothing(app: App, client: o
 async def test_unknown_model_is_a_not_found_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(model="nobody", messages=HELLO)
-    assert (caught.value.code, caught.value.param, caught.value.type) == (
-        "model_not_found",
-        "model",
-        "not_found_error",
-    )
+    assert (caught.value.code, caught.value.param, caught.value.type) == ("model_not_found", "model", "not_found_error")
     assert caught.value.request_id is not None
 
 
@@ -166,9 +162,7 @@ async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: openai.As
         await client.embeddings.create(model="alpha", input="hi")
 
 
-async def test_failed_load_is_a_status_error_that_says_why_and_when_to_retry(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_failed_load_is_a_status_error_that_says_why_and_when_to_retry(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="broken", messages=HELLO)
     assert (caught.value.status_code, caught.value.code) == (503, "model_load_failed")

@@ -15,16 +15,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from tests.harness import fake, gateway, left_behind, tiny, write_config
 from tests.integration.facts import Journal, at_rest, pids
-from tests.integration.faults import (
-    ENDLESS,
-    assert_ended_by,
-    first_events,
-    is_alive,
-    keeper_of,
-    loaded,
-    rest_of,
-    stop,
-)
+from tests.integration.faults import ENDLESS, assert_ended_by, first_events, is_alive, keeper_of, loaded, rest_of, stop
 from tests.integration.raw import Raw, asking, chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until

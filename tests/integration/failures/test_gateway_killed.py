@@ -1,4 +1,4 @@
-"""The gateway itself is killed, stopped or started twice: nothing is left of it, and the next one serves."""
+"""The gateway is killed, stopped or started twice, also as process 1: nothing is left, and the next one serves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from typing import Any
 
 import pytest
 
+from greenroom.cli.address import parse
+from greenroom.cli.client import Client
+from greenroom.process import proc
 from greenroom.process.proc import IDENTITY_VARIABLE
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, left_behind, tiny, write_config
 from tests.integration.facts import Journal
@@ -30,8 +34,8 @@ from tests.models import tiny as tiny_model
 from tests.waiting import PATIENCE_S, until, until_now
 
 pytestmark = pytest.mark.slow
-
 RACE = Path(__file__).with_name("state_dir_race.py")
+
 # Engines get a second to leave when the gateway is gone, then are killed.
 CLEARED_WITHIN_S = 30.0
 CUSTOMERS = 6
@@ -313,3 +317,40 @@ async def test_start_ends_what_an_earlier_run_left_and_nothing_else(tmp_path: Pa
             assert is_alive(stranger.pid) and is_alive(namesake.pid)
             assert (await chat(app, "alpha")).status == 200
         assert is_alive(stranger.pid) and is_alive(namesake.pid)
+
+
+# A new process namespace with its own /proc; all of it ends with the gateway, and the gateway with the test.
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+def _can_contain() -> bool:
+    if shutil.which(CONTAINER[0]) is None:
+        return False
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode == 0
+
+
+def children(parent: int) -> list[int]:
+    return [seen.pid for seen in filter(None, map(proc.stat, proc.pids())) if seen.parent == parent]
+
+
+@pytest.mark.skipif(not _can_contain(), reason="a process namespace cannot be made here")
+def test_what_a_killed_keeper_leaves_is_collected_by_a_gateway_that_is_process_1(tmp_path: Path) -> None:
+    # The engine starts a process that outlives it, as engines with workers do.
+    models = {"m": fake("m", "--fork-setsid", ttl_s=0)}
+    gateway = GatewayProcess(tmp_path, write_config(tmp_path, models), inside=CONTAINER)
+    try:
+        (first,) = children(gateway.process.pid)
+        client = Client(parse(gateway.url))
+        client.post("/api/v1/models/m/load")
+        (keeper,) = children(first)
+        below = proc.below(keeper)
+        assert below
+        os.kill(keeper, signal.SIGKILL)
+        until_now(lambda: not any(proc.stat(pid) for pid in (keeper, *below)), "all of them are ended and collected")
+        # The gateway goes on: the next keeper's end is told to its waiter.
+        client.post("/api/v1/models/m/load")
+        client.post("/api/v1/models/m/unload")
+        until_now(lambda: not children(first), "nothing is left")
+    finally:
+        gateway.process.send_signal(signal.SIGKILL)
+        gateway.process.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -24,9 +25,9 @@ from typing import Any, Final
 
 import pytest
 
-from tests.harness import GatewayProcess, fake, gateway_process
+from tests.harness import GatewayProcess, fake, gateway, gateway_process
 from tests.integration.faults import dial
-from tests.integration.raw import CHAT, Answer, asking, request_bytes
+from tests.integration.raw import CHAT, Answer, Raw, asking, request_bytes
 from tests.models import tiny
 from tests.waiting import until
 
@@ -38,11 +39,14 @@ AS_ALONE: Final = (
     *("setpriv", "--reuid", str(ALONE), "--clear-groups", "--bounding-set", "-sys_resource,-sys_admin"),
     *("--inh-caps", "-all,+dac_override", "--ambient-caps", "-all,+dac_override"),
 )
+
 # Longer than every pause between two writes but those of learned times and of the library.
 SHORT_S: Final = 6.0
 LONG_S: Final = 20.0
+
 # Every part may say once what it cannot do.
 TOLD_MAX: Final = 12
+
 # The end of a gateway with nothing to wait for, on a busy machine.
 ENDS_WITHIN_S: Final = 60.0
 
@@ -255,3 +259,27 @@ async def test_a_stop_ends_while_nothing_can_be_started_or_written(folder: Path)
                 # As long as the writers of usage take to notice.
                 await asyncio.sleep(SHORT_S)
                 assert gate.stop(ENDS_WITHIN_S) == 0
+
+
+REQUESTS = 100
+
+
+async def test_answered_requests_leave_nothing_to_the_collector(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app, await Raw.open(app) as raw:
+        for stream in (False, True):
+            body = json.dumps(asking("a", stream=stream)).encode()
+            asked = request_bytes("POST", "/v1/chat/completions", body)
+            for _ in range(5):
+                raw.send(asked)
+                assert (await raw.answer()).status == 200
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(REQUESTS):
+                    raw.send(asked)
+                    await raw.answer()
+                found = gc.collect()
+            finally:
+                gc.enable()
+            # A cycle a request would be hundreds of objects; what tests and loop leave behind is a handful.
+            assert found < REQUESTS / 2, f"{found} objects in cycles after {REQUESTS} requests, stream={stream}"

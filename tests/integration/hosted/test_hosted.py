@@ -7,14 +7,17 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenroom.app import App
 from greenroom.core.events import SlotsLost
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import LoadFailed, LoadOutOfMemory, OutsideRoots, UnusableModel
+from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from tests.harness import gateway, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, move, nothing_left, tier, until_in, worker_of, worker_timeouts
@@ -27,9 +30,23 @@ __all__ = ["nothing_left"]
 QUIET: dict[str, Any] = {"memory": {"spare_worker": False}}
 
 
+@contextlib.asynccontextmanager
+async def hosting(
+    tmp_path: Path, timeouts: Timeouts = TIMEOUTS, beside: Sequence[str] = (), **conduct: Any
+) -> AsyncIterator[tuple[App, Folder]]:
+    """A gateway with the model alpha, whose worker behaves like this, and others that behave well."""
+    folder, (_, models) = Folder(tmp_path, "alpha", **conduct), several(tmp_path, *beside)
+    async with gateway(tmp_path, {"alpha": folder.model(), **models}, timeouts=timeouts, **QUIET) as app:
+        yield app, folder
+
+
+def several(tmp_path: Path, *names: str) -> tuple[dict[str, Folder], dict[str, Any]]:
+    folders = {name: Folder(tmp_path, name) for name in names}
+    return folders, {name: folder.model() for name, folder in folders.items()}
+
+
 async def test_a_model_is_loaded_answers_and_leaves_nothing_when_it_is_unloaded(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         answer = await chat(app, "alpha")
         assert answer.status == 200 and answer.text.startswith("alpha")
         assert folder.events() == ["open", "wake"] and arenas()
@@ -40,8 +57,7 @@ async def test_a_model_is_loaded_answers_and_leaves_nothing_when_it_is_unloaded(
 
 
 async def test_models_that_do_not_fit_together_change_places_without_being_read_again(tmp_path: Path) -> None:
-    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
-    models = {name: folder.model() for name, folder in folders.items()}
+    folders, models = several(tmp_path, "alpha", "beta")
     async with gateway(tmp_path, models, budget_mib=150, **QUIET) as app:
         for name in ("alpha", "beta", "alpha", "beta"):
             assert (await chat(app, name)).text.startswith(name)
@@ -53,8 +69,7 @@ async def test_models_that_do_not_fit_together_change_places_without_being_read_
 
 
 async def test_a_prepared_model_sleeps_until_it_is_asked_for(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         await move(app, MoveKind.PREPARE, "alpha")
         assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open"])
         assert (await chat(app, "alpha")).status == 200
@@ -65,8 +80,7 @@ async def test_a_prepared_model_sleeps_until_it_is_asked_for(tmp_path: Path) -> 
 
 
 async def test_what_a_wake_takes_until_all_has_arrived_is_learned(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha", expected_s=30)
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path, expected_s=30) as (app, _):
         await move(app, MoveKind.PREPARE, "alpha")
         await chat(app, "alpha")
         learned = app.loop.scheduler.state.models[ModelId("alpha")].learned_s
@@ -112,8 +126,7 @@ async def test_models_with_an_environment_of_their_own_have_a_worker_of_their_ow
 
 
 async def test_many_loads_at_once_share_the_start_of_one_worker(tmp_path: Path) -> None:
-    folders = {name: Folder(tmp_path, name) for name in ("a", "b", "c")}
-    models = {name: folder.model() for name, folder in folders.items()}
+    _, models = several(tmp_path, "a", "b", "c")
     async with gateway(tmp_path, models, **QUIET) as app:
         answers = await asyncio.gather(*(chat(app, name) for name in models))
         assert [answer.status for answer in answers] == [200] * 3
@@ -121,8 +134,7 @@ async def test_many_loads_at_once_share_the_start_of_one_worker(tmp_path: Path) 
 
 
 async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_spare(tmp_path: Path) -> None:
-    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta", "gamma")}
-    models = {name: folder.model() for name, folder in folders.items()}
+    folders, models = several(tmp_path, "alpha", "beta", "gamma")
     recording = tmp_path / "events.jsonl"
     async with gateway(tmp_path, models, server={"record_events": str(recording)}, timeouts=worker_timeouts()) as app:
         for name in models:
@@ -147,8 +159,7 @@ async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_
 
 
 async def test_a_worker_that_ends_again_and_again_is_told_as_the_cause_of_the_pause(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, _):
         await chat(app, "alpha")
         for _ in range(2):
             await move(app, MoveKind.LOAD, "alpha")
@@ -163,8 +174,7 @@ async def test_a_worker_that_ends_again_and_again_is_told_as_the_cause_of_the_pa
 
 
 async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_byte_yet(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, _):
         await chat(app, "alpha")
         pid = worker_of(app, "alpha")
         os.kill(pid, signal.SIGSTOP)
@@ -177,10 +187,7 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
 
 @pytest.mark.slow
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(
-        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(look_every_s=0.1, answer_s=3.0), **QUIET
-    ) as app:
+    async with hosting(tmp_path, worker_timeouts(look_every_s=0.1, answer_s=3.0)) as (app, _):
         await chat(app, "alpha")
         pid = worker_of(app, "alpha")
         os.kill(pid, signal.SIGSTOP)
@@ -222,16 +229,14 @@ async def test_a_spare_is_there_after_the_first_load_and_ends_with_the_gateway(t
 
 @pytest.mark.parametrize("how", ["crash", "mute"])
 async def test_a_worker_that_crashes_or_hangs_up_in_a_wake_is_replaced(tmp_path: Path, how: str) -> None:
-    folder = Folder(tmp_path, "alpha", at={"wake": f"once {how}"})
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path, at={"wake": f"once {how}"}) as (app, folder):
         assert (await chat(app, "alpha")).status == 200
         assert folder.events() == ["open", "wake", "open", "wake"]
         assert folder.lines("open")[1]["filled"]
 
 
 async def test_a_model_that_crashes_every_worker_fails_and_leaves_nothing(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha", at={"wake": "crash"})
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path, at={"wake": "crash"}) as (app, folder):
         answer = await chat(app, "alpha")
         assert (answer.status, answer.json()["error"]["code"]) == (503, "model_load_failed")
         assert "worker ended (exit code 70)" in answer.json()["error"]["message"]
@@ -258,8 +263,7 @@ async def test_a_crash_at_open_is_tried_again_only_if_another_may_have_caused_it
     ("kind", "error"), [("bad_model", UnusableModel), ("out_of_memory", LoadOutOfMemory), ("failed", LoadFailed)]
 )
 async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path, kind: str, error: type[LoadFailed]) -> None:
-    folder, other = Folder(tmp_path, "alpha", at={"open": f"fail {kind}"}), Folder(tmp_path, "other")
-    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+    async with hosting(tmp_path, beside=("other",), at={"open": f"fail {kind}"}) as (app, _):
         await chat(app, "other")
         with pytest.raises(error, match="open fails as told"):
             await move(app, MoveKind.LOAD, "alpha")
@@ -281,13 +285,9 @@ async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tm
 
 @pytest.mark.slow
 async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(tmp_path: Path) -> None:
-    folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
-    async with gateway(
-        tmp_path,
-        {"alpha": folder.model(), "other": other.model()},
-        timeouts=worker_timeouts(close_s=0.2, close_shared_s=0.5),
-        **QUIET,
-    ) as app:
+    async with hosting(
+        tmp_path, worker_timeouts(close_s=0.2, close_shared_s=0.5), beside=("other",), at={"close": "hang"}
+    ) as (app, _):
         await chat(app, "alpha")
         await chat(app, "other")
         pid = worker_of(app, "other")
@@ -300,8 +300,7 @@ async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_else
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail failed", "hang", "crash"])
 async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: Path, how: str) -> None:
-    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
-    models = {name: folder.model() for name, folder in folders.items()}
+    folders, models = several(tmp_path, "alpha", "beta")
     limits = worker_timeouts(sleep_s=0.3, close_s=0.3) if how == "hang" else worker_timeouts()
     async with gateway(tmp_path, models, budget_mib=150, timeouts=limits, **QUIET) as app:
         await chat(app, "alpha")
@@ -314,10 +313,7 @@ async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: P
 
 @pytest.mark.slow
 async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha", at={"wake": "once hang"})
-    async with gateway(
-        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(wake_s=0.3, sleep_s=0.3), **QUIET
-    ) as app:
+    async with hosting(tmp_path, worker_timeouts(wake_s=0.3, sleep_s=0.3), at={"wake": "once hang"}) as (app, _):
         with pytest.raises(LoadFailed, match="did not wake within"):
             await move(app, MoveKind.LOAD, "alpha")
 
@@ -332,8 +328,7 @@ async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(tmp_path: Pat
 
 @pytest.mark.parametrize("phase", ["open", "wake"])
 async def test_a_load_that_is_called_off_leaves_nothing(tmp_path: Path, phase: str) -> None:
-    folder = Folder(tmp_path, "alpha", at={phase: "slow 30"})
-    async with gateway(tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(sleep_s=0.3), **QUIET) as app:
+    async with hosting(tmp_path, worker_timeouts(sleep_s=0.3), at={phase: "slow 30"}) as (app, folder):
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: phase in folder.events(), f"{phase} is under way")
         await move(app, MoveKind.UNLOAD, "alpha")
@@ -343,10 +338,7 @@ async def test_a_load_that_is_called_off_leaves_nothing(tmp_path: Path, phase: s
 
 
 async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for(tmp_path: Path) -> None:
-    folder, other = Folder(tmp_path, "alpha", at={"open": "deaf"}), Folder(tmp_path, "other")
-    async with gateway(
-        tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(close_s=0.2), **QUIET
-    ) as app:
+    async with hosting(tmp_path, worker_timeouts(close_s=0.2), beside=("other",), at={"open": "deaf"}) as (app, folder):
         await chat(app, "other")
         pid = worker_of(app, "other")
         waiting = asyncio.create_task(chat(app, "alpha"))
@@ -363,10 +355,7 @@ async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for(tmp_path
 
 
 async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for(tmp_path: Path) -> None:
-    folder, other = Folder(tmp_path, "alpha"), Folder(tmp_path, "other")
-    async with gateway(
-        tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(sleep_s=0.2), **QUIET
-    ) as app:
+    async with hosting(tmp_path, worker_timeouts(sleep_s=0.2), beside=("other",)) as (app, folder):
         await chat(app, "other")
         pid = worker_of(app, "other")
         await move(app, MoveKind.PREPARE, "alpha")
@@ -409,8 +398,7 @@ async def test_a_deaf_worker_that_serves_no_other_model_is_ended_soon(tmp_path: 
 
 
 async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         await move(app, MoveKind.PREPARE, "alpha")
         folder.behave(at={"wake": "slow 1"})
         waiting = asyncio.create_task(chat(app, "alpha"))
@@ -426,10 +414,7 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
 @pytest.mark.parametrize("wakes_in_time", [True, False])
 async def test_a_second_call_off_does_not_interrupt_the_first_one(tmp_path: Path, wakes_in_time: bool) -> None:
     """Also where it was the deadline of the wake that came first, which nothing outside knows of."""
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(
-        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(wake_s=60.0 if wakes_in_time else 0.3), **QUIET
-    ) as app:
+    async with hosting(tmp_path, worker_timeouts(wake_s=60.0 if wakes_in_time else 0.3)) as (app, folder):
         await move(app, MoveKind.PREPARE, "alpha")
         folder.behave(at={"wake": "slow 2"})
         waiting = asyncio.create_task(chat(app, "alpha"))
@@ -452,8 +437,7 @@ async def test_a_second_call_off_does_not_interrupt_the_first_one(tmp_path: Path
 
 
 async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worker(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, _):
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: bool(app.hosted_slots.there), "it begins")
         await move(app, MoveKind.UNLOAD, "alpha")
@@ -462,8 +446,7 @@ async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worke
 
 
 async def test_a_worker_start_goes_on_for_a_model_when_another_is_unloaded(tmp_path: Path) -> None:
-    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
-    models = {name: folder.model() for name, folder in folders.items()}
+    folders, models = several(tmp_path, "alpha", "beta")
     async with gateway(tmp_path, models, **QUIET) as app:
         waiting = [asyncio.create_task(chat(app, name)) for name in models]
         await until(lambda: len(app.hosted_slots.there) == 2, "both begin")
@@ -480,8 +463,7 @@ async def test_a_gateway_that_stops_while_a_worker_starts_leaves_nothing(tmp_pat
 
 
 async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         await move(app, MoveKind.PREPARE, "alpha")
         (slot,) = app.hosted_slots.there
         app.hosted_moves.reconcile(slot)
@@ -510,8 +492,7 @@ async def test_a_missing_folder_python_or_place_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_flush_reaches_the_worker_of_a_ready_model_only(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         await chat(app, "alpha")
         (slot,) = app.hosted_slots.there
         assert await app.hosted_moves.flush(slot, "me", None) == (2, 1024)
@@ -521,8 +502,7 @@ async def test_a_flush_reaches_the_worker_of_a_ready_model_only(tmp_path: Path) 
 
 
 async def test_a_changed_model_is_opened_anew_and_the_old_arena_is_given_back(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with hosting(tmp_path) as (app, folder):
         await chat(app, "alpha")
         await move(app, MoveKind.SLEEP, "alpha")
         write_config(tmp_path, {"alpha": folder.model(ctx_size=512)}, **QUIET)

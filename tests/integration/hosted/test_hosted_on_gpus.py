@@ -1,4 +1,4 @@
-"""Models that share a process on GPUs that a file describes: whose memory is whose."""
+"""Models that share a process on GPUs that a file describes, or that several gateways share: whose memory is whose."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from tests.harness import gateway, write_config
 from tests.integration.hosted_rig import Folder, move, nothing_left, tier, until_in, worker_of
 from tests.integration.memory.test_gpu_probe import get, stranger
 from tests.integration.raw import chat
+from tests.integration.sharing_rig import described, grown_up, in_store, sharing, taking
+from tests.integration.sharing_rig import sections as shared_sections
+from tests.redis_server import RedisServer, redis_server
 from tests.standins import fake_gpu
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 __all__ = ["nothing_left"]
-
 A, B = DeviceId("GPU-aaaa"), DeviceId("GPU-bbbb")
 
 
@@ -152,3 +154,43 @@ async def test_a_request_waits_for_a_foreign_process_that_took_the_memory_of_a_s
             await until(lambda: list(app.loop.scheduler.state.waitlist), "the request waits")
             assert tier(app, "alpha") is Tier.ASLEEP and folder.events() == ["open"]
         assert (await waiting).status == 200
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis") as server:
+        yield grown_up(server)
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = described(tmp_path, (A, 10_000))
+    monkeypatch.setenv("CUDA_FAKE_GPUS", str(file))
+    return file
+
+
+async def test_a_sleeper_gives_its_gpu_to_the_store_and_a_wake_takes_it_again(
+    one_gpu: Path, redis: RedisServer
+) -> None:
+    folder = Folder(one_gpu.parent, "alpha", mib=6_000)
+    memory = {**shared_sections(one_gpu, redis.url)["memory"], "spare_worker": False}
+    models = {"alpha": folder.model(memory_mib=6_000, ttl_s=0)}
+    async with (
+        sharing("one", one_gpu, redis.url, models, memory=memory) as one,
+        sharing("two", one_gpu, redis.url, {"beta": taking("beta", one_gpu, 6_000)}) as two,
+    ):
+        assert (await chat(one, "alpha")).status == 200
+        assert (await in_store(one))["alpha"].claim[A] >= 6_000
+        await move(one, MoveKind.SLEEP, "alpha")
+        assert "alpha" not in await in_store(one)
+        assert (await chat(two, "beta")).status == 200
+        await move(two, MoveKind.UNLOAD, "beta")
+        assert (await chat(one, "alpha")).status == 200
+        assert folder.events() == ["open", "wake", "sleep", "wake"]
+        assert (await in_store(one))["alpha"].claim[A] >= 6_000
+        os.kill(worker_of(one, "alpha"), signal.SIGKILL)
+        await until_in(one, "alpha", Tier.ASLEEP)
+        await one.mover.cleaned_up()
+        assert "alpha" not in await in_store(one)
+        await move(one, MoveKind.UNLOAD, "alpha")
+        await until(lambda: not one.hosted_slots.workers, "nothing is left")

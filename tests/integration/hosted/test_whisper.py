@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-import json
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -17,8 +15,8 @@ import pytest_asyncio
 from greenroom.app import App
 from tests.harness import gateway
 from tests.integration import orders
-from tests.integration.facts import at_rest, pids
-from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.integration.facts import at_rest
+from tests.integration.raw import Answer, http
 from tests.later import Later
 from tests.library.hub_cache import folder_files, put
 from tests.models import tiny_ears
@@ -211,21 +209,6 @@ async def test_type_that_a_caller_claims_is_not_believed(app: App, kind: str) ->
 
 
 @pytest.mark.slow
-async def test_transcribing_stops_when_its_client_disconnects(app: App) -> None:
-    await orders.order(app, "load", "alpha")
-    async with await Raw.open(app) as raw:
-        raw.send(request_bytes("POST", TRANSCRIPTIONS, form([("model", "alpha"), ("stream", "1")], noise(3000)), FORM))
-        status, headers = await raw.head()
-        assert (status, headers["x-audio-seconds"]) == (200, "3000.000")
-        assert await raw.chunk()
-        raw.leave("RST")
-    await at_rest(app)
-    (pid,) = pids(app, "alpha")
-    answer = await asyncio.wait_for(sent(app, noise(1)), 20)
-    assert answer.json()["text"] == "alpha speaks" and pids(app, "alpha") == [pid]
-
-
-@pytest.mark.slow
 async def test_sound_is_counted_in_seconds_and_by_its_factor(app: App) -> None:
     before, used = await counted(app), await heard_s(app)
     for fields in ({}, {"response_format": "srt"}, {"stream": "true"}):
@@ -261,21 +244,6 @@ async def test_order_to_sleep_is_the_gateways_alone(app: App) -> None:
         refused = await http(app, "POST", f"/upstream/alpha{path}", body=b"")
         assert refused.status == 403, refused.body
     assert (await http(app, "GET", "/upstream/alpha/health")).json() == {"status": "ok", "asleep": False}
-
-
-@pytest.mark.slow
-async def test_job_is_heard_later(app: App) -> None:
-    body = form([("model", "alpha")], SOUND)
-    asked = await http(app, "POST", TRANSCRIPTIONS, body=body, headers={**FORM, "Prefer": "respond-async"})
-    assert asked.status == 202, asked.body
-    job = asked.json()["id"]
-
-    async def is_done() -> bool:
-        return bool((await http(app, "GET", f"/v1/jobs/{job}")).json()["status"] == "done")
-
-    await until(is_done, "the job is done")
-    result = await http(app, "GET", f"/v1/jobs/{job}/result")
-    assert json.loads(result.body)["text"] == SAID
 
 
 @pytest.mark.slow

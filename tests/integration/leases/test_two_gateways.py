@@ -71,10 +71,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 async def test_a_model_is_a_lease_that_the_other_gateway_plans_around(tmp_path: Path, redis: RedisServer) -> None:
     gpus = described(tmp_path, (A, 10_000))
     one_model, two_model = {"a": taking("a", gpus, 6_000)}, {"b": taking("b", gpus, 3_000)}
-    async with (
-        sharing("one", gpus, redis.url, one_model) as one,
-        sharing("two", gpus, redis.url, two_model) as two,
-    ):
+    async with sharing("one", gpus, redis.url, one_model) as one, sharing("two", gpus, redis.url, two_model) as two:
         assert (await chat(one, "a")).status == 200
         await until(lambda: others(two) == {"a": {A: 6_000}}, "the other hears of it")
         assert (await chat(two, "b")).status == 200
@@ -107,16 +104,10 @@ async def test_a_split_model_that_others_keep_out_stands_in_line_for_its_share_o
     tmp_path: Path, redis: RedisServer, second_mib: int
 ) -> None:
     gpus = described(tmp_path, (A, 10_000), (B, second_mib))
-    small = {
-        "a": taking("a", gpus, 5_000, devices=["gpu0"]),
-        "b": taking("b", gpus, 5_000, devices=["gpu1"]),
-    }
+    small = {"a": taking("a", gpus, 5_000, devices=["gpu0"]), "b": taking("b", gpus, 5_000, devices=["gpu1"])}
     # Its engine asks which GPUs it has, so it can be split; it fits no single one.
     big = taking("big", gpus, 0, memory_mib=12_000, env={"COUNT": "${GPU_COUNT}"})
-    async with (
-        sharing("one", gpus, redis.url, small) as one,
-        sharing("two", gpus, redis.url, {"big": big}) as two,
-    ):
+    async with sharing("one", gpus, redis.url, small) as one, sharing("two", gpus, redis.url, {"big": big}) as two:
         for _ in range(2):
             assert (await chat(one, "a")).status == 200
             assert (await chat(one, "b")).status == 200

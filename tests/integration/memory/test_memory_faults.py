@@ -95,27 +95,17 @@ async def served(app: App, model: str, **more: Any) -> None:
 # --- an engine that needs more than was thought ---------------------------------------------------------------------
 
 
-async def test_load_that_runs_out_of_memory_gets_more_room_and_is_tried_again(gpus: Path, journal: Journal) -> None:
-    idle = taking("idle", gpus, 7_000)
-    greedy = taking("greedy", gpus, 4_000, memory_mib=2_500)
-    async with on(gpus, {"idle": idle, "greedy": greedy}) as app:
-        await served(app, "idle")
-        await served(app, "greedy")
-        assert journal.count("start", name="greedy") == 2
-        assert journal.count("start", name="idle") == 1
-        assert not pids(app, "idle"), "it made room"
-        assert need_of(app, "greedy").gpu_mib > 3_000
-        await at_rest(app)
-
-
-async def test_what_ran_out_of_memory_is_remembered_over_a_restart(gpus: Path, journal: Journal) -> None:
+async def test_load_that_runs_out_of_memory_gets_more_room_also_after_a_restart(gpus: Path, journal: Journal) -> None:
     idle = taking("idle", gpus, 7_000)
     greedy = taking("greedy", gpus, 4_000, memory_mib=2_500)
     models = {"idle": idle, "greedy": greedy}
     async with on(gpus, models) as app:
         await served(app, "idle")
         await served(app, "greedy")
-        learned = need_of(app, "greedy")
+        assert (journal.count("start", name="greedy"), journal.count("start", name="idle")) == (2, 1)
+        assert not pids(app, "idle"), "it made room"
+        assert (learned := need_of(app, "greedy")).gpu_mib > 3_000
+        await at_rest(app)
     async with on(gpus, models) as app:
         assert need_of(app, "greedy") == learned
         shown = (await http(app, "GET", "/api/v1/models/greedy")).json()["need"]

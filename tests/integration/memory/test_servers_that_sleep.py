@@ -47,6 +47,7 @@ async def test_models_change_places_without_a_restart(tmp_path: Path, kind: str)
         assert (journal.count("sleep"), journal.count("wake")) == (3, 2)
         asleep, ready = await view(app, "alpha"), await view(app, "bravo")
         assert (asleep["tier"], ready["tier"], asleep["no_sleep"]) == ("asleep", "ready", None)
+        assert asleep["memory"]["host"] > 0 and asleep["pid"] not in (None, ready["pid"])
         await at_rest(app)
 
 
@@ -97,6 +98,25 @@ async def test_one_that_does_not_wake_is_ended_and_restarted(tmp_path: Path, kin
         await app.operations.move(MoveKind.LOAD, ModelId("alpha"))
         assert (await chat(app, "alpha")).text.startswith("alpha")
         assert journal.count("start") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_one_that_ends_in_its_sleep_is_cold(tmp_path: Path, kind: str) -> None:
+    async with serving(tmp_path, kind) as (app, journal):
+        await chat(app, "alpha")
+        await app.operations.move(MoveKind.SLEEP, ModelId("alpha"))
+        (live,) = app.slots.live.values()
+        await live.child.stop(2)
+        await until(lambda: not app.slots.live, "its end was seen")
+        assert (await view(app, "alpha"))["tier"] == "cold"
+        assert (await chat(app, "alpha")).text.startswith("alpha")
+        assert journal.count("start") == 2
+
+
+async def test_a_shutdown_ends_sleepers(tmp_path: Path) -> None:
+    async with serving(tmp_path, "vllm") as (app, _):
+        await chat(app, "alpha")
+        await asyncio.gather(chat(app, "bravo"), chat(app, "alpha"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

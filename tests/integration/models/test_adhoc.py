@@ -99,10 +99,7 @@ async def test_a_path_an_id_and_a_hub_id_name_models_and_the_answer_repeats_the_
     assert sorted(known) == ["alpha.gguf", "beta/beta-Q8_0.gguf", "org/gamma"], "each once, whatever it was called"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/passwd", "../outside.gguf", "./../outside.gguf", "/nowhere/x.gguf", "~/x.gguf"],
-)
+@pytest.mark.parametrize("name", ["/etc/passwd", "../outside.gguf", "./../outside.gguf", "/nowhere/x.gguf", "~/x.gguf"])
 async def test_paths_that_are_not_below_a_root_do_not_exist(app: App, name: str) -> None:
     answer = await say(app, name)
     assert answer.status == 404

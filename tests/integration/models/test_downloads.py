@@ -30,11 +30,7 @@ ollama = Later("ollama")
 DOWNLOADS = "/v1/models/download"
 REPO = "org/name"
 TOKEN = "hf_verysecretindeed"
-FILES = {
-    "model.safetensors": random.Random(1).randbytes(400_000),
-    "config.json": b"{}",
-    "pytorch_model.bin": b"pickle",
-}
+FILES = {"model.safetensors": random.Random(1).randbytes(400_000), "config.json": b"{}", "pytorch_model.bin": b"pickle"}
 OVER = ("completed", "failed", "cancelled")
 
 

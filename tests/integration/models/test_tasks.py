@@ -147,8 +147,7 @@ async def test_the_last_candidate_is_not_asked_again_after_it_is_lost(gate: Gate
 
 
 @pytest.mark.parametrize(
-    ("task", "status"),
-    [("huge-first", 429), ("huge-last", 429), ("huge-and-broken", 500), ("unborn-first", 429)],
+    ("task", "status"), [("huge-first", 429), ("huge-last", 429), ("huge-and-broken", 500), ("unborn-first", 429)]
 )
 async def test_the_last_error_is_that_of_a_model_that_was_asked(gate: Gate, task: str, status: int) -> None:
     """The others cannot serve: one is too large for the devices, the load of the other fails."""

@@ -1,8 +1,9 @@
-"""The three health checks of running gateways, and the second port, which has them and metrics alone."""
+"""The three health checks of running gateways, the second port that has them, and requests during the start."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from greenroom.app import App
 from greenroom.errors import ConfigError
 from tests.harness import fake, gateway
 from tests.integration.raw import Answer, Raw, asking, chat, http, request_bytes
-from tests.waiting import until
+from tests.integration.versions.test_versions import models, options
+from tests.ports import free_port
+from tests.waiting import PATIENCE_S, until
 
 OUT_OF_MEMORY = {"cmd": ["/bin/sh", "-c", "echo 'CUDA error: out of memory' >&2; exit 1 # ${PORT}"], "memory_mib": 100}
 BROKEN = {"cmd": ["/bin/sh", "-c", "exit 1 # ${PORT}"], "memory_mib": 100}
@@ -158,3 +161,32 @@ async def test_series_of_the_runner_api_are_served_if_asked_for(tmp_path: Path) 
         assert 'vllm_requests_total{model="m",status="success",tenant="lab"} 1.0' in text
         assert found["vllm_queue_depth"].value == 0
         assert found["vllm_inference_duration_seconds_count"].labels == {"model": "m"}
+
+
+CALLERS = 8
+
+
+async def first_answer(port: int) -> tuple[int, str | None]:
+    """The status and the version of the first answer that this port gives, asked without a pause until it is there."""
+    body = json.dumps(asking("m", max_tokens=2)).encode()
+    sent = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    sent += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0)
+            continue
+        writer.write(sent)
+        answer = (await reader.read()).decode()
+        writer.close()
+        found = [line for line in answer.splitlines() if line.lower().startswith("x-model-version")]
+        return int(answer.split()[1]), found[0].split()[1] if found else None
+
+
+async def test_requests_that_come_during_the_start_are_answered_by_the_promised_version(tmp_path: Path) -> None:
+    port = free_port()
+    callers = [asyncio.create_task(first_answer(port)) for _ in range(CALLERS)]
+    async with gateway(tmp_path, models(tmp_path), server={"port": port}, **options(tmp_path)):
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.gather(*callers) == [(200, "1")] * CALLERS

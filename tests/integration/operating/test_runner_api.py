@@ -1,7 +1,7 @@
 """A platform drives the gateway by the runner API, as docs/runner-api.md says: every call in its client's order.
 
-The gateways are running ones with real engines. One has keys and no tokens; the other is configured as a container is,
-by variables alone, and its operations are signed by the shared key. Answers are compared key by key with `SHAPES`.
+The gateway is a running one with real engines, configured as a container is, by variables alone; its operations are
+signed by the shared key. Answers are compared key by key with `SHAPES`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from tests.tenancy.governance.token_rig import key_file, shared_token
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KEYS = [
-    {"name": "platform", "key": "an-admin", "admin": True},
-    {"name": "community-x", "key": "a-user"},
-    {"name": "community-y", "key": "limited"},
-]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 GUIDE = Path(__file__).parents[3] / "docs" / "runner-api.md"
 
@@ -123,54 +118,10 @@ def fits(answer: Answer, name: str) -> Any:
     return value
 
 
-# --- with keys --------------------------------------------------------------------------------------------------------
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
-    models = {name: tiny(tiny_model(name)) for name in ("alpha", "beta")}
-    sections = {
-        "runner": {"id": "safebox-model-llm-1"},
-        "tenants": {"community-y": {"requests_per_minute": 1}},
-        "server": {"api_keys": KEYS},
-    }
-    async with gateway(tmp_path_factory.mktemp("runner"), models, **sections) as app:
-        yield app
-
-
-async def ask(
-    app: App, method: str, path: str, body: Any = None, key: str = "an-admin", headers: dict[str, str] | None = None
-) -> Answer:
-    return await http(app, method, path, body, headers={"authorization": f"Bearer {key}", **(headers or {})})
-
-
-async def test_lifecycle_is_for_admins_and_health_for_everyone(app: App) -> None:
-    for path in ("/v1/models/load", "/v1/models/unload"):
-        assert (await ask(app, "POST", path, {"modelId": "alpha"}, "a-user")).status == 403
-    assert (await http(app, "GET", "/v1/capabilities")).status == 401
-    assert (await ask(app, "GET", "/v1/capabilities", key="a-user")).status == 200
-    for path in ("/health", "/healthz", "/readyz"):
-        assert (await http(app, "GET", path)).status == 200
-
-
-async def test_a_tenant_over_its_limit_is_told_until_when(app: App) -> None:
-    ordered = {"model": "alpha", **CHAT}
-    assert (await ask(app, "POST", "/v1/chat/completions", ordered, "limited")).status == 200
-    refused = await ask(app, "POST", "/v1/chat/completions", ordered, "limited")
-    error = fits(refused, "rate limited")["error"]
-    assert (refused.status, error["code"]) == (429, "rate_limit_exceeded")
-    assert (error["limit"], error["remaining"]) == (1, 0) and error["resetAt"] > 1_700_000_000
-    assert int(refused.headers["retry-after"]) > 0
-
-
 # --- as a container, with tokens --------------------------------------------------------------------------------------
 
 # The host by which the platform's client calls, and the tenants of its requests.
 HOST = {"Host": "safebox-model-llm:8080"}
-METRICS = (
-    *("vllm_requests_total", "vllm_cache_hit_rate", "vllm_queue_depth", "vllm_gpu_memory_used"),
-    *("vllm_inference_duration_seconds_bucket", "vllm_inference_duration_seconds_sum"),
-)
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -315,18 +266,6 @@ async def test_a_load_that_fails_is_told_to_its_poller(container: App) -> None:
         await Platform(container).load(modelId="broken")
     # One model of four: the others can be served.
     assert (await Platform(container).get("/health")).status == 200
-
-
-async def test_the_second_port_has_the_series_of_the_api(container: App) -> None:
-    assert container.metrics_edge is not None
-    tenant = {"x-tenant-id": "community-x"}
-    asked = await Platform(container).post("/v1/chat/completions", {"model": "alpha", **CHAT}, tenant)
-    assert asked.status == 200
-    text = (await http(container, "GET", "/metrics", edge=container.metrics_edge)).body.decode()
-    absent = [name for name in METRICS if f"\n{name}" not in text and f"# TYPE {name}" not in text]
-    assert absent == []
-    assert 'tenant="community-x",status="success"' in text or 'status="success",tenant="community-x"' in text
-    assert (await http(container, "POST", "/v1/models/load", {}, edge=container.metrics_edge)).status == 404
 
 
 async def test_the_guide_names_every_route_that_is_called_here() -> None:

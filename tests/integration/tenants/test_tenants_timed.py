@@ -49,10 +49,7 @@ async def test_nothing_is_left_on_vllm(tmp_path: Path, leave: MoveKind) -> None:
         await assert_nothing_is_left(app, prompt_of(7, 50), leave, is_cached)
 
 
-NAMED = [
-    {"name": "batch", "key": "gr-batch", "tenant": "team"},
-    {"name": "alice", "key": "gr-alice", "admin": True},
-]
+NAMED = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice", "admin": True}]
 
 
 def make_up_names(app: App) -> None:

@@ -9,8 +9,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,26 @@ async def has_first_version(app: App) -> None:
     await until(lambda: known.of("m").current is not None and not known.running("m"), "it has its first version")
 
 
+@asynccontextmanager
+async def versioned(folder: Path, **versions: Any) -> AsyncIterator[App]:
+    """A gateway with its first version."""
+    async with gateway(folder, models(**versions), **options(folder)) as app:
+        await has_first_version(app)
+        yield app
+
+
+async def reconfigure(app: App, folder: Path, changed: dict[str, Any]) -> None:
+    write_config(folder, changed, **options(folder))
+    await app.reload()
+
+
 def is_fetching(app: App) -> bool:
     running = app.updates.running("m")
     return running is not None and running.step == "fetching"
 
 
 async def test_two_versions_are_fetched_and_the_last_but_one_deleted(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         assert (await http(app, "GET", "/readyz")).status == 200
         assert said(await ask(app)) == ("1", "org/alpha", "alpha")
         hub.faults.refuse = 1
@@ -103,8 +115,7 @@ def test_the_variable_alone_controls_versions(hub: StandinHub, tmp_path: Path, m
 
 
 async def test_a_repository_that_is_not_there_changes_nothing(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         answer = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/nothing"})
         assert (answer.status, answer.error["code"]) == (502, "fetch_failed")
         assert said(await ask(app)) == ("1", "org/alpha", "alpha")
@@ -138,8 +149,7 @@ async def test_a_name_that_was_corrected_is_fetched_after_a_reload(hub: StandinH
             return now["error"] is not None and not now["updating"]
 
         await until(has_failed, "the first try has failed")
-        write_config(tmp_path, models(), **options(tmp_path))
-        await app.reload()
+        await reconfigure(app, tmp_path, models())
 
         async def has_version() -> bool:
             return (await version(app))["model_repo_id"] == "org/alpha"
@@ -156,8 +166,7 @@ async def test_a_name_that_is_corrected_while_the_wrong_one_is_fetched_comes_rig
         fetching.enter_context(hub.lock)
         async with gateway(tmp_path, models(repo_id="org/bravo"), **options(tmp_path)) as app:
             await until(lambda: is_fetching(app), "the wrong one is being fetched")
-            write_config(tmp_path, models(), **options(tmp_path))
-            await app.reload()
+            await reconfigure(app, tmp_path, models())
             fetching.close()
             await has_first_version(app)
             assert said(await ask(app)) == ("1", "org/alpha", "alpha")
@@ -178,8 +187,7 @@ def files(folder: Path, name: str) -> list[Path]:
 
 @pytest.mark.slow
 async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1) as app:
         await update(app, "org/alpha")
         await update(app, "org/bravo")
         assert not files(tmp_path, "alpha") and files(tmp_path, "bravo")
@@ -188,13 +196,11 @@ async def test_a_version_that_was_asked_for_twice_is_deleted_too(hub: StandinHub
 @pytest.mark.slow
 async def test_files_that_another_model_needs_beside_its_weights_stay(hub: StandinHub, tmp_path: Path) -> None:
     hub.repos["org/alpha"]["mmproj.gguf"] = tiny_projector().read_bytes()
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1) as app:
         (path,) = files(tmp_path, "alpha")
         projector = path.with_name("mmproj.gguf")
         other = {**tiny(tiny_file("charlie")), "mmproj": str(projector)}
-        write_config(tmp_path, {**models(keep=1), "other": other}, **options(tmp_path))
-        await app.reload()
+        await reconfigure(app, tmp_path, {**models(keep=1), "other": other})
         await update(app, "org/bravo")
         assert projector.exists()
 
@@ -209,8 +215,7 @@ async def test_what_an_update_that_fails_has_fetched_is_deleted(hub: StandinHub,
         await has_first_version(app)
         if what == "no warm-up":
             served = models(warm_up_timeout_s=0.001)
-            write_config(tmp_path, served, **options(tmp_path))
-            await app.reload()
+            await reconfigure(app, tmp_path, served)
         failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
         assert failed.error["code"] == ("bad_model" if what == "two models" else "warm_up_failed")
         assert not files(tmp_path, "bravo") and files(tmp_path, "alpha")
@@ -224,13 +229,11 @@ async def test_what_an_update_that_fails_has_fetched_is_deleted(hub: StandinHub,
 async def test_files_that_were_there_before_an_update_that_fails_stay(hub: StandinHub, tmp_path: Path) -> None:
     own = tmp_path / "models" / "own.gguf"
     own.write_bytes(tiny_file("bravo").read_bytes())
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         fetched = await http(app, "POST", "/v1/models/download", {"model": "org/charlie"})
         assert fetched.status < 300, fetched.body
         await until(lambda: files(tmp_path, "charlie"), "an operator has fetched it")
-        write_config(tmp_path, models(warm_up_timeout_s=0.001), **options(tmp_path))
-        await app.reload()
+        await reconfigure(app, tmp_path, models(warm_up_timeout_s=0.001))
         for name in (str(own), "org/charlie"):
             failed = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": name})
             assert failed.error["code"] == "warm_up_failed"
@@ -239,10 +242,8 @@ async def test_files_that_were_there_before_an_update_that_fails_stay(hub: Stand
 
 @pytest.mark.slow
 async def test_files_that_an_operator_orders_during_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
-        write_config(tmp_path, models(warm_up_timeout_s=0.001), **options(tmp_path))
-        await app.reload()
+    async with versioned(tmp_path) as app:
+        await reconfigure(app, tmp_path, models(warm_up_timeout_s=0.001))
         # Both are ordered before either has begun.
         both = [
             ("/v1/models/download", {"model": "org/bravo"}),
@@ -274,8 +275,7 @@ async def test_files_that_others_put_beside_what_an_update_fetches_stay(hub: Sta
     ours, theirs = "bravo-Q4_K_M.gguf", "bravo-Q8_0.gguf"
     hub.repos["org/bravo"] = {ours: tiny_file("bravo").read_bytes(), theirs: tiny_file("charlie").read_bytes()}
     folder = tmp_path / "models" / "models--org--bravo" / "snapshots" / hub.commit("org/bravo")
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1) as app:
         with hub.lock:
             updating = asyncio.create_task(update(app, "org/bravo:Q4_K_M"))
             await until(lambda: len(_states(app)) == 2, "it is being fetched")
@@ -289,8 +289,7 @@ async def test_files_that_others_put_beside_what_an_update_fetches_stay(hub: Sta
 
 @pytest.mark.slow
 async def test_files_that_were_fetched_by_hand_in_the_meantime_stay(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         await update(app, "org/bravo")
     # As if it had been killed before it deleted what it no longer keeps, which was then done by hand.
     store = tmp_path / "state" / "versions.json"
@@ -310,8 +309,8 @@ async def test_files_that_were_fetched_by_hand_in_the_meantime_stay(hub: Standin
 async def test_a_disk_that_hangs_fails_an_update_in_time_and_the_next_one_succeeds(
     hub: StandinHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path):
+        pass
     monkeypatch.setattr(updates, "USING_MAX_S", 0.1)
     lock, answers = fcntl.flock, threading.Event()
 
@@ -384,8 +383,7 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
 
 @pytest.mark.slow
 async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1) as app:
         fetching = FetchedMarks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
         try:
             await update(app, "org/bravo")
@@ -398,15 +396,13 @@ async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: Stand
 
 @pytest.mark.slow
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         await update(app, "org/bravo")
     # From here on both count as files from elsewhere, one before the start and one after it.
     (tmp_path / "state" / "versions.json").unlink()
     shutil.rmtree(tmp_path / "models" / ".greenroom")
     aside = (tmp_path / "models" / "models--org--bravo").rename(tmp_path / "aside")
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1) as app:
         aside.rename(tmp_path / "models" / "models--org--bravo")
         await update(app, "org/bravo")
         await update(app, "org/charlie")
@@ -415,8 +411,7 @@ async def test_files_that_came_just_before_an_update_are_not_its_own(hub: Standi
 
 @pytest.mark.slow
 async def test_what_a_broken_update_fetched_is_deleted_by_the_next(hub: StandinHub, tmp_path: Path) -> None:
-    async with gateway(tmp_path, models(), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path) as app:
         await update(app, "org/bravo")
     # As if it had been killed before the second version was promised.
     store = tmp_path / "state" / "versions.json"
@@ -434,8 +429,8 @@ async def test_what_a_broken_update_fetched_is_deleted_by_the_next(hub: StandinH
 async def test_what_an_update_was_fetching_when_the_gateway_ended_is_fetched_by_the_next_one_and_is_its_own(
     hub: StandinHub, tmp_path: Path
 ) -> None:
-    async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
-        await has_first_version(app)
+    async with versioned(tmp_path, keep=1):
+        pass
     with hub.lock:
         async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
             await http(app, "POST", "/update-model", {"model_repo_id": "org/bravo"})

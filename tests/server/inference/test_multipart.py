@@ -189,30 +189,15 @@ def test_file_names_are_understood_however_they_are_written(said: bytes, filenam
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
+BAD_BOUNDARIES = (b"", b'""', b"x" * 71, b"x; boundary=y", b'"x', b"a\\b", b'"a\\b"', b'"x "', b"\xff", b"x y", b'"x"y')
+
+
 @pytest.mark.parametrize(
     "content_type",
     [
         *(None, b"", b"application/json", b"multipart/mixed; boundary=x", b"multipart/form-data"),
-        *(
-            b"multipart/form-data; boundary=",
-            b'multipart/form-data; boundary=""',
-            b"multipart/form-data; boundary=" + b"x" * 71,
-        ),
-        *(
-            b"multipart/form-data; boundary=x; boundary=y",
-            b'multipart/form-data; boundary="x',
-            b"multipart/form-data; boundary=a\\b",
-        ),
-        *(
-            b'multipart/form-data; boundary="a\\b"',
-            b'multipart/form-data; boundary="x "',
-            b"multipart/form-data; boundary=\xff",
-        ),
-        *(
-            b"multipart/form-data; boundary=x y",
-            b'multipart/form-data; boundary="x"y',
-            b"multipart/form-data, boundary=x",
-        ),
+        b"multipart/form-data, boundary=x",
+        *(b"multipart/form-data; boundary=" + said for said in BAD_BOUNDARIES),
     ],
 )
 def test_content_type_without_one_good_boundary_is_refused(content_type: bytes | None) -> None:
@@ -445,10 +430,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters='"\\'), min_size
 
 
 @patient
-@given(
-    st.lists(st.tuples(names, contents, st.none() | names), max_size=6),
-    st.integers(1, 40),
-)
+@given(st.lists(st.tuples(names, contents, st.none() | names), max_size=6), st.integers(1, 40))
 def test_any_form_gives_every_content_back(sent: list[tuple[str, bytes, str | None]], size: int) -> None:
     asked = [one for one in sent if one[0] not in READ and not one[0].startswith("x_")]
     asked = [one for one in asked if b"\r\n--" + B not in b"\r\n" + one[1]]

@@ -32,6 +32,8 @@ def rejoined(body: bytes, drop: frozenset[str] = NOTHING, **put: bytes) -> bytes
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------
+
+
 def test_model_and_stream_are_read() -> None:
     peeked = peek(b' {"model": "org/qwen", "stream" : true, "messages": []}\n')
     assert (peeked.model, peeked.stream) == ("org/qwen", True)
@@ -57,6 +59,8 @@ def test_escaped_names_mean_the_same() -> None:
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -143,6 +147,8 @@ def test_large_body_gives_the_same_as_a_small_one() -> None:
 
 
 # --- what the engine gets -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -227,6 +233,8 @@ def test_any_bytes_are_read_or_refused(tail: bytes) -> None:
 
 
 # --- usage ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("said", "becomes", "asked"),
     [

@@ -1,12 +1,15 @@
-"""The worker program's own end, when its interpreter is kept from it."""
+"""The worker program's own end; and that benchmarks can be imported and finish."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.workers.torch_host.worker_rig import DEADLINE_S, PROGRAM
 
@@ -21,6 +24,7 @@ main.STUCK_S = 1.0
 main._control = lambda listener, prepare, loop, ended: loop.call_soon_threadsafe(pow, 7, 7 ** 11)
 asyncio.run(main._serve(None, None))
 """
+
 # The same, but it lasts for several times that long in pieces, and then the gateway hangs up.
 PATIENT = """
 import asyncio, time
@@ -71,10 +75,29 @@ print(os.environ["OMP_WAIT_POLICY"])
 """
 
 
-def test_threads_that_compute_on_the_host_sleep_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_compute_on_the_host_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert ran(SETTLED).stdout == "PASSIVE\n"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert ran(SETTLED).stdout == "ACTIVE\n"
+
+
+TINY = "--layers 1 --hidden 32 --intermediate 64 --heads 2 --kv-heads 1 --vocabulary 100 --prompt 8 --steps 4"
+
+
+@pytest.mark.parametrize("name", ["rig.gpu_worker", "hosted.spread"])
+def test_what_needs_a_gpu_can_be_imported(name: str) -> None:
+    assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_decode_probe_finishes_every_section(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = importlib.import_module("benchmarks.hosted.probe_decode")
+    monkeypatch.setattr(sys, "argv", ["probe_decode", *TINY.split(), "--batches", "1", "2", "--device", "cpu"])
+    with torch.no_grad():
+        probe.main()
+    output = capsys.readouterr().out
+    assert "Traceback" not in output
+    assert json.loads(output.splitlines()[-1])["met"]

@@ -123,48 +123,11 @@ def test_waking_and_sleeping_twice_change_nothing(opened: WorkerRig) -> None:
     assert opened.do("look")["slots"]["a"]["tier"] == "asleep"
 
 
-def test_several_models_live_in_one_process(opened: WorkerRig, models: dict[str, Path]) -> None:
-    other = os.memfd_create("greenroom-arena")
-    assert opened.open("b", models["two"], other)["ok"]
-    opened.do("wake", slot="a")
-    alone = opened.complete("a")
-    opened.do("wake", slot="b")
-    assert opened.complete("b") != alone
-    opened.do("sleep", slot="b")
-    assert opened.complete("a") == alone
-    opened.do("close", slot="b")
-    os.close(other)
-
-
 def test_a_chat_is_answered_by_the_slots_own_name(opened: WorkerRig) -> None:
     opened.do("wake", slot="a")
     body = {"model": "a", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     status, found = opened.post("a", "/v1/chat/completions", body)
     assert (status, found["model"], found["usage"]["completion_tokens"] <= 4) == (200, "model-a", True)
-
-
-def test_a_repeated_prompt_is_cached_until_it_is_flushed(opened: WorkerRig) -> None:
-    opened.do("wake", slot="a")
-    prompt = "the capital of France is Paris and the capital of Spain is Madrid " * 3
-
-    def cached() -> int:
-        _, found = opened.post("a", "/v1/completions", {"model": "a", "prompt": prompt, "max_tokens": 1})
-        return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    assert cached() == 0
-    assert cached() > 0
-    flushed = opened.do("flush", slot="a", tenant=None, tag=None)
-    assert flushed["entries"] > 0
-    assert flushed["bytes"] > 0
-    assert cached() == 0
-
-
-def test_embeddings_are_served(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
-    assert worker.open("e", models["vectors"], memory, embedding=True)["ok"]
-    worker.do("wake", slot="e")
-    status, found = worker.post("e", "/v1/embeddings", {"model": "e", "input": ["hello", "goodbye"]})
-    assert (status, len(found["data"]), len(found["data"][0]["embedding"])) == (200, 2, 64)
-    worker.do("close", slot="e")
 
 
 def test_a_closed_slot_leaves_only_its_gateways_memory(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
@@ -282,20 +245,6 @@ def test_a_second_caller_is_not_heard(worker: WorkerRig) -> None:
         import socket
 
         socket.socket(socket.AF_UNIX).connect(str(worker.path))
-
-
-def test_another_worker_takes_what_a_killed_one_had(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
-    with rig_folder() as folder:
-        first = WorkerRig(folder)
-        first.open("a", models["one"], memory)
-        first.do("wake", slot="a")
-        said = first.complete("a")
-        first.process.kill()
-        first.end()
-    assert worker.open("a", models["one"], memory, filled=True)["read_bytes"] == 0
-    worker.do("wake", slot="a")
-    assert worker.complete("a") == said
-    worker.do("close", slot="a")
 
 
 def test_it_ends_with_its_gateway() -> None:

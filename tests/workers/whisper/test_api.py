@@ -15,7 +15,7 @@ from greenroom.workers.whisper.main import BODY_BYTES_MAX
 from greenroom.workers.whisper.transcribing import Transcriber
 from tests.samples.sounds import BOUNDARY, form, silence
 from tests.waiting import until
-from tests.workers.whisper.test_transcribing import ScriptedModel
+from tests.workers.whisper.test_sound import ScriptedModel
 
 PATH = "/v1/audio/transcriptions"
 WAIT_S = 30

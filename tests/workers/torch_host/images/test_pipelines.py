@@ -232,10 +232,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown class": (lambda folder: change_index(folder, unet=["diffusers", "Nothing"]), "does not have"),
     "an unknown pipeline": (lambda folder: change_index(folder, _class_name="NoPipeline"), "does not have"),
     "a pickle": (pickled, "a pickle"),
-    "no weights": (
-        lambda folder: (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink(),
-        "has no weights",
-    ),
+    "no weights": (lambda folder: (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink(), "has no weights"),
     "half a file": (
         lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 1_000),
         "safetensors file",

@@ -20,15 +20,7 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.kernels.attention import AttentionKernels, AttentionOptions, stores_in
 from greenroom.workers.torch_host.kernels.rope import fuse_rope
-from tests.workers.torch_host.engine_rig import (
-    FakeDeviceModel,
-    Flat,
-    ask,
-    device_model_of,
-    prompt,
-    random_model,
-    said,
-)
+from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, ask, device_model_of, prompt, random_model, said
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
 from tests.workers.torch_host.kernels.test_rope import ORIGINAL, built, check, told
 

@@ -18,7 +18,7 @@ from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import AttentionKernels, as_current_step
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.engine.test_model_shape import embedded
+from tests.workers.torch_host.engine.test_model_check import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
 from tests.workers.torch_host.samples.tiny import SHARED, SIZES
 

@@ -276,12 +276,7 @@ async def test_threads_that_compile_end_with_the_model(
     engine = FakeEngine(lambda ask: [])
     before = set(threading.enumerate())
     served = await serve_text(
-        socket_folder / "s",
-        engine,
-        byte_text,
-        "tiny",
-        templates=templates,
-        trials=SchemaTrials(SandboxPool(SCHEMAS)),
+        socket_folder / "s", engine, byte_text, "tiny", templates=templates, trials=SchemaTrials(SandboxPool(SCHEMAS))
     )
     await served._model.grammars.constraint(CITY, True, "f")
     own = [one for one in threading.enumerate() if one.name.startswith("compile") and one not in before]

@@ -1,16 +1,21 @@
-"""What templates see, beside what Transformers shows them."""
+"""What templates see, beside what Transformers shows them; and work that does not end in time."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from greenroom.workers.serving.errors import ApiError
+from greenroom.workers.torch_host.sandbox.deadline import DeadlineExceeded, run_with_deadline
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import TextCodec
+from tests.waiting import until
 from tests.workers.torch_host.samples.chat_templates import (
     CONVERSATIONS,
     DEEPER_MISTAKES,
@@ -106,3 +111,62 @@ async def test_of_several_templates_the_one_for_tools_is_taken_with_tools(
     refused = theirs(text, messages, None, {})
     assert "refused these" in refused and "rag" in refused
     assert await ours(template, messages, None, {}) == refused
+
+
+WAIT_S = 30
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+async def gone(name: str) -> None:
+    """Until no thread of this name is left."""
+    await until(lambda: not any(thread.name == name for thread in threading.enumerate()))
+
+
+async def test_what_the_work_returns_or_raises_comes_back() -> None:
+    assert await run_with_deadline(lambda: 7, WAIT_S, "seven") == 7
+    with pytest.raises(KeyError):
+        await run_with_deadline(lambda: {}["x"], WAIT_S, "missing")
+    with pytest.raises(TimeoutError):
+        await run_with_deadline(raise_timeout, WAIT_S, "its own timeout")
+
+
+def raise_timeout() -> None:
+    raise TimeoutError
+
+
+async def test_work_that_loops_is_ended_and_its_thread_is_gone() -> None:
+    with pytest.raises(DeadlineExceeded):
+        await run_with_deadline(spin, 0.05, "spinning")
+    await gone("spinning")
+
+
+async def test_work_that_catches_every_exception_is_ended_too() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                spin()
+            except Exception:
+                continue
+
+    with pytest.raises(DeadlineExceeded):
+        await run_with_deadline(stubborn, 0.05, "stubborn")
+    await gone("stubborn")
+
+
+async def test_work_that_sleeps_is_ended_when_it_wakes() -> None:
+    with pytest.raises(DeadlineExceeded):
+        await run_with_deadline(lambda: [time.sleep(0.2) for _ in range(1000)], 0.05, "sleeping")
+    await gone("sleeping")
+
+
+async def test_work_ends_when_its_caller_is_cancelled() -> None:
+    task = asyncio.create_task(run_with_deadline(spin, WAIT_S, "cancelled"))
+    await until(lambda: any("cancelled" in thread.name for thread in threading.enumerate()), "it has begun")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await gone("cancelled")

@@ -1,7 +1,8 @@
-"""Answers in the Harmony format through the API: channels, calls and what a model does not quite get right."""
+"""What is read out of answers: channels of the Harmony format, calls of tools, stop sequences."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
+from greenroom.workers.torch_host.text.output_stream import StopFinder
 from greenroom.workers.torch_host.text.tokens import TextCodec
+from greenroom.workers.torch_host.text.tool_calls import CallReader, ToolCall, parse_calls, read_tools
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
 from tests.workers.torch_host.conftest import Opener, Rig
 from tests.workers.torch_host.engine_rig import generated, prompt, random_model, running, said
 from tests.workers.torch_host.samples import tokenizer_folders
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|message|>", "<|call|>")
+
 # In the manner of gpt-oss: reasoning is called thinking, and may not stand beside content before a call.
 TEMPLATE = """
 {%- if tools %}<|start|>developer<|message|>namespace functions {
@@ -31,7 +35,6 @@ TEMPLATE = """
 {%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-
 THINKS = "<|channel|>analysis<|message|>They want a greeting."
 CALLS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}'
 PARIS = {"city": "Paris", "days": 3}
@@ -107,51 +110,51 @@ async def test_a_call_is_found_by_its_recipient(open_api: Opener, text: TextCode
         assert await both(rig, tools=[WEATHER]) == ("", reasoning, [("get_weather", PARIS)], "tool_calls")
 
 
-async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: TextCodec) -> None:
-    preamble = "<|channel|>commentary<|message|>I look at the weather.<|end|><|start|>assistant"
-    async with open_api(saying(text, preamble + CALLS + "<|call|>"), text) as rig:
-        assert await both(rig, tools=[WEATHER]) == (
-            "I look at the weather.",
-            "",
-            [("get_weather", PARIS)],
-            "tool_calls",
-        )
+AGAIN = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
 
 
-async def test_a_call_without_arguments_has_an_empty_object(open_api: Opener, text: TextCodec) -> None:
-    said = saying(text, "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>")
-    async with open_api(said, text) as rig:
-        assert (await both(rig, tools=[TIME]))[2] == [("get_time", {})]
-
-
-async def test_nothing_is_a_call_where_nothing_is_offered(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, CALLS + "<|call|>"), text) as rig:
-        assert await both(rig) == ('{"city": "Paris", "days": 3}', "", [], "stop")
-
-
-async def test_a_call_that_was_cut_off_is_text(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, CALLS[:-6]), text) as rig:
-        assert await both(rig, tools=[WEATHER]) == ('{"city": "Paris", "day', "", [], "stop")
-
-
-async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: TextCodec) -> None:
-    again = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
-    final = "<|start|>assistant<|channel|>final<|message|>Yes."
-    # The end of the second is missing: the next one begins all the same.
-    async with open_api(saying(text, THINKS + again + final), text) as rig:
-        assert await both(rig) == ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop")
-
-
-async def test_marks_in_letters_are_text(open_api: Opener, text: TextCodec) -> None:
-    about = ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"]
-    async with open_api(saying(text, *about), text) as rig:
-        assert (await both(rig))[:2] == ("Write <|channel|>final<|message|> first.", "")
-
-
-@pytest.mark.parametrize("plain", ["Hello there.", "to be or not to be", "to=", " to"])
-async def test_an_answer_without_any_header_is_text(open_api: Opener, text: TextCodec, plain: str) -> None:
-    async with open_api(saying(text, plain), text) as rig:
-        assert (await both(rig))[:2] == (plain, "")
+@pytest.mark.parametrize(
+    ("parts", "tools", "found"),
+    [
+        pytest.param(
+            ["<|channel|>commentary<|message|>I look.<|end|><|start|>assistant", CALLS, "<|call|>"],
+            [WEATHER],
+            ("I look.", "", [("get_weather", PARIS)], "tool_calls"),
+            id="a preamble before its call",
+        ),
+        pytest.param(
+            ["<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>"],
+            [TIME],
+            ("", "", [("get_time", {})], "tool_calls"),
+            id="a call without arguments",
+        ),
+        pytest.param([CALLS, "<|call|>"], [], (json.dumps(PARIS), "", [], "stop"), id="a call where none is offered"),
+        pytest.param([CALLS[:-6]], [WEATHER], (json.dumps(PARIS)[:-6], "", [], "stop"), id="a call that was cut off"),
+        # The end of the second is missing: the next one begins all the same.
+        pytest.param(
+            [THINKS, AGAIN, "<|start|>assistant<|channel|>final<|message|>Yes."],
+            [],
+            ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop"),
+            id="messages of one kind",
+        ),
+        pytest.param(
+            ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"],
+            [],
+            ("Write <|channel|>final<|message|> first.", "", [], "stop"),
+            id="marks in letters",
+        ),
+        pytest.param(
+            [THINKS, "<|end|><|start|>assistant<|channel|>fin"],
+            [],
+            ("", "They want a greeting.", [], "stop"),
+            id="an end within a header",
+        ),
+        *(pytest.param([plain], [], (plain, "", [], "stop")) for plain in ("Hello.", "to be or not", "to=", " to")),
+    ],
+)
+async def test_what_is_said_is_read(open_api: Opener, text: TextCodec, parts: Any, tools: Any, found: Any) -> None:
+    async with open_api(saying(text, *parts), text) as rig:
+        assert await both(rig, **{"tools": tools} if tools else {}) == found
 
 
 async def test_a_header_without_an_end_is_text(open_api: Opener, text: TextCodec) -> None:
@@ -160,11 +163,6 @@ async def test_a_header_without_an_end_is_text(open_api: Opener, text: TextCodec
         chunks = await streamed(rig)
         assert (await both(rig))[:2] == (endless.removeprefix("<|channel|>"), "")
     assert len(chunks) > 100
-
-
-async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: TextCodec) -> None:
-    async with open_api(saying(text, THINKS + "<|end|><|start|>assistant<|channel|>fin"), text) as rig:
-        assert await both(rig) == ("", "They want a greeting.", [], "stop")
 
 
 async def test_stop_sequences_are_found_in_either(open_api: Opener, text: TextCodec) -> None:
@@ -242,3 +240,113 @@ async def test_a_tokenizer_without_the_marks_is_read_as_before(open_api: Opener,
     async with open_api(saying(plain, "<|channel|>final"), plain) as rig:
         answer = await ask(rig)
     assert answer.choices[0].message.content == "<|channel|>final"
+
+
+A = '{"name": "look", "arguments": {"at": "x"}}'
+LLAMA = '{"name": "look", "parameters": {"at": "x"}}'
+LOOK = ("look", {"at": "x"})
+
+
+def read(pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
+    reader = CallReader({"look"})
+    found = [reader.add(piece) for piece in pieces] + [reader.end()]
+    calls = [call for one in found for call in one.calls]
+    return "".join(one.text for one in found), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+CASES = [
+    ("plain text", "plain text", []),
+    ("", "", []),
+    ("  \n", "  \n", []),
+    (f"<tool_call>\n{A}\n</tool_call>", "", [LOOK]),
+    (f"I look.\n<tool_call>{A}</tool_call>\n<tool_call>{A}</tool_call>\n", "I look.\n", [LOOK, LOOK]),
+    (f"<tool_call>{A}</tool_call> done", "done", [LOOK]),
+    (f"<tool_call>{A}", "", [LOOK]),
+    ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
+    ("<tool_call>{", "<tool_call>{", []),
+    ("a < b <tool", "a < b <tool", []),
+    (f"[TOOL_CALLS][{A}, {A}]", "", [LOOK, LOOK]),
+    ('[TOOL_CALLS]look[ARGS]{"at": "x"}[TOOL_CALLS]look{"at": "x"}', "", [LOOK, LOOK]),
+    ("[TOOL_CALLS]oh no", "[TOOL_CALLS]oh no", []),
+    (LLAMA, "", [LOOK]),
+    (f"  {LLAMA}; {LLAMA}", "", [LOOK, LOOK]),
+    (f"<|python_tag|>{LLAMA}", "", [LOOK]),
+    ('{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+    ('{"type": "function", "function": {"name": "look", "arguments": "{}"}}', "", [("look", {})]),
+    ('{"answer": 42, "name": "look"}', '{"answer": 42, "name": "look"}', []),
+    ('{"name": "look", "arguments": {}} and more', '{"name": "look", "arguments": {}} and more', []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), CASES, ids=[case[0][:30] for case in CASES])
+def test_calls_are_found_wherever_the_pieces_end(text: str, content: str, calls: list[tuple[str, object]]) -> None:
+    assert read(list(text)) == (content, calls)
+    for count in (0, 1, 2):
+        for cuts in itertools.combinations(range(1, len(text)), count):
+            pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+            assert read(pieces) == (content, calls), pieces
+
+
+def test_text_before_a_call_does_not_wait_for_it() -> None:
+    reader = CallReader({"look"})
+    assert reader.add("I look. <tool").text == "I look. "
+    found = reader.add(f"_call>{A}</tool_call>")
+    assert (found.text, [call.name for call in found.calls]) == ("", ["look"])
+
+
+def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
+    reader = CallReader({"look"})
+    assert reader.add('{"answ').text == ""
+    assert reader.add('er": 1').text == '{"answer": 1'
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"name": 1}', '{"name": "a", "arguments": 5}', "[" * 100_000, "{} x"])
+def test_what_is_no_call_is_none(text: str) -> None:
+    assert parse_calls(text) == []
+
+
+def test_arguments_are_json_as_they_were() -> None:
+    assert parse_calls('{"name": "a", "arguments": {"city": "Köln"}}') == [ToolCall("a", '{"city": "Köln"}')]
+
+
+def test_tools_of_other_types_are_left_out() -> None:
+    look = {"type": "function", "function": {"name": "look"}}
+    assert read_tools({"tools": [{"type": "web_search"}, look, {"type": "custom", "name": "patch"}]}).names == {"look"}
+    assert not read_tools({"tools": [{"type": "web_search"}]}).may_be_called
+
+
+def let_out(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    finder = StopFinder(stops)
+    text = "".join(finder.add(piece) for piece in pieces) + finder.end()
+    return text, finder.is_found
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        ([], "anything", "anything"),
+        (["STOP"], "one STOP two", "one "),
+        (["STOP"], "one STO", "one STO"),
+        (["aab"], "aaab", "a"),
+        (["\n\n", "END"], "a\nb\n\nc", "a\nb"),
+        (["b", "abc"], "xxabc", "xxa"),
+        (["x"], "x", ""),
+    ],
+)
+def test_text_is_cut_the_same_wherever_the_pieces_end(stops: list[str], text: str, expected: str) -> None:
+    places = range(1, len(text))
+    for count in range(min(len(text), 4)):
+        for cuts in itertools.combinations(places, count):
+            edges = [0, *cuts, len(text)]
+            pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+            assert let_out(stops, pieces) == (expected, expected != text), pieces
+
+
+def test_text_that_cannot_be_a_stop_sequence_is_let_out_at_once() -> None:
+    finder = StopFinder(["###"])
+    assert [finder.add("abc"), finder.add("d#"), finder.add("e")] == ["abc", "d", "#e"]
+
+
+def test_nothing_comes_after_a_stop_sequence() -> None:
+    finder = StopFinder(["."])
+    assert [finder.add("a.b"), finder.add("c"), finder.end()] == ["a", "", ""]
