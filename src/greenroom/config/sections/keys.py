@@ -3,8 +3,6 @@
 The same words stand in the configuration (`server.api_keys`) and in a key file (`server.key_file`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,7 +70,7 @@ class ModelScope:
 
     __slots__ = ("_fits", "patterns", "within")
 
-    def __init__(self, patterns: Iterable[str], within: ModelScope | None = None) -> None:
+    def __init__(self, patterns: Iterable[str], within: "ModelScope | None" = None) -> None:
         self.patterns = tuple(patterns)
         self.within = within
         # Compiled when it is first needed: a key file has thousands of keys, of which few are in use.
