@@ -44,7 +44,7 @@ from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
 from greenroom.routing.tasks import Tasks
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -69,7 +69,7 @@ from greenroom.telemetry.metrics import Metrics
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.governance.nonces import NonceJournal
-from greenroom.tenancy.key_ring import KeyRing, Look
+from greenroom.tenancy.key_ring import KeyRing
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.limits import Limiter
 from greenroom.tenancy.requestors import Requestors
@@ -232,19 +232,6 @@ class FakeStore:
     slots_without_lease: int = 0
 
 
-async def unthreaded(work: Callable[[], Look], name: str) -> Look:
-    return work()
-
-
-def _write_nothing(path: Path, text: str) -> None:
-    pass
-
-
-class FakeUpdates:
-    def expect_movable(self, entry: Entry) -> None:
-        """No model here has a version on its way."""
-
-
 class FakeGateway:
     salts = CacheSalts()
 
@@ -258,14 +245,14 @@ class FakeGateway:
         self.wall_ahead_s = 0.0
         self.requestors = Requestors(self.clock)
         self.limiter = Limiter(wall=self.clock)
-        self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=_write_nothing)
+        self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=lambda path, text: None)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
         self.loop = FakeLoop(DefaultScheduler(cast(Effects, self.effects)))
         self.state = self.loop.scheduler.state
         self.tickets = Tickets(self.loop.scheduler.handle, self.clock)
-        self.operations, self.mover, self.updates = FakeOrders(), FakeFailures(), FakeUpdates()
+        self.operations, self.mover = FakeOrders(), FakeFailures()
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
@@ -299,7 +286,7 @@ class FakeGateway:
             ),
         )
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
-        self.keys = KeyRing(lambda: None, run=unthreaded)
+        self.keys = KeyRing(lambda: None)
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

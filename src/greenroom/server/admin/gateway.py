@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from greenroom.http.edge import Edge
     from greenroom.library.library import Library
     from greenroom.routing.tasks import Tasks
-    from greenroom.runtime.catalogue import Catalog
+    from greenroom.runtime.catalogue import Catalog, Entry
     from greenroom.runtime.leases.local import LocalLeasing
     from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
     from greenroom.runtime.loop import SchedulerLoop, Tickets
@@ -128,6 +128,12 @@ def refuse_while_draining(gateway: Gateway) -> None:
     """Raises ShuttingDown."""
     if gateway.is_draining:
         raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+
+
+def expect_movable(gateway: Gateway, entry: Entry) -> None:
+    """Raises UpdateInProgress for a version that does not serve yet."""
+    if (name := entry.spec.version_of) is not None:
+        raise gateway.updates.moves_only(entry.id, name)
 
 
 class GatewayRoutes(Routes):

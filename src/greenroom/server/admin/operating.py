@@ -27,7 +27,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
-from greenroom.server.admin.gateway import Gateway, GatewayRoutes, refuse_while_draining
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
 from greenroom.server.admin.reports.memory import kv_bytes
@@ -242,12 +242,8 @@ class Operating(Routes):
     async def _movable(self, request: Request, model_id: str) -> Entry:
         """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
         entry = await self._entry(request, model_id)
-        self._expect_movable(entry)
+        expect_movable(self._gateway, entry)
         return entry
-
-    def _expect_movable(self, entry: Entry) -> None:
-        if (name := entry.spec.version_of) is not None:
-            raise self._gateway.updates.moves_only(entry.id, name)
 
     async def _entry(self, request: Request, model_id: str) -> Entry:
         refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
@@ -264,7 +260,7 @@ class Operating(Routes):
             raise ModelNotFound.named(unknown, "evict")
         for _, entry in known:
             if entry is not None:
-                self._expect_movable(entry)
+                expect_movable(self._gateway, entry)
         return tuple(entry.id for _, entry in known if entry is not None)
 
 

@@ -19,7 +19,7 @@ from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
-from greenroom.server.admin.gateway import Gateway, refuse_while_draining
+from greenroom.server.admin.gateway import Gateway, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed
 from greenroom.server.admin.models.loads import Force, owner_of
 from greenroom.server.admin.operating import ForceOrder, NoHistory, is_forced
@@ -80,8 +80,7 @@ class LlamaSwapRoutes(Routes):
     ) -> Response:
         """Unload one model, by id or alias."""
         entry = addressed(self._gateway.catalog, request)
-        if (name := entry.spec.version_of) is not None:
-            raise self._gateway.updates.moves_only(entry.id, name)
+        expect_movable(self._gateway, entry)
         await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 

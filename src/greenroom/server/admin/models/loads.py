@@ -24,7 +24,7 @@ from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
-from greenroom.server.admin.gateway import Gateway, GatewayRoutes, refuse_while_draining
+from greenroom.server.admin.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
 from greenroom.server.asgi import caller_of, order_to_fetch
@@ -311,8 +311,7 @@ class PinRoutes(GatewayRoutes):
         entry, pinned = addressed(self._gateway.catalog, request), True
         if order is not None:
             pinned = order.pinned
-        if (name := entry.spec.version_of) is not None:
-            raise self._gateway.updates.moves_only(entry.id, name)
+        expect_movable(self._gateway, entry)
         if entry.spec.is_remote:
             raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
         await self._gateway.pin(entry.id, pinned)
