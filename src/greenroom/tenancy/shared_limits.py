@@ -129,7 +129,7 @@ class SharedLimits:
         self._windows.add(made)
         if self._is_open:
             made.left(self._wall())
-            made.lend()
+            made.lend(made.block)
         return made
 
     async def open(self) -> None:

@@ -60,7 +60,7 @@ class SharedWindow(Budget):
     """The permits of one limit that this gateway has in hand. A `Budget`."""
 
     def __init__(self, store: PermitStore, name: str, limit: int, minutes: int) -> None:
-        """Its period has so many minutes: where others count by the minute, it counts by these."""
+        """Its period has so many minutes of the store. It is called a minute here."""
         self.name = name
         self.limit = limit
         self.period_s = store.period_s * minutes
@@ -162,7 +162,7 @@ class SharedWindow(Budget):
 
     def wait_s(self, amount: int, now: float) -> float:
         self._seen.limit, amount = self.limit, min(amount, self.reservable(now))
-        store, left_s = self._store, self._left_s(now)
+        store, left_s = self._store, self._left(now) * self.period_s
         sure = max(self.block, self.limit - (2 * store.others + 1) * self.block)
         if left_s < AHEAD * store.period_s and amount > sure:
             # What gateways took ahead counts in this minute, too. In the next one it is fetched first.
@@ -170,11 +170,11 @@ class SharedWindow(Budget):
         missing = max(1, amount - max(0, self.in_hand))
         return max(store.tick_s, self._seen.wait_s(missing, store.by_its_clock(now)))
 
-    def lend(self) -> None:
-        """One block on credit."""
-        self.in_hand += self.block
-        self.taken += self.block
-        self.uncounted += self.block
+    def lend(self, amount: int) -> None:
+        """Have so much in hand that the store is told of later."""
+        self.in_hand += amount
+        self.taken += amount
+        self.uncounted += amount
 
     def needs(self, now: float) -> Asked | None:
         """What to ask the store for; None if nothing."""
@@ -190,7 +190,7 @@ class SharedWindow(Budget):
         if not self._store.holds_share(now, self._minutes):
             plain = self.block - self.in_hand if self._is_low() else 0
             wanted = goal - self.in_hand if goal > self.block else plain
-        if self._left_s(now) < AHEAD * self._store.period_s:
+        if self._left(now) * self.period_s < AHEAD * self._store.period_s:
             ahead = max(0, self.block - self.ahead)
         if not (wanted or ahead or self.uncounted or self.unused_before or self._is_used):
             return None
@@ -234,20 +234,17 @@ class SharedWindow(Budget):
             self._store.wake(self)
 
     def _use_share(self, now: float) -> None:
-        more = self._more_of_share(now)
-        if more > 0:
-            self.in_hand += more
-            self.taken += more
-            self.uncounted += more
+        if (more := self._more_of_share(now)) > 0:
+            self.lend(more)
 
     def _more_of_share(self, now: float) -> int:
         """What is left of the share of this gateway, by the same window, besides what it has taken."""
         share = self._store.share(self)
-        return math.floor(share - min(self.taken_before, share) * self._left_s(now) / self.period_s) - self.taken
+        return math.floor(share - min(self.taken_before, share) * self._left(now)) - self.taken
 
-    def _left_s(self, now: float) -> float:
-        """Until this period ends."""
-        return self.period_s * (1 - self._store.passed(now, self._minutes))
+    def _left(self, now: float) -> float:
+        """Which part of this period is left."""
+        return 1 - self._store.passed(now, self._minutes)
 
     def _roll(self, now: float) -> None:
         minute = self._store.minute(now) // self._minutes
