@@ -296,6 +296,20 @@ def test_tokens_used_beyond_the_reservation_count_for_what_follows() -> None:
     assert admitted(made, ANYONE)
 
 
+def test_tokens_that_one_limit_refuses_are_reserved_at_none() -> None:
+    models = {"m": {"path": "/m.gguf", "limits": {"tokens_per_minute": 50}}}
+    made = Limiter(wall=Clock())
+    made.configure(Config.model_validate({"models": models, "tenants": {"default": {"tokens_per_minute": 100}}}))
+    begun(made, tokens=20)
+    refused = made.charge_of(made.admit(ANYONE, None), ANYONE, None, "m")
+    assert refused is not None
+    refused.tokens_asked = 40
+    with pytest.raises(RateLimited, match="Model m exceeded"):
+        refused.begin()
+    refused.end(10)
+    assert [meter.figures(START)["tokens_left"] for meter in made.meters] == [30, 80]
+
+
 def test_a_request_that_asks_for_more_tokens_than_the_limit_is_let_in_alone() -> None:
     made = limiter(Clock(), default={"tokens_per_minute": 100})
     begun(made, tokens=1_000).end(5)
