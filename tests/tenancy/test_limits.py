@@ -15,7 +15,7 @@ from greenroom.core.model import TenantId
 from greenroom.errors import RateLimited
 from greenroom.tenancy.budgets import Window
 from greenroom.tenancy.keys import ANYONE, Caller, Keys
-from greenroom.tenancy.limits import Charge, Limiter, reset_at
+from greenroom.tenancy.limits import Charge, Limiter, Meter, reset_at
 
 MINUTE = 60.0
 START = 1_000_000 * MINUTE
@@ -296,6 +296,20 @@ def test_tokens_used_beyond_the_reservation_count_for_what_follows() -> None:
     assert admitted(made, ANYONE)
 
 
+def test_tokens_that_one_limit_refuses_are_reserved_at_none() -> None:
+    models = {"m": {"path": "/m.gguf", "limits": {"tokens_per_minute": 50}}}
+    made = Limiter(wall=Clock())
+    made.configure(Config.model_validate({"models": models, "tenants": {"default": {"tokens_per_minute": 100}}}))
+    begun(made, tokens=20)
+    refused = made.charge_of(made.admit(ANYONE, None), ANYONE, None, "m")
+    assert refused is not None
+    refused.tokens_asked = 40
+    with pytest.raises(RateLimited, match="Model m exceeded"):
+        refused.begin()
+    refused.end(10)
+    assert [meter.figures(START)["tokens_left"] for meter in made.meters] == [30, 80]
+
+
 def test_a_request_that_asks_for_more_tokens_than_the_limit_is_let_in_alone() -> None:
     made = limiter(Clock(), default={"tokens_per_minute": 100})
     begun(made, tokens=1_000).end(5)
@@ -448,7 +462,7 @@ def test_headers_tell_of_tokens_where_requests_are_not_limited() -> None:
 
 
 def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
-    clock, limiter = Clock(), Limiter(wall=Clock())
+    limiter = Limiter(wall=Clock())
     models = {
         "a": {"path": "a.gguf", "limits": {"concurrent_max": 1, "tokens_per_minute": 100}},
         "b": {"path": "b.gguf", "limits": {"requests_per_minute": 1, "tokens_per_minute": 100}},
@@ -462,11 +476,14 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
         charge.begin()
         return charge, meters
 
+    def tokens_left(meter: Meter) -> int | None:
+        return meter.figures(START)["tokens_left"]
+
     one, (a, b, _) = begun()
     assert a.in_flight == b.in_flight == 0
     one.serve_by(a)
     one.serve_by(a)
-    assert (a.in_flight, a.tokens.left(clock.now)) == (1, 40)
+    assert (a.in_flight, tokens_left(a)) == (1, 40)
     other, _ = begun()
     with pytest.raises(RateLimited, match="Model a has 1 requests at once"):
         other.serve_by(a)
@@ -474,8 +491,8 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
     # The first one failed and turns to b, which has neither tokens nor requests left; its place at a is free again.
     with pytest.raises(RateLimited, match="Model b exceeded"):
         one.serve_by(b)
-    assert (a.in_flight, b.in_flight, a.tokens.left(clock.now)) == (0, 1, 100)
+    assert (a.in_flight, b.in_flight, tokens_left(a)) == (0, 1, 100)
     one.serve_by(None)
     one.end(0)
     other.end(10)
-    assert (a.in_flight, b.in_flight, b.tokens.left(clock.now)) == (0, 0, 90)
+    assert (a.in_flight, b.in_flight, tokens_left(b)) == (0, 0, 90)

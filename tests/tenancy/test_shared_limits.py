@@ -177,8 +177,7 @@ async def test_a_gateway_alone_uses_what_an_idle_one_leaves(redis: RedisServer) 
 
 async def test_permits_asked_for_as_a_minute_ends_never_count_for_the_minute_after_the_next(early: RedisServer) -> None:
     """In the store the minute is over, for the gateway it is not: what it wants ahead is what it gets at once."""
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         minute, block = one.minute, one.window.block
         late = time.time() + (0.95 - one.store.passed(time.time())) * LONG_S
         early.set_clock(early.clock_s + int(LONG_S))
@@ -212,8 +211,7 @@ async def test_a_gateway_whose_clock_is_set_back_by_an_hour_goes_on(redis: Redis
 
 
 async def test_a_store_whose_clock_is_set_back_by_an_hour_gives_permits(early: RedisServer) -> None:
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         await until(lambda: one.ask() and sum(one.used.values()) == LIMIT, "it used all of a minute")
         early.set_clock(early.clock_s - HOUR_S)
         await until(one.ask, "it has permits of another minute")
@@ -222,8 +220,7 @@ async def test_a_store_whose_clock_is_set_back_by_an_hour_gives_permits(early: R
 @pytest.mark.parametrize("key", ["rate_limit_epoch", "rate_limit_gateways"])
 async def test_a_key_of_another_program_is_told_once_and_the_share_is_held(early: RedisServer, key: str) -> None:
     early.say("LPUSH", key, "theirs")
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         for _ in range(5):
             assert one.ask()
             await asyncio.sleep(2 * one.store.tick_s)
@@ -272,15 +269,13 @@ async def test_store_that_lost_its_data_unnoticed_gives_nothing_twice(redis: Red
 
 async def test_without_the_store_a_gateway_starts_and_holds_one_block(early: RedisServer) -> None:
     early.kill()
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         assert one.store.is_down
         assert sum(one.ask() for _ in range(LIMIT)) == one.window.block
 
 
 async def test_callers_are_told_what_is_left_of_the_share_while_the_store_is_away(early: RedisServer) -> None:
-    async with gateways(early, 2, period_s=LONG_S) as made:
-        one, _ = made
+    async with gateways(early, 2, period_s=LONG_S) as (one, _):
         await until(lambda: one.store.others == 1, "it knows of the other")
         early.kill()
         await until(lambda: one.store.is_down, "the loss is noticed")
@@ -290,15 +285,13 @@ async def test_callers_are_told_what_is_left_of_the_share_while_the_store_is_awa
 
 
 async def test_callers_are_never_told_more_than_the_limit(early: RedisServer) -> None:
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         # Half of the next minute has passed before the store tells of it again.
         assert one.window.remaining(time.time() + 1.5 * LONG_S) <= LIMIT
 
 
 async def test_tokens_used_beyond_what_is_in_hand_are_counted_for_all(early: RedisServer) -> None:
-    async with gateways(early, 2, period_s=LONG_S) as made:
-        heavy, other = made
+    async with gateways(early, 2, period_s=LONG_S) as (heavy, other):
         minute = heavy.window.take(2 * LIMIT, time.time())
         await until(lambda: other.window.remaining(time.time()) <= other.window.block, "the other hears of it")
         await other.press(0.2)
@@ -312,6 +305,17 @@ async def test_a_limit_that_is_new_to_a_running_gateway_begins_with_a_block(earl
         fresh = made[0].store.window("rate_limit:new", LIMIT)
         assert fresh.left(time.time()) == fresh.block
         assert fresh.wait_s(1, time.time()) > 0
+
+
+async def test_a_limit_by_the_day_is_counted_by_days(early: RedisServer) -> None:
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
+        now, day_s = time.time(), 24 * 60 * LONG_S
+        window = one.store.window("token_limit:lab", LIMIT, day_s)
+        window.take(1, now)
+        with Redis.from_url(early.url, decode_responses=True) as client:
+            key = f"token_limit:lab:{int(one.store.by_its_clock(now) // day_s)}"
+            await until(lambda: client.get(key) == str(window.block), lambda: f"{key} is {client.get(key)}")
+        assert window.wait_s(LIMIT, now) > LONG_S
 
 
 # --- requests above a block -------------------------------------------------------------------------------------------
@@ -331,8 +335,7 @@ async def test_a_request_above_a_block_gets_what_it_needs_when_it_comes_again(ea
 
 
 async def test_requests_above_a_block_go_on_while_the_limit_has_room(early: RedisServer) -> None:
-    async with gateways(early, 1, period_s=LONG_S, limit=80_000) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S, limit=80_000) as (one,):
         large, refused = one.window.block + 1, 0
         for _ in range(7):
             refused += not one.ask(large)
@@ -342,8 +345,7 @@ async def test_requests_above_a_block_go_on_while_the_limit_has_room(early: Redi
 
 
 async def test_a_burst_above_a_block_each_is_served_when_it_comes_again(early: RedisServer) -> None:
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         large = 2 * one.window.block
         assert [one.ask(large) for _ in range(3)] == [False] * 3
         await until(lambda: one.window.in_hand >= 3 * large, "the store has given it for all")
@@ -352,8 +354,7 @@ async def test_a_burst_above_a_block_each_is_served_when_it_comes_again(early: R
 
 
 async def test_a_request_for_the_whole_limit_reserves_what_the_others_leave(early: RedisServer) -> None:
-    async with gateways(early, 2, period_s=LONG_S) as made:
-        one, _ = made
+    async with gateways(early, 2, period_s=LONG_S) as (one, _):
         await until(lambda: one.store.others == 1, "it knows of the other")
         most = one.window.reservable(time.time())
         assert most == LIMIT - one.window.block
@@ -362,8 +363,7 @@ async def test_a_request_for_the_whole_limit_reserves_what_the_others_leave(earl
 
 async def test_a_large_request_at_the_end_of_a_minute_is_told_to_come_in_the_next(early: RedisServer) -> None:
     """What both took ahead counts in this minute, too, so that there is no room for it."""
-    async with gateways(early, 2, period_s=LONG_S) as made:
-        one, _ = made
+    async with gateways(early, 2, period_s=LONG_S) as (one, _):
         await until(lambda: one.store.others == 1, "it knows of the other")
         now = one.clock()
         late, most = now + (0.95 - one.store.passed(now)) * LONG_S, one.window.reservable(now)
@@ -372,8 +372,7 @@ async def test_a_large_request_at_the_end_of_a_minute_is_told_to_come_in_the_nex
 
 
 async def test_what_a_large_request_did_not_come_back_for_is_given_to_others(redis: RedisServer) -> None:
-    async with gateways(redis, 2, period_s=2 * PERIOD_S) as made:
-        one, other = made
+    async with gateways(redis, 2, period_s=2 * PERIOD_S) as (one, other):
         large = 6 * one.window.block
         # Asked for again and again, and never taken: at the end of a minute there is no room for it.
         await until(lambda: one.window.has(large, one.clock()), "the store has given it")
@@ -382,8 +381,7 @@ async def test_what_a_large_request_did_not_come_back_for_is_given_to_others(red
 
 
 async def test_a_clock_that_is_set_back_keeps_nothing_from_others_for_a_large_request(redis: RedisServer) -> None:
-    async with gateways(redis, 2, period_s=2 * PERIOD_S) as made:
-        one, other = made
+    async with gateways(redis, 2, period_s=2 * PERIOD_S) as (one, other):
         large = 6 * one.window.block
         await until(lambda: one.window.has(large, one.clock()), "the store has given it")
         one.clock = lambda: time.time() - HOUR_S
@@ -391,8 +389,7 @@ async def test_a_clock_that_is_set_back_keeps_nothing_from_others_for_a_large_re
 
 
 async def test_what_was_not_used_is_taken_off_the_minute_for_which_it_was_counted(early: RedisServer) -> None:
-    async with gateways(early, 1, period_s=LONG_S) as made:
-        (one,) = made
+    async with gateways(early, 1, period_s=LONG_S) as (one,):
         await until(lambda: one.ask(6 * one.window.block), "it has its tokens")
         (minute,) = one.used
         early.set_clock(early.clock_s + int(LONG_S))

@@ -1,21 +1,57 @@
-"""Amounts per minute: what every limit on requests or tokens is counted with.
+"""The limits that a tenant, a key or a model can have, one row each, and the amounts that they are counted with.
 
-Owns the sliding window of one limit in memory. `shared_window.py` has the one that several gateways share.
+A further limit is a row here and its option, with its sentence, in `RateLimits` (`config/sections/tenants.py`):
+counting, errors, headers, `/api/v1/limits` and `greenroom key new` go by these rows. Owns the sliding window of one
+limit in memory; `shared_window.py` has the one that several gateways share.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from math import floor
 from typing import Final
 
 MINUTE_S: Final = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """An amount per period, or at the same time."""
+
+    key: str
+    """Its option, and its field in the API."""
+    left: str
+    """The field beside it: what is left of it; of a limit without a period, what is in use."""
+    about: str | None = None
+    """What is said of that field."""
+    unit: str = ""
+    """As errors tell it."""
+    period_s: float = 0.0
+    """Whole minutes; 0: at the same time."""
+    of_tokens: bool = False
+    """True: tokens, which are reserved when the body is known and settled at the end. Else each request counts one."""
+    in_store: str = ""
+    """How its keys begin in a store that gateways share."""
+
+
+LIMITS: Final = (
+    Limit("requests_per_minute", "requests_left", "In this minute.", "req/min", MINUTE_S, in_store="rate_limit"),
+    Limit("tokens_per_minute", "tokens_left", None, "tokens/min", MINUTE_S, of_tokens=True, in_store="token_limit"),
+    Limit("concurrent_max", "in_flight", "Its requests that are under way."),
+)
+
+
 class Budget(ABC):
-    """An amount per minute. `now` is seconds since 1970. A class rather than a protocol: calls are cheaper compiled."""
+    """An amount per period, which is called a minute here. `now` is seconds since 1970.
+
+    A class rather than a protocol: calls are cheaper compiled.
+    """
 
     limit: int
+    period_s: float
+    unit = ""
+    """The limit's, as errors tell it."""
     minute: int
     """The minute in which it counted last."""
 
@@ -35,10 +71,6 @@ class Budget(ABC):
         """
 
     @abstractmethod
-    def reservable(self, now: float) -> int:
-        """The most that one request can reserve: the limit, or what can be had of a shared one."""
-
-    @abstractmethod
     def remaining(self, now: float) -> int:
         """How much is left, as callers are told."""
 
@@ -52,7 +84,7 @@ class Budget(ABC):
 
     @abstractmethod
     def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until so much could be taken if nothing else is taken meanwhile."""
+        """Seconds until so much, or the most that one request can reserve, could be taken if nothing else is."""
 
 
 class Window(Budget):
@@ -64,7 +96,7 @@ class Window(Budget):
 
     def __init__(self, limit: int, period_s: float = MINUTE_S) -> None:
         self.limit = limit
-        self._period_s = period_s
+        self.period_s = period_s
         self.minute = 0
         self._begins, self._ends = 0.0, period_s
         self.count = 0
@@ -91,9 +123,6 @@ class Window(Budget):
         self.count += amount
         return amount
 
-    def reservable(self, now: float) -> int:
-        return self.limit
-
     def remaining(self, now: float) -> int:
         left = self.left(now)
         return left if left > 0 else 0
@@ -108,7 +137,7 @@ class Window(Budget):
         if not self._begins <= now < self._ends:
             self._roll(now)
         if minute == self.minute:
-            self.count = max(0, self.count - amount)
+            self.count = self.count - amount if amount < self.count else 0
         elif minute == self.minute - 1:
             self.before = max(0, self.before - amount)
 
@@ -118,17 +147,17 @@ class Window(Budget):
         passed, amount = self._passed(now), min(amount, self.limit)
         room = self.limit - self.count - amount
         if room >= 0:
-            return max(0.0, _covered_at(self.before, room) - passed) * self._period_s
-        return (1.0 - passed + _covered_at(self.count, self.limit - amount)) * self._period_s
+            return max(0.0, _covered_at(self.before, room) - passed) * self.period_s
+        return (1.0 - passed + _covered_at(self.count, self.limit - amount)) * self.period_s
 
     def set_counts(self, minute: int, count: int, before: int) -> None:
         """Begin anew with these counts."""
         self.minute, self.count, self.before = minute, count, before
-        self._begins, self._ends = minute * self._period_s, (minute + 1) * self._period_s
+        self._begins, self._ends = minute * self.period_s, (minute + 1) * self.period_s
 
     def _roll(self, now: float) -> None:
         """Begin a new minute. If the clock was set back, all that is counted counts in the minute that it is now."""
-        minute = int(now / self._period_s)
+        minute = int(now / self.period_s)
         if minute > self.minute:
             self.set_counts(minute, 0, self.count if minute == self.minute + 1 else 0)
         elif minute < self.minute:
@@ -136,7 +165,7 @@ class Window(Budget):
 
     def _passed(self, now: float) -> float:
         """Which part of the minute has passed."""
-        passed = now / self._period_s - self.minute
+        passed = now / self.period_s - self.minute
         return 0.0 if passed < 0.0 else passed if passed < 1.0 else 1.0
 
 

@@ -30,15 +30,15 @@ _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT
 def add_key(path: str | Path, key: FileKey) -> None:
     """Add this key; the file is made if there is none. Raises ConfigError, and then nothing has changed."""
     with _changing(path) as file:
-        keys = file.read()
+        keys = _read(file)
         if any(key.name == other.name for other in keys):
             raise ConfigError(
-                f"{file.path} has a key {key.name} already, revoked ones included: "
+                f"{file} has a key {key.name} already, revoked ones included: "
                 "usage and jobs go by this name. Choose another"
             )
         if any(digest_of(key) == digest_of(other) for other in keys):
-            raise ConfigError(f"{file.path} has this key already")
-        file.replace((*keys, key))
+            raise ConfigError(f"{file} has this key already")
+        _replace(file, (*keys, key))
 
 
 def revoke_key(path: str | Path, name: str, now: datetime) -> FileKey:
@@ -47,61 +47,55 @@ def revoke_key(path: str | Path, name: str, now: datetime) -> FileKey:
     A key that is revoked already stays as it is.
     """
     with _changing(path) as file:
-        keys = file.read()
+        keys = _read(file)
         found = next((key for key in keys if key.name == name), None)
         if found is None:
-            raise ConfigError(f"{file.path} has no key {name}; `greenroom key list` shows those it has")
+            raise ConfigError(f"{file} has no key {name}; `greenroom key list` shows those it has")
         if found.revoked is not None:
             return found
         gone = found.model_copy(update={"revoked": now})
-        file.replace(tuple(gone if key is found else key for key in keys))
+        _replace(file, tuple(gone if key is found else key for key in keys))
         return gone
 
 
-class _KeyFile:
-    """A key file whose lock is held."""
+def _read(path: Path) -> tuple[FileKey, ...]:
+    try:
+        # A file of no bytes was made beforehand, to set its mode.
+        return read_keys(path) if path.stat().st_size else ()
+    except FileNotFoundError:
+        return ()
+    except ConfigError as error:
+        # A change would not count: a gateway takes no key from a file that is wrong anywhere.
+        todo = "Nothing was changed, and a gateway takes no change from this file: mend it by hand, then repeat this"
+        raise ConfigError(f"{error.message}. {todo}") from None
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def read(self) -> tuple[FileKey, ...]:
-        try:
-            # A file of no bytes was made beforehand, to set its mode.
-            return read_keys(self.path) if self.path.stat().st_size else ()
-        except FileNotFoundError:
-            return ()
-        except ConfigError as error:
-            # A change would not count: a gateway takes no key from a file that is wrong anywhere.
-            todo = (
-                "Nothing was changed, and a gateway takes no change from this file: mend it by hand, then repeat this"
-            )
-            raise ConfigError(f"{error.message}. {todo}") from None
-
-    def replace(self, keys: tuple[FileKey, ...]) -> None:
-        """Raises OSError or ConfigError, and then the old file is there."""
-        data, draft = rendered(keys), Path(f"{self.path}.new")
-        if len(data) > FILE_BYTES_MAX:
-            raise ConfigError(f"{self.path} would be larger than {FILE_BYTES_MAX:,} bytes; use another file")
-        # What is written must be readable: it replaces the only copy.
-        parsed(data, self.path)
-        with contextlib.suppress(FileNotFoundError):
+def _replace(path: Path, keys: tuple[FileKey, ...]) -> None:
+    """Raises OSError or ConfigError, and then the old file is there."""
+    data, draft = rendered(keys), Path(f"{path}.new")
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path} would be larger than {FILE_BYTES_MAX:,} bytes; use another file")
+    # What is written must be readable: it replaces the only copy.
+    parsed(data, path)
+    with contextlib.suppress(FileNotFoundError):
+        draft.unlink()
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_EXCL | _FLAGS, 0o600), "wb") as file:
+            _like(path, file.fileno())
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
             draft.unlink()
-        try:
-            with open(os.open(draft, os.O_WRONLY | os.O_EXCL | _FLAGS, 0o600), "wb") as file:
-                _like(self.path, file.fileno())
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
-        sync_folder(self.path.parent)
+        raise
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def _changing(path: str | Path) -> Iterator[_KeyFile]:
+def _changing(path: str | Path) -> Iterator[Path]:
+    """The key file, with its lock held."""
     # The file that a link leads to is replaced, not the link.
     whole = Path(os.path.realpath(os.path.expanduser(path)))
     try:
@@ -109,7 +103,7 @@ def _changing(path: str | Path) -> Iterator[_KeyFile]:
         try:
             _like(whole, lock)
             _wait_for(lock, whole)
-            yield _KeyFile(whole)
+            yield whole
         finally:
             os.close(lock)
     except OSError as error:

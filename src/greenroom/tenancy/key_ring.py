@@ -26,6 +26,7 @@ from greenroom.tenancy.keys import ANYONE, BY_TOKENS, Keys
 LOOK_EVERY_S: Final = 1.0
 # A local file takes microseconds; a file server that takes longer is told as a problem.
 ANSWER_MAX_S: Final = 10.0
+_NO_ANSWER: Final = "its disk does not answer"
 
 Mark = tuple[int, ...]
 
@@ -61,8 +62,8 @@ class KeyRing:
         self._wall = wall
         self._server = Server()
         self._last = Look()
-        # The keys of the last good look.
-        self._of_file: tuple[FileKey, ...] = ()
+        # The last good keys of the file, revoked ones included.
+        self.of_file: tuple[FileKey, ...] = ()
         # A file can change twice within one tick of its clock: what is new is read once more at the next look.
         self._reads_again = False
         self._following: asyncio.Task[None] | None = None
@@ -73,11 +74,6 @@ class KeyRing:
     def path(self) -> str | None:
         return self._server.key_file
 
-    @property
-    def of_file(self) -> tuple[FileKey, ...]:
-        """The last good keys of the file, revoked ones included."""
-        return self._of_file
-
     async def look(self, path: str | None) -> Look:
         """Read the file. Never raises, in bounded time."""
         if path is None:
@@ -86,16 +82,16 @@ class KeyRing:
         done, _ = await asyncio.wait((looking,), timeout=self._answer_max_s)
         if done:
             bug = looking.exception()
-            return looking.result() if bug is None else _broken(path, bug)
+            return looking.result() if bug is None else _unread(path, repr(bug))
         looking.cancel()
-        return Look(problem=_unanswered(path))
+        return _unread(path, _NO_ANSWER)
 
     def use(self, server: Server, look: Look | None = None) -> None:
         """Go by this configuration from now on, and by this look at its file."""
         is_other = server.key_file != self.path
         self._server = server
         if is_other:
-            self._of_file, self._last = (), Look()
+            self.of_file, self._last = (), Look()
             if self._following is not None:
                 self._following.cancel()
                 self.follow()
@@ -121,7 +117,7 @@ class KeyRing:
                 self._use_look(await self._answered(path, known))
             except Exception as bug:
                 # The next look reads the file again. Without one, a key that is revoked would be good for ever.
-                self._take(_broken(path, bug))
+                self._take(_unread(path, repr(bug)))
                 self._join()
 
     async def _answered(self, path: str, known: Mark | None) -> Look:
@@ -130,7 +126,7 @@ class KeyRing:
         try:
             done, _ = await asyncio.wait((looking,), timeout=self._answer_max_s)
             if not done:
-                self._use_look(Look(problem=_unanswered(path)))
+                self._use_look(_unread(path, _NO_ANSWER))
             return await looking
         finally:
             looking.cancel()
@@ -145,40 +141,30 @@ class KeyRing:
         before, self._last = self._last, look
         self._reads_again = look.mark != before.mark
         is_new = look.problem != before.problem
-        if look.keys is not None and look.keys != self._of_file:
-            self._of_file, is_new = look.keys, True
+        if look.keys is not None and look.keys != self.of_file:
+            self.of_file, is_new = look.keys, True
         return is_new
 
     def _join(self) -> None:
-        keys, left_out = joined(self._server.api_keys, self._of_file)
+        keys, left_out = joined(self._server.api_keys, self.of_file)
         unkeyed = BY_TOKENS if is_reachable_without_keys(self._server) else ANYONE
         self.keys = Keys(keys, is_required=self._server.has_keys, unkeyed=unkeyed, wall=self._wall)
         self.problems = tuple(left_out) if self._last.problem is None else (self._last.problem, *left_out)
 
 
-def _unanswered(path: str) -> str:
-    return f"the key file {path} cannot be read: its disk does not answer"
-
-
-def _broken(path: str, bug: BaseException) -> Look:
-    return Look(problem=f"the key file {path} cannot be read: {bug!r}")
+def _unread(path: str, why: str) -> Look:
+    return Look(problem=f"the key file {path} cannot be read: {why}")
 
 
 def _looked(path: str, known: Mark | None) -> Look:
     """In a thread. A file whose mark is `known` is not read again."""
     try:
-        mark = _mark(path)
-        if mark == known:
-            return Look(mark)
-        return Look(mark, read_keys(path))
+        seen = os.stat(path)
+        mark = (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_mode)
+        return Look(mark) if mark == known else Look(mark, read_keys(path))
     except FileNotFoundError:
         return Look(problem=f"the key file {path} is missing; `greenroom key new` makes it")
     except ConfigError as error:
         return Look(problem=error.message)
     except OSError as error:
-        return Look(problem=f"the key file {path} cannot be read: {why(error)}")
-
-
-def _mark(path: str) -> Mark:
-    seen = os.stat(path)
-    return (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_mode)
+        return _unread(path, why(error))

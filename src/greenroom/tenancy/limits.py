@@ -1,8 +1,9 @@
 """How many requests and tokens tenants, keys and models may use per minute, and how many requests at once.
 
-Owns which tenant, key and model a request counts for. A `Meter` has the budgets (`budgets.py`) of one of them; a
-`Charge` is one request, counted against up to three meters. Requests are counted when they are admitted: for tenant and
-key at the headers, for the model and for tokens when the body has been read. Nothing here waits.
+Owns which tenant, key and model a request counts for. A `Meter` has the budgets (`budgets.py`) of one of them, as
+`LIMITS` lists them; a `Charge` is one request, counted against up to three meters. Requests are counted when they are
+admitted: for tenant and key at the headers, for the model and for tokens when the body has been read. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Literal
 
 from greenroom.config.schema import Config, RateLimits
 from greenroom.config.sections.tenants import DEFAULT_TENANT
 from greenroom.errors import RateLimited
-from greenroom.tenancy.budgets import MINUTE_S, Budget, Window
+from greenroom.tenancy.budgets import LIMITS, MINUTE_S, Budget, Window
 from greenroom.tenancy.keys import Caller
 
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.
@@ -26,68 +27,80 @@ UNLIMITED: Final = 1 << 60
 TENANT: Final = "tenant"
 KEY: Final = "key"
 MODEL: Final = "model"
+Kind = Literal["tenant", "key", "model"]
 
 _LINES: Final = b"x-ratelimit-limit: %d\r\nx-ratelimit-remaining: %d\r\nx-ratelimit-reset: %d\r\n"
 
-# The budget for this name in the store, limit and former budget if there was one.
-NewBudget = Callable[[str, int], Budget]
+# What a request reserved: where, of which budget, how much, and for which minute.
+Reserved = tuple["Meter", Budget, int, int]
+# The budget of a limit that has this name in the store, so much, and this period.
+NewBudget = Callable[[str, int, float], Budget]
 
 
-def in_memory(name: str, limit: int) -> Budget:
-    return Window(limit)
+def in_memory(name: str, limit: int, period_s: float) -> Budget:
+    return Window(limit, period_s)
 
 
 class Meter:
     """What one tenant, key or model may use, and what it uses."""
 
-    def __init__(self, kind: str, name: str) -> None:
+    def __init__(self, kind: Kind, name: str) -> None:
         self.kind = kind
         self.name = name
-        self.requests: Budget | None = None
-        self.tokens: Budget | None = None
+        # Limits per period, by their keys; and those of them that count requests, and those that count tokens.
+        self.budgets: dict[str, Budget] = {}
+        self.requests: tuple[Budget, ...] = ()
+        self.tokens: tuple[Budget, ...] = ()
         self.concurrent_max = UNLIMITED
         self.in_flight = 0
 
     def apply(self, limits: RateLimits, new_budget: NewBudget) -> None:
         """Go by these limits from now on. What was counted stays counted."""
+        self.concurrent_max = limits.concurrent_max or UNLIMITED
         scope = "" if self.kind == TENANT else f"_{self.kind}"
-        self.requests = _applied(
-            self.requests, limits.requests_per_minute, f"rate_limit{scope}:{self.name}", new_budget
-        )
-        self.tokens = _applied(self.tokens, limits.tokens_per_minute, f"token_limit{scope}:{self.name}", new_budget)
-        self.concurrent_max = UNLIMITED if limits.concurrent_max is None else limits.concurrent_max
+        before, self.budgets, self.requests, self.tokens = self.budgets, {}, (), ()
+        for row in LIMITS:
+            most = getattr(limits, row.key)
+            if not row.period_s or most is None:
+                continue
+            budget = before.get(row.key) or new_budget(f"{row.in_store}{scope}:{self.name}", most, row.period_s)
+            budget.limit, budget.unit = most, row.unit
+            self.budgets[row.key] = budget
+            if row.of_tokens:
+                self.tokens += (budget,)
+            else:
+                self.requests += (budget,)
 
-    def no_requests(self, budget: Budget, now: float) -> RateLimited:
-        """Its requests per minute are used up."""
-        return self._used_up(budget, "req", 1, now)
+    def figures(self, now: float) -> dict[str, int | None]:
+        """Its limits, and what is left of each, by the fields of the API."""
+        found: dict[str, int | None] = {}
+        for row in LIMITS:
+            budget = self.budgets.get(row.key)
+            found[row.key], found[row.left] = (None, None) if budget is None else (budget.limit, budget.remaining(now))
+        places = None if self.concurrent_max == UNLIMITED else self.concurrent_max
+        return found | {"concurrent_max": places, "in_flight": self.in_flight}
 
-    def no_tokens(self, budget: Budget, asked: int, now: float) -> RateLimited:
-        """Its tokens per minute do not suffice for a request that asks for so many."""
-        return self._used_up(budget, "tokens", min(asked, budget.reservable(now)) or 1, now)
+    def used_share(self, now: float) -> float:
+        """Of the limit of which most is used."""
+        shares = [1 - budget.remaining(now) / budget.limit for budget in self.budgets.values()]
+        if self.concurrent_max != UNLIMITED:
+            shares.append(self.in_flight / self.concurrent_max)
+        return max(shares, default=0.0)
+
+    def used_up(self, budget: Budget, amount: int, now: float) -> RateLimited:
+        """What is left of this budget does not suffice for so much."""
+        wait_s, left = budget.wait_s(amount, now), budget.remaining(now)
+        why = f"exceeded {budget.limit} {budget.unit}"
+        return self._refused(why, wait_s, budget.limit, left, reset_at(now, budget.period_s))
 
     def no_place(self, now: float) -> RateLimited:
         """It has as many requests at once as it may."""
-        return RateLimited(
-            f"{self.kind.capitalize()} {self.name} has {self.concurrent_max} requests at once, as many as it may",
-            retry_after_s=PLACE_RETRY_S,
-            beside={"limit": self.concurrent_max, "remaining": 0, "resetAt": math.ceil(now + PLACE_RETRY_S)},
-        )
+        why = f"has {self.concurrent_max} requests at once, as many as it may"
+        return self._refused(why, PLACE_RETRY_S, self.concurrent_max, 0, math.ceil(now + PLACE_RETRY_S))
 
-    def _used_up(self, budget: Budget, unit: str, amount: int, now: float) -> RateLimited:
-        return RateLimited(
-            f"{self.kind.capitalize()} {self.name} exceeded {budget.limit} {unit}/min",
-            retry_after_s=budget.wait_s(amount, now),
-            beside={"limit": budget.limit, "remaining": budget.remaining(now), "resetAt": reset_at(now)},
-        )
-
-
-def _applied(budget: Budget | None, limit: int | None, name: str, new_budget: NewBudget) -> Budget | None:
-    if limit is None:
-        return None
-    if budget is None:
-        return new_budget(name, limit)
-    budget.limit = limit
-    return budget
+    def _refused(self, why: str, wait_s: float, limit: int, left: int, resets_at: int) -> RateLimited:
+        beside = {"limit": limit, "remaining": left, "resetAt": resets_at}
+        return RateLimited(f"{self.kind.capitalize()} {self.name} {why}", retry_after_s=wait_s, beside=beside)
 
 
 class Charge:
@@ -102,33 +115,26 @@ class Charge:
         # What it says it will use at most; 0 if it says nothing.
         self.tokens_asked = 0
         self._wall = wall
-        # The meters at which it has a place; what it reserved, where, and for which minute. A reload changes neither.
+        # The meters at which it has a place, and what it reserved. A reload changes neither.
         self._begun: tuple[Meter, ...] = ()
-        self._reserved: list[tuple[Budget, int, int]] = []
+        self._reserved: list[Reserved] = []
         # Of the limits on requests that it was counted for, the one with the least left.
         self._least = UNLIMITED
         self._least_of: Budget | None = None
 
-    def admit(self, *, is_job: bool) -> None:
-        """Count a request for tenant and key. Raises RateLimited, and then nothing is counted.
+    def admit(self, meters: tuple[Meter, ...], *, is_job: bool) -> None:
+        """Count a request for these meters. Raises RateLimited, and then nothing is counted.
 
         A job needs no place at once: it waits for one on disk.
         """
         now = self._wall()
-        for meter in self._of_caller:
-            tokens = meter.tokens
-            if tokens is not None and tokens.left(now) < 1:
-                raise meter.no_tokens(tokens, 0, now)
+        for meter in meters:
+            for budget in meter.tokens:
+                if budget.left(now) < 1:
+                    raise meter.used_up(budget, 1, now)
             if meter.in_flight >= meter.concurrent_max and not is_job:
                 raise meter.no_place(now)
-        for position, meter in enumerate(self._of_caller):
-            try:
-                self._count_for(meter, now)
-            except RateLimited:
-                for before in self._of_caller[:position]:
-                    if before.requests is not None:
-                        before.requests.give_back(1, before.requests.minute, now)
-                raise
+        self._count(meters, now)
 
     def set_model(self, model: Meter | None) -> None:
         """Count it against this model, too."""
@@ -136,84 +142,72 @@ class Charge:
         self.meters = self._of_caller if model is None else (*self._of_caller, model)
 
     def admit_to_model(self) -> None:
-        """Count a request for the model. Raises RateLimited, and then nothing is counted."""
+        """Count a job for its model. Raises RateLimited, and then nothing is counted."""
         if self.model is not None:
-            now, tokens = self._wall(), self.model.tokens
-            if tokens is not None and tokens.left(now) < 1:
-                raise self.model.no_tokens(tokens, 0, now)
-            self._count_for(self.model, now)
-
-    def _count_for(self, meter: Meter, now: float) -> None:
-        budget = meter.requests
-        if budget is not None:
-            left = budget.take_one(now)
-            if left < 0:
-                raise meter.no_requests(budget, now)
-            if left < self._least:
-                self._least, self._least_of = left, budget
+            self.admit((self.model,), is_job=True)
 
     def begin(self, *, is_counted: bool = False) -> None:
         """Reserve tokens and take a place among the requests at once. Raises RateLimited, and then nothing is counted.
 
         The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted.
         """
-        now, meters = self._wall(), self.meters
-        for meter in meters:
-            if meter.in_flight >= meter.concurrent_max:
-                raise meter.no_place(now)
-        try:
-            self._reserve(now)
-            if self.model is not None and not is_counted:
-                self._count_for(self.model, now)
-        except RateLimited:
-            self._settle(0, now)
-            raise
-        self._begun = meters
-        for meter in meters:
-            meter.in_flight += 1
+        self._enter(self.meters, () if is_counted or self.model is None else (self.model,))
 
     def serve_by(self, model: Meter | None) -> None:
         """Count a request that has begun for this model, too, instead of for the one before. Raises RateLimited."""
         if model is self.model:
             return
-        now = self._wall()
-        if (before := self.model) is not None:
-            self._leave(before, now)
-        if model is None:
-            return
-        if model.in_flight >= model.concurrent_max:
-            raise model.no_place(now)
-        self.set_model(model)
-        try:
-            self._reserve_at(model, now)
-            self._count_for(model, now)
-        except RateLimited:
-            self._leave(model, now)
-            raise
-        self._begun = (*self._begun, model)
-        model.in_flight += 1
+        if self.model is not None:
+            self._leave(self.model)
+        if model is not None:
+            self._enter((model,), (model,))
+            self.set_model(model)
 
-    def _leave(self, model: Meter, now: float) -> None:
+    def _enter(self, meters: tuple[Meter, ...], counted: tuple[Meter, ...]) -> None:
+        """Take a place and reserve tokens at these meters, and count a request for some of them."""
+        now, reserved = self._wall(), self._reserved
+        for meter in meters:
+            if meter.in_flight >= meter.concurrent_max:
+                raise meter.no_place(now)
+        before = len(reserved)
+        try:
+            for meter in meters:
+                for budget in meter.tokens:
+                    amount = budget.reserve(self.tokens_asked, now)
+                    if amount < 0:
+                        raise meter.used_up(budget, self.tokens_asked or 1, now)
+                    reserved.append((meter, budget, amount, budget.minute))
+            if counted:
+                self._count(counted, now)
+        except RateLimited:
+            _settle(reserved[before:], 0, now)
+            del reserved[before:]
+            raise
+        for meter in meters:
+            meter.in_flight += 1
+        self._begun += meters
+
+    def _count(self, meters: tuple[Meter, ...], now: float) -> None:
+        """Count a request for all of these meters, or for none. Raises RateLimited."""
+        for meter in meters:
+            for budget in meter.requests:
+                left = budget.take_one(now)
+                if left < 0:
+                    asked = [one for each in meters for one in each.requests]
+                    for taken in asked[: asked.index(budget)]:
+                        taken.give_back(1, taken.minute, now)
+                    raise meter.used_up(budget, 1, now)
+                if left < self._least:
+                    self._least, self._least_of = left, budget
+
+    def _leave(self, model: Meter) -> None:
         """Give back its place and its tokens at this model. It stays counted as a request."""
         self.set_model(None)
         if model in self._begun:
-            self._begun = tuple(meter for meter in self._begun if meter is not model)
+            self._begun = tuple([meter for meter in self._begun if meter is not model])
             model.in_flight -= 1
-        for budget, amount, minute in [one for one in self._reserved if one[0] is model.tokens]:
-            budget.give_back(amount, minute, now)
-            self._reserved.remove((budget, amount, minute))
-
-    def _reserve(self, now: float) -> None:
-        for meter in self.meters:
-            self._reserve_at(meter, now)
-
-    def _reserve_at(self, meter: Meter, now: float) -> None:
-        budget = meter.tokens
-        if budget is not None:
-            amount = budget.reserve(self.tokens_asked, now)
-            if amount < 0:
-                raise meter.no_tokens(budget, self.tokens_asked, now)
-            self._reserved.append((budget, amount, budget.minute))
+        _settle([one for one in self._reserved if one[0] is model], 0, self._wall())
+        self._reserved = [one for one in self._reserved if one[0] is not model]
 
     def end(self, tokens_used: int | None) -> None:
         """Free its place, and count the tokens that were really used. Only the first call after `begin` counts.
@@ -224,22 +218,14 @@ class Charge:
         for meter in self._begun:
             meter.in_flight -= 1
         self._begun = ()
-        if tokens_used is None:
+        if self._reserved:
+            if tokens_used is not None:
+                _settle(self._reserved, tokens_used, self._wall())
             self._reserved.clear()
-        elif self._reserved:
-            self._settle(tokens_used, self._wall())
-
-    def _settle(self, used: int, now: float) -> None:
-        for budget, reserved, minute in self._reserved:
-            if used > reserved:
-                budget.take(used - reserved, now)
-            elif used < reserved:
-                budget.give_back(reserved - used, minute, now)
-        self._reserved.clear()
 
     def counts_tokens(self) -> bool:
         for meter in self.meters:  # noqa: SIM110 (a generator for each request costs more than the rest of this)
-            if meter.tokens is not None:
+            if meter.tokens:
                 return True
         return False
 
@@ -248,14 +234,23 @@ class Charge:
         now, budget, least = self._wall(), self._least_of, self._least
         if budget is None:
             for meter in self.meters:
-                if meter.tokens is not None and (left := meter.tokens.remaining(now)) < least:
-                    budget, least = meter.tokens, left
-        return b"" if budget is None else _LINES % (budget.limit, least, reset_at(now))
+                for tokens in meter.tokens:
+                    if (left := tokens.remaining(now)) < least:
+                        budget, least = tokens, left
+        return b"" if budget is None else _LINES % (budget.limit, least, reset_at(now, budget.period_s))
 
 
-def reset_at(now: float) -> int:
-    """The end of this minute, in seconds since 1970."""
-    return (int(now // MINUTE_S) + 1) * int(MINUTE_S)
+def _settle(reserved: list[Reserved], used: int, now: float) -> None:
+    for _, budget, amount, minute in reserved:
+        if used > amount:
+            budget.take(used - amount, now)
+        elif used < amount:
+            budget.give_back(amount - used, minute, now)
+
+
+def reset_at(now: float, period_s: float = MINUTE_S) -> int:
+    """The end of this minute, or of another period, in seconds since 1970."""
+    return int((now // period_s + 1.0) * period_s)
 
 
 class Limiter:
@@ -266,11 +261,12 @@ class Limiter:
         self._new_budget = new_budget
         self._wall = wall
         self._config = Config()
-        self._meters: dict[tuple[str, str], Meter] = {}
+        self._meters: dict[tuple[Kind, str], Meter] = {}
         # Of earlier configurations: they limit nothing, and go on counting if their limits come back.
-        self._former: dict[tuple[str, str], Meter] = {}
+        self._former: dict[tuple[Kind, str], Meter] = {}
         # False: the tenants that callers name are ignored.
         self._are_named = True
+        self._of_model: dict[str, Meter] = {}
         # The meters of a key's holder, as long as it is the same record; and those of tenants that callers name.
         self._of_caller: dict[str, tuple[Caller, tuple[Meter, ...]]] = {}
         self._of_named: dict[bytes, tuple[Meter, ...]] = {}
@@ -283,13 +279,14 @@ class Limiter:
         # Keys whose limits are not told here come back to theirs; requests that are counted against others still are.
         self._former = {key: meter for key, meter in self._former.items() if meter.in_flight} | self._meters
         self._meters = {}
-        for name, model in config.models.items():
-            if model.limits is not None:
-                self._meter(MODEL, name, model.limits)
-        self._of_named = {}
-        for name, limits in config.tenants.items():
-            meter = self._meter(TENANT, name, limits)
-            self._of_named[name.encode()] = (meter,)
+        self._of_model = {
+            name: self._meter(MODEL, name, model.limits)
+            for name, model in config.models.items()
+            if model.limits is not None
+        }
+        self._of_named = {
+            name.encode(): (self._meter(TENANT, name, limits),) for name, limits in config.tenants.items()
+        }
         self._of_others = self._of_named.get(DEFAULT_TENANT.encode(), ())
         self._of_caller = {}
         for caller in callers:
@@ -311,14 +308,14 @@ class Limiter:
         if not meters:
             return None
         charge = Charge(meters, self._wall)
-        charge.admit(is_job=is_job)
+        charge.admit(meters, is_job=is_job)
         return charge
 
     def charge_of(
         self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, model: str
     ) -> Charge | None:
         """The charge of a request whose body has been read; None if nothing that it uses is limited."""
-        meter = self._meters.get((MODEL, model))
+        meter = self._of_model.get(model)
         if admitted is None:
             meters = self._of(caller, said_tenant)
             if meter is None and not meters:
@@ -331,7 +328,7 @@ class Limiter:
         self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
     ) -> tuple[Charge | None, list[Meter | None]]:
         """The charge of a request that one of these models will serve (`Charge.serve_by`), and the meter of each."""
-        meters = [self._meters.get((MODEL, model)) for model in models]
+        meters = [self._of_model.get(model) for model in models]
         if admitted is None and (any(meters) or self._of(caller, said_tenant)):
             admitted = Charge(self._of(caller, said_tenant), self._wall)
         return admitted, meters
@@ -355,7 +352,7 @@ class Limiter:
         self._of_caller[caller.name] = (caller, meters)
         return meters
 
-    def _meter(self, kind: str, name: str, limits: RateLimits) -> Meter:
+    def _meter(self, kind: Kind, name: str, limits: RateLimits) -> Meter:
         key = (kind, name)
         meter = self._meters.get(key) or self._former.pop(key, None) or Meter(kind, name)
         meter.apply(limits, self._new_budget)

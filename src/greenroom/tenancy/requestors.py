@@ -35,26 +35,6 @@ Who = tuple[str, str, str]
 class Requestor:
     """One client of a key. Times are those of the clock."""
 
-    __slots__ = (
-        "_before",
-        "_ends_at",
-        "_mistakes_at",
-        "_now",
-        "_rounds",
-        "client",
-        "cooldowns",
-        "cools_until",
-        "errors",
-        "failed",
-        "key",
-        "mistakes",
-        "models",
-        "requests",
-        "seen_at",
-        "since",
-        "tenant",
-    )
-
     def __init__(self, who: Who, now: float) -> None:
         self.key, self.tenant, self.client = who
         self.since = self.seen_at = now

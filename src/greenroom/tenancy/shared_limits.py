@@ -37,7 +37,7 @@ _AT_ONCE_MAX: Final = 200
 # One atomic step by Redis' own clock. Per limit: the fields of `Asked`. Gives nothing to a gateway that names another
 # epoch: the counts were lost meanwhile.
 _TAKE: Final = """
-local period, gateway, known, asked = tonumber(ARGV[1]), ARGV[2], ARGV[3], cjson.decode(ARGV[4])
+local shown_s, gateway, known, asked = tonumber(ARGV[1]), ARGV[2], ARGV[3], cjson.decode(ARGV[4])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 local epoch = redis.call('GET', 'rate_limit_epoch')
@@ -46,33 +46,33 @@ if not epoch then
   redis.call('SET', 'rate_limit_epoch', epoch)
 end
 redis.call('ZADD', 'rate_limit_gateways', now, gateway)
-redis.call('ZREMRANGEBYSCORE', 'rate_limit_gateways', '-inf', now - period / 4)
+redis.call('ZREMRANGEBYSCORE', 'rate_limit_gateways', '-inf', now - shown_s)
 local reply = {string.format('%.6f', now), epoch, redis.call('ZCARD', 'rate_limit_gateways')}
 if known ~= '' and known ~= epoch then return reply end
-local minute = math.floor(now / period)
-local passed = now / period - minute
 local function counted(name, which)
   return math.max(0, tonumber(redis.call('GET', name .. ':' .. string.format('%d', which)) or '0'))
 end
-local function count(name, which, amount)
+local function count(name, which, amount, period)
   if amount ~= 0 then
     local key, sum = name .. ':' .. string.format('%d', which), counted(name, which) + amount
     redis.call('SET', key, string.format('%d', math.max(0, sum)), 'PX', math.ceil(period * 3000))
   end
 end
 for _, one in ipairs(asked) do
-  local name, limit, wanted, least, plain, ahead, used, unused, its_minute = unpack(one)
+  local name, limit, period, wanted, least, plain, ahead, used, unused, its_minute = unpack(one)
+  local minute = math.floor(now / period)
+  local passed = now / period - minute
   -- For a gateway this minute has not begun: what it wants ahead is what it is given at once.
   if its_minute < minute then ahead = 0 end
-  count(name, minute, used)
-  if its_minute >= minute then count(name, its_minute - 1, -unused) end
+  count(name, minute, used, period)
+  if its_minute >= minute then count(name, its_minute - 1, -unused, period) end
   local before, current, later = counted(name, minute - 1), counted(name, minute), counted(name, minute + 1)
   local free = math.floor(limit - math.max(before * (1 - passed), later)) - current
   local given = math.max(0, math.min(free >= least and wanted or plain, free))
-  count(name, minute, given)
+  count(name, minute, given, period)
   current = current + given
   local given_ahead = math.max(0, math.min(ahead, limit - current - later))
-  count(name, minute + 1, given_ahead)
+  count(name, minute + 1, given_ahead, period)
   for _, number in ipairs({given, given_ahead, current, before}) do reply[#reply + 1] = number end
 end
 return reply
@@ -116,12 +116,12 @@ class SharedLimits:
         # Until the end of this minute the gateway holds its share.
         self._share_minute = -1
 
-    def window(self, name: str, limit: int) -> SharedWindow:
-        made = SharedWindow(self, name, limit)
+    def window(self, name: str, limit: int, period_s: float = MINUTE_S) -> SharedWindow:
+        made = SharedWindow(self, name, limit, int(period_s // MINUTE_S))
         self._windows.add(made)
         if self._is_open:
             made.left(self._wall())
-            made.lend()
+            made.lend(made.block)
         return made
 
     async def open(self) -> None:
@@ -149,12 +149,12 @@ class SharedLimits:
     def minute(self, now: float) -> int:
         return int(self.by_its_clock(now) // self.period_s)
 
-    def passed(self, now: float) -> float:
-        """Which part of the minute has passed."""
-        return self.by_its_clock(now) / self.period_s % 1.0
+    def passed(self, now: float, minutes: int = 1) -> float:
+        """Which part of the minute has passed, or of a period of so many minutes."""
+        return self.by_its_clock(now) / (self.period_s * minutes) % 1.0
 
-    def holds_share(self, now: float) -> bool:
-        return self.is_down or self.minute(now) <= self._share_minute
+    def holds_share(self, now: float, minutes: int = 1) -> bool:
+        return self.is_down or self.minute(now) // minutes <= self._share_minute // minutes
 
     def share(self, window: SharedWindow) -> int:
         """Its part of the limit; one block if the store was never reached."""
@@ -193,7 +193,7 @@ class SharedLimits:
             part = asked[start : start + _AT_ONCE_MAX]
             try:
                 reply = await self._take(
-                    args=[self.period_s, self._gateway, self._epoch, json.dumps([needs for _, needs in part])]
+                    args=[self.period_s / 4, self._gateway, self._epoch, json.dumps([needs for _, needs in part])]
                 )
                 self._heard(part, reply)
             except Exception as error:
@@ -227,4 +227,4 @@ class SharedLimits:
         numbers = [int(number) for number in reply[3:]]
         for position, (window, asked) in enumerate(part):
             given, ahead, current, before = numbers[4 * position : 4 * position + 4]
-            window.given(asked, int(its_now // self.period_s), given, ahead, current, before, now)
+            window.given(asked, int(its_now // window.period_s), given, ahead, current, before, now)

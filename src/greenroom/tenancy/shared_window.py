@@ -14,8 +14,8 @@ from greenroom.tenancy.budgets import Budget, Window
 
 # A gateway takes its permits in blocks of this part of the limit.
 BLOCK_PARTS: Final = 8
-# Of a minute: how long before its end permits for the next are taken, and for how long a gateway is ready for the next
-# request as large as the last large one.
+# Of a minute: how long before the end of a period permits for the next are taken, and for how long a gateway is ready
+# for the next request as large as the last large one.
 AHEAD: Final = 1 / 12
 LARGE: Final = 1 / 6
 
@@ -30,8 +30,8 @@ class PermitStore(Protocol):
     def others(self) -> int: ...
     def by_its_clock(self, now: float) -> float: ...
     def minute(self, now: float) -> int: ...
-    def passed(self, now: float) -> float: ...
-    def holds_share(self, now: float) -> bool: ...
+    def passed(self, now: float, minutes: int) -> float: ...
+    def holds_share(self, now: float, minutes: int) -> bool: ...
     def share(self, window: SharedWindow) -> int: ...
     def wake(self, window: SharedWindow) -> None: ...
 
@@ -41,6 +41,7 @@ class Asked(NamedTuple):
 
     name: str
     limit: int
+    period_s: float
     wanted: int
     """Permits for this minute: as many as there are if there are `least`, else up to `plain`."""
     least: int
@@ -58,9 +59,12 @@ class Asked(NamedTuple):
 class SharedWindow(Budget):
     """The permits of one limit that this gateway has in hand. A `Budget`."""
 
-    def __init__(self, store: PermitStore, name: str, limit: int) -> None:
+    def __init__(self, store: PermitStore, name: str, limit: int, minutes: int) -> None:
+        """Its period has so many minutes of the store. It is called a minute here."""
         self.name = name
         self.limit = limit
+        self.period_s = store.period_s * minutes
+        self._minutes = minutes
         self.in_hand = 0
         self.minute = 0
         # Permits of this minute, in hand or used; those of the last one that were used; permits of the next one.
@@ -76,7 +80,7 @@ class SharedWindow(Budget):
         self._refused = 0
         self._large_until = 0.0
         # The counts of all gateways as the store told them last; and True if they were needed since.
-        self._seen = Window(limit, store.period_s)
+        self._seen = Window(limit, self.period_s)
         self._is_used = False
         self._ask_from = 0.0
         self._store = store
@@ -88,7 +92,7 @@ class SharedWindow(Budget):
     def left(self, now: float) -> int:
         self._roll(now)
         self._is_used = True
-        if self.in_hand < 1 and self._store.holds_share(now):
+        if self.in_hand < 1 and self._store.holds_share(now, self._minutes):
             self._use_share(now)
         self._wake_if_low(now)
         return self.in_hand
@@ -108,7 +112,7 @@ class SharedWindow(Budget):
 
     def has(self, amount: int, now: float) -> bool:
         """True if so much is in hand. What is above a block is fetched for the next time."""
-        if self.left(now) < amount and self._store.holds_share(now):
+        if self.left(now) < amount and self._store.holds_share(now, self._minutes):
             self._use_share(now)
         is_in_hand = self.in_hand >= amount
         if amount > self.block:
@@ -130,15 +134,15 @@ class SharedWindow(Budget):
             self._large = self._refused = 0
 
     def reservable(self, now: float) -> int:
-        """The other gateways may each keep one block to themselves."""
-        if self._store.holds_share(now):
+        """The most that one request can reserve: the other gateways may each keep one block to themselves."""
+        if self._store.holds_share(now, self._minutes):
             return self._store.share(self)
         return max(self.block, self.limit - self._store.others * self.block)
 
     def remaining(self, now: float) -> int:
         self._is_used = True
         self._seen.limit = self.limit
-        is_share = self._store.holds_share(now)
+        is_share = self._store.holds_share(now, self._minutes)
         more = self._more_of_share(now) if is_share else self._seen.left(self._store.by_its_clock(now))
         return min(self.limit, max(0, self.in_hand) + max(0, more))
 
@@ -157,20 +161,20 @@ class SharedWindow(Budget):
             self.taken_before = max(0, self.taken_before - amount)
 
     def wait_s(self, amount: int, now: float) -> float:
-        self._seen.limit = self.limit
-        store, passed = self._store, self._store.passed(now)
+        self._seen.limit, amount = self.limit, min(amount, self.reservable(now))
+        store, left_s = self._store, self._left(now) * self.period_s
         sure = max(self.block, self.limit - (2 * store.others + 1) * self.block)
-        if passed > 1 - AHEAD and amount > sure:
+        if left_s < AHEAD * store.period_s and amount > sure:
             # What gateways took ahead counts in this minute, too. In the next one it is fetched first.
-            return (1 - passed) * store.period_s + 2 * store.tick_s
+            return left_s + 2 * store.tick_s
         missing = max(1, amount - max(0, self.in_hand))
         return max(store.tick_s, self._seen.wait_s(missing, store.by_its_clock(now)))
 
-    def lend(self) -> None:
-        """One block on credit."""
-        self.in_hand += self.block
-        self.taken += self.block
-        self.uncounted += self.block
+    def lend(self, amount: int) -> None:
+        """Have so much in hand that the store is told of later."""
+        self.in_hand += amount
+        self.taken += amount
+        self.uncounted += amount
 
     def needs(self, now: float) -> Asked | None:
         """What to ask the store for; None if nothing."""
@@ -183,16 +187,16 @@ class SharedWindow(Budget):
             self.in_hand, self.taken = self.in_hand - surplus, self.taken - surplus
             self.uncounted -= surplus
         wanted = plain = ahead = 0
-        if not self._store.holds_share(now):
+        if not self._store.holds_share(now, self._minutes):
             plain = self.block - self.in_hand if self._is_low() else 0
             wanted = goal - self.in_hand if goal > self.block else plain
-        if self._store.passed(now) > 1 - AHEAD:
+        if self._left(now) * self.period_s < AHEAD * self._store.period_s:
             ahead = max(0, self.block - self.ahead)
         if not (wanted or ahead or self.uncounted or self.unused_before or self._is_used):
             return None
         least = max(0, self._large - self.in_hand) if wanted > plain else 0
         asked = Asked(
-            *(self.name, self.limit, wanted, least, plain, ahead),
+            *(self.name, self.limit, self.period_s, wanted, least, plain, ahead),
             *(self.uncounted, self.unused_before, self.minute),
         )
         self.uncounted = self.unused_before = 0
@@ -230,19 +234,20 @@ class SharedWindow(Budget):
             self._store.wake(self)
 
     def _use_share(self, now: float) -> None:
-        more = self._more_of_share(now)
-        if more > 0:
-            self.in_hand += more
-            self.taken += more
-            self.uncounted += more
+        if (more := self._more_of_share(now)) > 0:
+            self.lend(more)
 
     def _more_of_share(self, now: float) -> int:
         """What is left of the share of this gateway, by the same window, besides what it has taken."""
         share = self._store.share(self)
-        return math.floor(share - min(self.taken_before, share) * (1 - self._store.passed(now))) - self.taken
+        return math.floor(share - min(self.taken_before, share) * self._left(now)) - self.taken
+
+    def _left(self, now: float) -> float:
+        """Which part of this period is left."""
+        return 1 - self._store.passed(now, self._minutes)
 
     def _roll(self, now: float) -> None:
-        minute = self._store.minute(now)
+        minute = self._store.minute(now) // self._minutes
         # The two clocks differ by a moment each time they are compared. Further back is a clock that was set.
         if self.minute - 1 <= minute <= self.minute:
             return

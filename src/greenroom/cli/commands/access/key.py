@@ -16,6 +16,7 @@ from greenroom.cli import keys_shown, screen
 from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus, WrongUsage
+from greenroom.tenancy.budgets import LIMITS
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
 VERBS: Final = ("read", "load", "flush", "download", "delete", "reload", "remote")
-LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "concurrent_max")
 _SPAN: Final = re.compile(r"([0-9]{1,5})([hdw])")
 _SPANS: Final = {"h": "hours", "d": "days", "w": "weeks"}
 
@@ -67,7 +67,8 @@ def _add_new(commands: Any) -> None:
     parser.add_argument("--admin", action="store_true", help="may manage the gateway as well as use models")
     parser.add_argument("--leases", action="store_true", help="may take leases as well as use models")
     for limit in LIMITS:
-        parser.add_argument(f"--{limit.replace('_', '-')}", type=int, metavar="N", help=f"{limit} of this key")
+        option = f"--{limit.key.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"{limit.key} of this key")
     parser.add_argument("--expires", metavar="WHEN", help="a date, as 2027-01-31, or how long from now, as 90d or 12h")
 
 
@@ -103,7 +104,7 @@ def _made(args: argparse.Namespace, sha256: str) -> FileKey:
     from greenroom.tenancy.key_file import FileKey, sentences
 
     now = datetime.now(UTC).replace(microsecond=0)
-    limits = {limit: value for limit in LIMITS if (value := getattr(args, limit)) is not None}
+    limits = {limit.key: value for limit in LIMITS if (value := getattr(args, limit.key)) is not None}
     said = {
         "tenant": args.tenant,
         "priority_max": args.priority_max,

@@ -7,15 +7,18 @@ tell of all tenants. `tenancy/requestors.py` and `tenancy/limits.py` count.
 from __future__ import annotations
 
 import heapq
-from typing import Annotated, Final, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
 
 from fastapi import Query
+from pydantic import Field, create_model
 
 from greenroom.server.admin.gateway import GatewayRoutes
 from greenroom.server.admin.views import View
 from greenroom.server.declared import get
+from greenroom.tenancy.budgets import LIMITS, Limit
 from greenroom.tenancy.keys import ANYONE, Permission
-from greenroom.tenancy.limits import UNLIMITED, Meter
+from greenroom.tenancy.limits import KEY, MODEL, TENANT, Kind
 from greenroom.tenancy.profiles import Profiles
 from greenroom.tenancy.requestors import ROWS_MAX, Requestor
 
@@ -105,29 +108,33 @@ def _most(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 LIMITS_PATH: Final = "/api/v1/limits"
 LIMITS_MAX: Final = 1_000
-_ORDER: Final = ("tenant", "key", "model")
+_ORDER: Final = (TENANT, KEY, MODEL)
 
 
-class LimitView(View):
-    """A limit that is not set is null."""
+def _fields(limit: Limit) -> Iterator[tuple[str, Any]]:
+    """Those of the view: the limit, and what is left of it or in use."""
+    yield limit.key, (int | None, ...)
+    yield limit.left, (int | None if limit.period_s else int, Field(description=limit.about))
 
-    kind: Literal["tenant", "key", "model"]
+
+class _Limited(View):
+    kind: Kind
     name: str
     """`default` is for all tenants that are not named."""
-    requests_per_minute: int | None
-    requests_left: int | None
-    """In this minute."""
-    tokens_per_minute: int | None
-    tokens_left: int | None
-    concurrent_max: int | None
-    in_flight: int
-    """Its requests that are under way."""
+
+
+LimitView = create_model(
+    "LimitView",
+    __base__=_Limited,
+    __doc__="A limit that is not set is null.",
+    **{name: field for row in LIMITS for name, field in _fields(row)},
+)
 
 
 class LimitList(View):
     count: int
     """How many there are; 0 if nothing is limited."""
-    limits: list[LimitView]
+    limits: list[LimitView]  # type: ignore[valid-type]
     """Those of which most is used first; among equals tenants, then keys, then models."""
 
 
@@ -136,28 +143,6 @@ class LimitRoutes(GatewayRoutes):
     async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""
         now, meters = self._gateway.limiter.now(), list(self._gateway.limiter.meters)
-        first = heapq.nlargest(limit, meters, key=lambda meter: (_used_share(meter, now), -_ORDER.index(meter.kind)))
-        return LimitList(count=len(meters), limits=[_limit(meter, now) for meter in first])
-
-
-def _used_share(meter: Meter, now: float) -> float:
-    """Of the limit of which most is used."""
-    budgets = [budget for budget in (meter.requests, meter.tokens) if budget is not None]
-    used = [1 - budget.remaining(now) / budget.limit if budget.limit else 1.0 for budget in budgets]
-    if meter.concurrent_max != UNLIMITED:
-        used.append(meter.in_flight / meter.concurrent_max if meter.concurrent_max else 1.0)
-    return max(used, default=0.0)
-
-
-def _limit(meter: Meter, now: float) -> LimitView:
-    requests, tokens = meter.requests, meter.tokens
-    return LimitView(
-        kind=meter.kind,  # type: ignore[arg-type]
-        name=meter.name,
-        requests_per_minute=None if requests is None else requests.limit,
-        requests_left=None if requests is None else max(0, requests.remaining(now)),
-        tokens_per_minute=None if tokens is None else tokens.limit,
-        tokens_left=None if tokens is None else max(0, tokens.remaining(now)),
-        concurrent_max=None if meter.concurrent_max == UNLIMITED else meter.concurrent_max,
-        in_flight=meter.in_flight,
-    )
+        first = heapq.nlargest(limit, meters, key=lambda meter: (meter.used_share(now), -_ORDER.index(meter.kind)))
+        rows = [LimitView(kind=one.kind, name=one.name, **one.figures(now)) for one in first]
+        return LimitList(count=len(meters), limits=rows)
