@@ -31,6 +31,11 @@ def value(metrics: Metrics, name: str, gauges: Gauges | None = None, **labels: s
     return series_of(metrics, gauges).get((name, frozenset(labels.items())))
 
 
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
 def answer(metrics: Metrics, **changed: object) -> None:
     said: dict[str, object] = {
         "model": "qwen",
@@ -45,8 +50,7 @@ def answer(metrics: Metrics, **changed: object) -> None:
     metrics.request_done(**{**said, **changed})  # type: ignore[arg-type]
 
 
-def test_request_is_counted_by_model_route_status_and_tenant() -> None:
-    metrics = Metrics()
+def test_request_is_counted_by_model_route_status_and_tenant(metrics: Metrics) -> None:
     answer(metrics)
     answer(metrics)
     answer(metrics, status=503)
@@ -55,8 +59,7 @@ def test_request_is_counted_by_model_route_status_and_tenant() -> None:
     assert value(metrics, "greenroom_tenant_requests_total", model="qwen", tenant="lab") == 3
 
 
-def test_times_fall_into_cumulative_buckets() -> None:
-    metrics = Metrics()
+def test_times_fall_into_cumulative_buckets(metrics: Metrics) -> None:
     for seconds in (0.004, 0.005, 0.3, 10_000):
         answer(metrics, seconds=seconds)
     name = "greenroom_request_seconds"
@@ -69,15 +72,13 @@ def test_times_fall_into_cumulative_buckets() -> None:
     assert value(metrics, f"{name}_sum", model="qwen", route="chat") == pytest.approx(10_000.309)
 
 
-def test_answer_without_first_byte_is_not_measured_as_one() -> None:
-    metrics = Metrics()
+def test_answer_without_first_byte_is_not_measured_as_one(metrics: Metrics) -> None:
     answer(metrics, first_byte_s=None)
     assert value(metrics, "greenroom_first_byte_seconds_count", model="qwen") == 0
     assert value(metrics, "greenroom_queue_wait_seconds_count", model="qwen") == 1
 
 
-def test_a_wait_is_split_by_its_causes() -> None:
-    metrics = Metrics()
+def test_a_wait_is_split_by_its_causes(metrics: Metrics) -> None:
     answer(metrics, wait_s=5.0, not_there_s=4.0)
     answer(metrics, wait_s=3.0, not_there_s=9.0)
     answer(metrics, wait_s=2.0, not_there_s=0.0)
@@ -94,8 +95,7 @@ def test_a_wait_is_split_by_its_causes() -> None:
     assert value(metrics, "greenroom_queue_wait_seconds_sum", model="qwen") == 10.0
 
 
-def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:
-    metrics = Metrics()
+def test_tokens_lookups_moves_evictions_and_refusals_are_counted(metrics: Metrics) -> None:
     metrics.tokens("qwen", "lab", 10, 20, 5)
     metrics.tokens("qwen", "lab", 1, 2, 0)
     metrics.looked_up("qwen", True)
@@ -119,8 +119,7 @@ def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:
     assert value(metrics, "greenroom_lease_asks_total", outcome="granted") == 1
 
 
-def test_gauges_show_this_scrape_and_forget_the_last() -> None:
-    metrics = Metrics()
+def test_gauges_show_this_scrape_and_forget_the_last(metrics: Metrics) -> None:
     before = Gauges(
         queue_depth={"qwen": 3},
         in_flight={"qwen": 2},
@@ -148,8 +147,7 @@ def test_gauges_show_this_scrape_and_forget_the_last() -> None:
     assert not [name for name, labels in after if "device" in dict(labels)]
 
 
-def test_wakes_and_prepares_are_counted_with_their_bytes_and_rates() -> None:
-    metrics = Metrics()
+def test_wakes_and_prepares_are_counted_with_their_bytes_and_rates(metrics: Metrics) -> None:
     counts = metrics.green_room
     counts.woke("qwen", 16_000_000_000, 0.32)
     counts.woke("qwen", 16_000_000_000, 1.6)
@@ -184,8 +182,7 @@ def test_workers_flushes_and_prefetches_are_counted() -> None:
     assert value(metrics, "greenroom_prefetch_bytes_total", model="unknown") == 1
 
 
-def test_a_green_room_without_a_bound_has_no_size() -> None:
-    metrics = Metrics()
+def test_a_green_room_without_a_bound_has_no_size(metrics: Metrics) -> None:
     bounded = Gauges(green_room_size_mib=64_000, green_room_used_mib=15_320)
     assert value(metrics, "greenroom_green_room_size_mib", bounded) == 64_000
     assert value(metrics, "greenroom_green_room_used_mib", bounded) == 15_320
@@ -256,8 +253,7 @@ def test_ten_thousand_made_up_tenants_do_not_make_a_scrape_long() -> None:
     assert len(render(metrics, Gauges())[0]) < 500_000
 
 
-def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real() -> None:
-    metrics = Metrics()
+def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real(metrics: Metrics) -> None:
     for number in range(3_000):
         answer(metrics, model=f"m{number}", route=f"r{number}", status=number)
     shown, _ = render(metrics, Gauges())
@@ -278,8 +274,7 @@ def test_models_that_no_configuration_names_leave_labels_for_those_that_are() ->
     assert b"qwen" in models and len(models) == caps.ADHOC_MODELS_MAX + 2
 
 
-def test_label_with_line_break_and_quote_stays_one_label() -> None:
-    metrics = Metrics()
+def test_label_with_line_break_and_quote_stays_one_label(metrics: Metrics) -> None:
     odd = 'a"b\\c\nd{e}'
     answer(metrics, tenant=odd)
     assert value(metrics, "greenroom_tenant_requests_total", model="qwen", tenant=odd) == 1
@@ -305,8 +300,7 @@ def test_a_series_made_in_the_middle_of_a_scrape_does_not_disturb_it() -> None:
     assert next(numbers) > 1_001
 
 
-def test_rendering_in_a_thread_survives_counting_beside_it() -> None:
-    metrics = Metrics()
+def test_rendering_in_a_thread_survives_counting_beside_it(metrics: Metrics) -> None:
     rendered: list[bytes] = []
     failed: list[BaseException] = []
 

@@ -27,8 +27,12 @@ def opened(path: Path, **options: Any) -> LineFile[str]:
     return file
 
 
-async def test_lines_are_written_in_order_soon_and_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lines"
+
+
+async def test_lines_are_written_in_order_soon_and_at_the_end(path: Path) -> None:
     file = opened(path)
     file.put("one")
     await until(lambda: path.read_text() == "head\none\n", "written without being asked")
@@ -39,8 +43,7 @@ async def test_lines_are_written_in_order_soon_and_at_the_end(tmp_path: Path) ->
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_file_that_is_there_already_is_continued_without_a_second_head(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_file_that_is_there_already_is_continued_without_a_second_head(path: Path) -> None:
     for line in ("one", "two"):
         file = opened(path)
         file.put(line)
@@ -48,8 +51,7 @@ async def test_file_that_is_there_already_is_continued_without_a_second_head(tmp
     assert path.read_text() == "head\none\ntwo\n"
 
 
-async def test_full_file_becomes_the_old_one_and_only_one_old_one_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_full_file_becomes_the_old_one_and_only_one_old_one_is_kept(path: Path, tmp_path: Path) -> None:
     file = opened(path, bytes_max=len("head\none\ntwo\n"))
     for line in ("one", "two", "three", "four", "five"):
         file.put(line)
@@ -60,8 +62,7 @@ async def test_full_file_becomes_the_old_one_and_only_one_old_one_is_kept(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["lines", "lines.1"]
 
 
-async def test_file_that_may_not_rotate_takes_no_more_but_a_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_file_that_may_not_rotate_takes_no_more_but_a_last_line(path: Path) -> None:
     file = opened(path, bytes_max=8, rotates=False)
     assert file.put("one")
     await file.flush()
@@ -143,8 +144,7 @@ def test_file_is_not_touched_before_it_is_opened(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-async def test_lines_put_before_the_file_is_opened_wait_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_lines_put_before_the_file_is_opened_wait_for_it(path: Path) -> None:
     file: LineFile[str] = LineFile(path, str, head="head", bytes_max=10_000, rotates=True)
     file.put("early")
     file.open()
@@ -152,8 +152,7 @@ async def test_lines_put_before_the_file_is_opened_wait_for_it(tmp_path: Path) -
     await file.close()
 
 
-async def test_name_that_is_no_text_does_not_end_the_recording(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_name_that_is_no_text_does_not_end_the_recording(path: Path) -> None:
     file = opened(path)
     for line in ("odd \udc80", "even"):
         file.put(line)
@@ -189,8 +188,7 @@ async def test_rotation_that_fails_goes_on_in_the_old_file_and_is_tried_again(
     assert file.dropped == 0
 
 
-async def test_file_that_can_never_be_rotated_does_not_grow_for_ever(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+async def test_file_that_can_never_be_rotated_does_not_grow_for_ever(path: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.1").write_text("somebody's\n")
     file = opened(path, bytes_max=10)
     for _ in range(10):
@@ -250,8 +248,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: object
 
 
 @pytest.mark.parametrize("text", ["notes of mine\n", "headline\n", "hea"])
-def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "lines"
+def test_a_foreign_file_is_refused_and_left_as_it_is(path: Path, tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(FileExistsError, match="holds something else"):
         Appended(path, "head")
@@ -268,8 +265,7 @@ def test_a_foreign_old_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "lines.1").read_text() == "notes of mine\n"
 
 
-def test_line_that_was_torn_does_not_spoil_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+def test_line_that_was_torn_does_not_spoil_the_next(path: Path) -> None:
     path.write_text("head\none\ntw")
     for line in (b"three\n", b"four\n"):
         file = Appended(path, "head")

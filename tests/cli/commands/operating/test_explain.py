@@ -36,6 +36,16 @@ def test_the_question_carries_what_was_said(gateway: FakeGateway, cli: Cli) -> N
     assert gateway.asked[-1].json == said
 
 
+WAKE, LOAD, WAIT = "qwen would be woken", "qwen would be loaded", "qwen would have to wait: "
+NOT_KNOWN, LEASED = "  how long that takes is not known", f"{WAIT}its memory is leased to other programs"
+REFUSED_THEN = "; after 2.5s it would be refused"
+REFUSED_AT_ONCE = "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)"
+TOO_LATE = "  this caller would be refused: its time is over by then; the model would be brought all the same"
+BUSY = f"{WAIT}it is ready and answers as many requests at once as it can"
+TOO_LARGE = "qwen would be refused: it does not fit on the devices there are"
+IDLE = evicted("a", "cold", "idle for 3m")
+
+
 @pytest.mark.parametrize(
     ("told", "lines"),
     [
@@ -48,84 +58,46 @@ def test_the_question_carries_what_was_said(gateway: FakeGateway, cli: Cli) -> N
             ],
         ),
         (
-            explained(
-                "swap",
-                move="load",
-                evict=[evicted("a", "cold", "idle for 3m"), evicted("b", "asleep", "asked for seldom")],
-                eta_s=21.0,
-            ),
+            explained("swap", move="load", evict=[IDLE, evicted("b", "asleep", "asked for seldom")], eta_s=21.0),
             [
-                "qwen would be loaded after a and b made room",
+                f"{LOAD} after a and b made room",
                 "  a would be unloaded: idle for 3m",
                 "  b would fall asleep: asked for seldom",
                 "  its answer would begin in about 21s",
             ],
         ),
-        (explained("swap", move="wake"), ["qwen would be woken", "  how long that takes is not known yet"]),
-        (
-            explained("swap", move="wake", wait_max_s=2.5),
-            ["qwen would be woken", "  how long that takes is not known yet; after 2.5s it would be refused"],
-        ),
+        (explained("swap", move="wake"), [WAKE, f"{NOT_KNOWN} yet"]),
+        (explained("swap", move="wake", wait_max_s=2.5), [WAKE, f"{NOT_KNOWN} yet{REFUSED_THEN}"]),
         (
             explained("wait", why="no_room", behind=["a"], position=7),
             [
-                "qwen would have to wait: the models that would have to leave for it may not do so yet",
+                f"{WAIT}the models that would have to leave for it may not do so yet",
                 "  requests for a would go first",
                 "  place in the queue: 7",
-                "  how long that takes is not known yet",
+                f"{NOT_KNOWN} yet",
             ],
         ),
-        (
-            explained("wait", why="leased", leases=["train", "render"]),
-            [
-                "qwen would have to wait: its memory is leased to other programs (train and render)",
-                "  how long that takes is not known",
-            ],
-        ),
-        (
-            explained("wait", why="leased", leases=[], wait_max_s=2.5),
-            [
-                "qwen would have to wait: its memory is leased to other programs",
-                "  how long that takes is not known; after 2.5s it would be refused",
-            ],
-        ),
-        (explained("wait", why="new_word", eta_s=1.0), ["qwen would have to wait: new word"]),
+        (explained("wait", why="leased", leases=["train", "render"]), [f"{LEASED} (train and render)", NOT_KNOWN]),
+        (explained("wait", why="leased", leases=[], wait_max_s=2.5), [LEASED, f"{NOT_KNOWN}{REFUSED_THEN}"]),
+        (explained("wait", why="new_word", eta_s=1.0), [f"{WAIT}new word"]),
         (
             explained("wait", why="new_word", calls_off=["b"], eta_s=1.0),
-            ["qwen would have to wait: new word", "  b would have to be planned again, being less urgent"],
+            [f"{WAIT}new word", "  b would have to be planned again, being less urgent"],
         ),
-        (
-            explained("swap", move="load", too_late=True, eta_s=9.0),
-            [
-                "qwen would be loaded",
-                "  this caller would be refused: its time is over by then; the model would be brought all the same",
-            ],
-        ),
+        (explained("swap", move="load", too_late=True, eta_s=9.0), [LOAD, TOO_LATE]),
         (
             explained("swap", move="load", too_late=True, position=1, wait_max_s=0.0),
-            [
-                "qwen would be loaded",
-                "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)",
-                "  the model would be brought all the same",
-            ],
+            [LOAD, REFUSED_AT_ONCE, "  the model would be brought all the same"],
         ),
-        (
-            explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0),
-            [
-                "qwen would have to wait: it is ready and answers as many requests at once as it can",
-                "  this caller would be refused at once: it may not wait (server.wait_max_s, stream_wait_max_s)",
-            ],
-        ),
+        # Nothing is told of the place and time of a request that is refused at once.
+        (explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0), [BUSY, REFUSED_AT_ONCE, None]),
         (
             explained("wait", why="new_word", eta_s=9.0, wait_max_s=2.5),
-            [
-                "qwen would have to wait: new word",
-                "  its answer would begin in about 9.0s; after 2.5s it would be refused",
-            ],
+            [f"{WAIT}new word", f"  its answer would begin in about 9.0s{REFUSED_THEN}"],
         ),
         (
             explained("wait", why="new_word", eta_s=2.0, wait_max_s=2.5),
-            ["qwen would have to wait: new word", "  its answer would begin in about 2.0s"],
+            [f"{WAIT}new word", "  its answer would begin in about 2.0s"],
         ),
         (
             explained("refuse", why="load_failed", retry_after_s=5.0),
@@ -141,29 +113,19 @@ def test_the_question_carries_what_was_said(gateway: FakeGateway, cli: Cli) -> N
                 "  not beside: a and b",
             ],
         ),
-        (
-            explained("swap", move="load", evict=[evicted("a", "cold", "idle for 3m")], devices=on("gpu1")),
-            ["qwen would be loaded on gpu1 after a made room"],
-        ),
-        (explained("swap", move="wake", devices=on("gpu0", "gpu1", "host")), ["qwen would be woken on gpu0 and gpu1"]),
-        (explained("swap", move="load", devices=on("host")), ["qwen would be loaded on host"]),
+        (explained("swap", move="load", evict=[IDLE], devices=on("gpu1")), [f"{LOAD} on gpu1 after a made room"]),
+        (explained("swap", move="wake", devices=on("gpu0", "gpu1", "host")), [f"{WAKE} on gpu0 and gpu1"]),
+        (explained("swap", move="load", devices=on("host")), [f"{LOAD} on host"]),
         (
             explained("refuse", why="too_large", detail="qwen may use only gpu7. Name what is there."),
-            [
-                "qwen would be refused: it does not fit on the devices there are",
-                "  qwen may use only gpu7. Name what is there.",
-            ],
+            [TOO_LARGE, "  qwen may use only gpu7. Name what is there."],
         ),
-        (explained("refuse", why="too_large"), ["qwen would be refused: it does not fit on the devices there are"]),
+        (explained("refuse", why="too_large"), [TOO_LARGE]),
     ],
 )
-def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str]) -> None:
-    assert words(told)[: len(lines)] == lines
-
-
-def test_nothing_is_told_of_the_place_and_time_of_a_request_that_is_refused_at_once() -> None:
-    told = explained("wait", why="busy", position=1, eta_s=1.0, wait_max_s=0.0)
-    assert len(words(told)) == 2
+def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str | None]) -> None:
+    """Up to these lines; None says that there are no more."""
+    assert [*words(told), None][: len(lines)] == lines
 
 
 def test_every_candidate_of_a_task_is_told_with_its_reason() -> None:
