@@ -737,20 +737,23 @@ async def test_answered_connection_cannot_be_taken_over(dial: Dial) -> None:
 class Odd(FarAway):
     """A transport that cannot say how much it still has to write."""
 
+    connection: ClientConnection
+
     def get_write_buffer_size(self) -> int:
         raise RuntimeError("odd")
 
     def abort(self) -> None:
         self.close()
+        self.connection.connection_lost(None)
 
 
 async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(dial: Dial) -> None:
     server, client = await dial(keepalive_s=0.2)
-    odd, connection = Odd(), ClientConnection(server.edge)
-    connection.connection_made(odd)
+    odd = Odd()
+    odd.connection = ClientConnection(server.edge)
+    odd.connection.connection_made(odd)
     await client.ask(get())
     await until(lambda: odd.closed)
-    connection.connection_lost(None)
     assert await client.is_closed()
     assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)
 
