@@ -15,6 +15,7 @@ from pathlib import Path
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
+from greenroom.config.live import GatewayState
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
@@ -73,12 +74,11 @@ class App:
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         """`seen` is the first reading of the probe."""
-        self.config = config
+        self.state = GatewayState(config)
         self.path = path
         self._timeouts = timeouts
         self._reread = reread
         self.started_at = time.time()
-        self.is_draining, self.is_starting = False, True
         # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
@@ -90,7 +90,7 @@ class App:
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
         common = self._common = wire_common(
-            config,
+            self.state,
             self.state_dir,
             self.clock,
             self._is_named,
@@ -105,12 +105,12 @@ class App:
         leases = self._leases = wire_leases(common, memory, config)
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
-        self._remote = wire_remote(self.state_dir, lambda: self.config)
+        self._remote = wire_remote(self.state_dir, self.state)
         self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
-        moves = self._moves = wire_moves(common, memory, leases, lambda: self.config, self.spending)
+        moves = self._moves = wire_moves(common, memory, leases, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.post, self.clock)
-        rejections = wire_rejections(common, memory, moves, leases, lambda: self.is_draining)
+        rejections = wire_rejections(common, memory, moves, leases)
         self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
         self.operations = OperatorMoves(
             self.effects,
@@ -126,7 +126,7 @@ class App:
         self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
         self.history = History(lambda: sample(self))
         self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.view.learned, self.catalog)
-        self.governance = wire_governance(self.state_dir, lambda: self.config)
+        self.governance = wire_governance(self.state_dir, config)
         self.salts = CacheSalts()
         front = self._front = wire_front(common, memory, self.tickets, self)
         self.inference, self.door, self.keys = front.inference, front.door, front.keys
@@ -136,8 +136,8 @@ class App:
         self.limiter = front.limiter
         self.loads = wire_loads(common, front, self.operations, self)
         updating = Updating(self.library, self.versions, self.tickets, self._reloading, self._forget_removed)
-        self.updates = wire_updates(common, front, self.operations, self, updating)
-        self.state_follower = StateFollower(self.updates, lambda: self.config)
+        self.updates = wire_updates(common, front, self.operations, updating)
+        self.state_follower = StateFollower(self.updates, self.state)
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
@@ -145,7 +145,7 @@ class App:
         self.resolver = Resolver(
             self.catalog,
             self.library,
-            lambda: self.config,
+            self.state,
             lambda: self.loop.scheduler.view,
             self.post,
             self.clock,
@@ -194,7 +194,7 @@ class App:
         await app._front.accept()
         if app.sharing is not None:
             await app.sharing.open()
-        app.is_starting = False
+        app.state.is_starting = False
         _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
         return app
 
@@ -224,6 +224,18 @@ class App:
             await self._front.close()
             self._front.abort()
             raise
+
+    @property
+    def config(self) -> Config:
+        return self.state.config
+
+    @property
+    def is_starting(self) -> bool:
+        return self.state.is_starting
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state.is_draining
 
     @property
     def is_catching_up(self) -> bool:
@@ -329,7 +341,7 @@ class App:
 
     def _apply(self, config: Config, changes: Changes, draft: Draft, keys: Look) -> None:
         specs = tuple(map(self.updates.still_held, self.catalog.take(draft)))
-        self.config = config
+        self.state.config = config
         setup_logs(config.log.level.value, config.log.format.value)
         self._front.configure(config, keys)
         self._moves.roots.use(config)
@@ -372,7 +384,7 @@ class App:
         self._hurries = self.is_draining
         drain_s = 0.0 if self._hurries else self.config.server.drain_s
         _log.info("shutting down", drain_s=drain_s)
-        self.is_draining = True
+        self.state.is_draining = True
         self.hub.publish("shutdown", {"drain_s": drain_s})
         self.post(ShutdownAsked(self.clock(), drain_s))
         if self._shutdown is None:

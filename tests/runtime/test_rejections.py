@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, Need, Slot, SlotId, Tier
 from greenroom.errors import (
@@ -33,7 +35,14 @@ def rejections(
     no_device: str = "",
 ) -> Rejections:
     failures = {M: failed} if failed else {}
-    return Rejections(failures, lambda: is_draining, lambda _: slots, lambda _: why_whole, lambda _: no_device)
+    state = GatewayState(Config(), is_draining=is_draining)
+    return Rejections(
+        failures,
+        state,
+        lambda _: slots,
+        lambda _: why_whole,
+        lambda _: no_device,
+    )
 
 
 def error(code: RejectCode, *slots: Slot, **numbers: float) -> GreenroomError:

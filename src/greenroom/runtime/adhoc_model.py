@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from greenroom.base.names import inner_id, public_name
 from greenroom.config.kinds import id_problem
 from greenroom.config.limits import ttl_s_of
-from greenroom.config.schema import Config, Model, Vllm
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model, Vllm
 from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.core.events import ConfigChanged, Learned
 from greenroom.core.model import DeviceId, ModelId
@@ -180,7 +181,7 @@ class AdhocModels:
         self,
         catalog: Catalog,
         library: Library,
-        config: Callable[[], Config],
+        gateway: GatewayState,
         view: Callable[[], SchedulerView],
         post: Callable[[ConfigChanged], None],
         clock: Callable[[], float],
@@ -190,7 +191,7 @@ class AdhocModels:
         """`forgotten` is called when a model has left, so that what others keep of it can go too."""
         self._catalog = catalog
         self._library = library
-        self._config = config
+        self._gateway = gateway
         self._view = view
         self._post = post
         self._clock = clock
@@ -254,7 +255,7 @@ class AdhocModels:
             return entry
         # The last request that says it counts. The running process stays.
         model = entry.config.model_copy(update={"ttl_s": options.ttl_s})
-        spec = replace(entry.spec, ttl_s=ttl_s_of(model, self._config().stay_warm))
+        spec = replace(entry.spec, ttl_s=ttl_s_of(model, self._gateway.config.stay_warm))
         entry = replace(entry, config=model, spec=spec)
         self._catalog.add(entry)
         self._post(ConfigChanged(self._clock(), models=(spec,)))
@@ -264,7 +265,7 @@ class AdhocModels:
         key = (name, replace(options, ttl_s=None), is_completed)
         self._names.pop(key, None)
         self._names[key] = _Meant(model, home)
-        while len(self._names) > NAMES_PER_MODEL * self._config().library.adhoc_models_max:
+        while len(self._names) > NAMES_PER_MODEL * self._gateway.config.library.adhoc_models_max:
             del self._names[next(iter(self._names))]
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class AdhocModels:
             self.end([before])
         self._orders[order.home] = order
         self._told_of(order.home, order.model, order.name)
-        while len(self._orders) > self._config().library.adhoc_models_max:
+        while len(self._orders) > self._gateway.config.library.adhoc_models_max:
             self.end([next(iter(self._orders.values()))])
         return before
 
@@ -325,7 +326,7 @@ class AdhocModels:
 
     def _expect_room(self, coming: ModelId, tenant: str | None) -> None:
         """One model makes room for one more. Raises TooManyModels if those that could are all in use."""
-        most = self._config().library.adhoc_models_max
+        most = self._gateway.config.library.adhoc_models_max
         while len(self._known) >= most and coming not in self._known:
             leaving = self._least_missed(tenant)
             if leaving is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Final
 
+from greenroom.config.live import GatewayState
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
 from greenroom.core.model import LeaseId, ModelId, MoveKind
 from greenroom.core.view import SlotFacts
@@ -68,7 +69,7 @@ def phase_of(slots: Iterable[SlotFacts]) -> Phase:
 
 
 class Rejections:
-    """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
+    """`slots_of` tells where a model is now.
 
     `why_whole` says why only one of several GPUs is used for a model, and `no_device` that none of its devices is
     there, if so; `progress` which share of a model is loaded, where that is known; `lease_names` the names of
@@ -78,7 +79,7 @@ class Rejections:
     def __init__(
         self,
         failures: Mapping[ModelId, GreenroomError],
-        is_draining: Callable[[], bool],
+        gateway: GatewayState,
         slots_of: Callable[[ModelId], Iterable[SlotFacts]],
         why_whole: Callable[[ModelId], str],
         no_device: Callable[[ModelId], str],
@@ -86,7 +87,7 @@ class Rejections:
         lease_names: Callable[[], Mapping[LeaseId, str]] = dict,
     ) -> None:
         self._failures = failures
-        self._is_draining = is_draining
+        self._gateway = gateway
         self._slots_of = slots_of
         self._why_whole = why_whole
         self._no_device = no_device
@@ -123,7 +124,7 @@ class Rejections:
     def error_for_cut(self, reason: Reason) -> GreenroomError:
         if reason == BUDGET_OVER:
             return BudgetPassed("The time given for this answer is over and the model was still at it; give it more.")
-        if self._is_draining():
+        if self._gateway.is_draining:
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")
         model = dict(reason.facts).get("model", "")
         return Unloaded(f"{model} was unloaded while it answered ({reason.why}).", retry_after_s=1.0)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.base.names import public_name
-from greenroom.config.schema import Config, Model
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, Learned
 from greenroom.core.model import ModelId
 from greenroom.core.view import SchedulerView
@@ -87,7 +88,7 @@ class Resolver:
         self,
         catalog: Catalog,
         library: Library,
-        config: Callable[[], Config],
+        gateway: GatewayState,
         view: Callable[[], SchedulerView],
         post: Callable[[ConfigChanged], None],
         clock: Callable[[], float],
@@ -97,12 +98,12 @@ class Resolver:
         """`forgotten` is called when a model has left, so that what others keep of it can go too."""
         self.catalog = catalog
         self._library = library
-        self._config = config
+        self._gateway = gateway
         self._looks = asyncio.Semaphore(LOOKS_MAX)
         self._under_way: dict[tuple[str, ModelOptions, Asker], asyncio.Task[Entry]] = {}
-        self.adhoc = AdhocModels(catalog, library, config, view, post, clock, recall, forgotten)
+        self.adhoc = AdhocModels(catalog, library, gateway, view, post, clock, recall, forgotten)
         self.instances = TenantModels(catalog, view, post, clock, forgotten)
-        self.remote_names = RemoteNames(catalog, lambda: config().remotes, view, post, clock, forgotten)
+        self.remote_names = RemoteNames(catalog, gateway, view, post, clock, forgotten)
         # True if requests may name models that are not configured, and say how to run them.
         self.takes_options = bool(library.roots)
 
@@ -155,7 +156,7 @@ class Resolver:
         """Raises NoVersion for a configured model that has none yet."""
         if self.catalog.is_known(name):
             return
-        models = self._config().models.items()
+        models = self._gateway.config.models.items()
         if any(asker.sees(one) for one, model in models if name == one or name in model.aliases):
             raise NoVersion(
                 f"{name} has no version yet; GET /status?model={name} says why.", retry_after_s=RETRY_AFTER_S
@@ -198,8 +199,8 @@ class Resolver:
                 wanted,
                 dtype,
                 usable_mib=self.catalog.needs.usable_mib,
-                exclusive=self._config().library.exclusive,
-                vllm=self._config().vllm,
+                exclusive=self._gateway.config.library.exclusive,
+                vllm=self._gateway.config.vllm,
             )
             entry = None
             while entry is None:

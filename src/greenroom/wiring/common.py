@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.config import limits
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
@@ -49,6 +50,7 @@ class CommonParts:
     """Posts an event, and records it where recording is configured. Every event goes through it."""
     events_file: EventRecorder | None
     clock: Callable[[], float]
+    gateway: GatewayState
     state_dir: StateDir
     timeouts: Timeouts
 
@@ -58,12 +60,13 @@ class CommonParts:
 
 
 def wire_common(
-    config: Config,
+    gateway: GatewayState,
     state_dir: StateDir,
     clock: Callable[[], float],
     is_named_tenant: Callable[[str], bool],
     timeouts: Timeouts,
 ) -> CommonParts:
+    config = gateway.config
     server, catalog, slots, hub = config.server, Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
     with_aliases = server.metrics_aliases is not None
     metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, with_aliases=with_aliases)
@@ -85,6 +88,7 @@ def wire_common(
         post=loop.post if recorder is None else recorder.posting(loop.post),
         events_file=recorder,
         clock=clock,
+        gateway=gateway,
         state_dir=state_dir,
         timeouts=timeouts,
     )

@@ -7,10 +7,10 @@ a store that it shares with other gateways.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.engines.registry import spread_by
@@ -133,10 +133,10 @@ class RemoteParts:
             await self.spending.close()
 
 
-def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemoteParts:
+def wire_remote(state_dir: StateDir, gateway: GatewayState) -> RemoteParts:
     """Raises ConfigError if the client of the shared store is not installed."""
     spending, fallback = Spending(state_dir.path, replace_file), CloudFallback(state_dir.path, replace_file)
-    url = config().limits.store or config().leases.store
+    url = gateway.config.limits.store or gateway.config.leases.store
     if url is None:
         return RemoteParts(spending, fallback, None)
     try:
@@ -145,7 +145,7 @@ def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemotePart
     except ImportError as error:
         raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
     # By a name that stays over restarts: its sums of today are counted once.
-    shared = SharedRemote(url, state_dir.id, spending, fallback, lambda: bool(config().remotes))
+    shared = SharedRemote(url, state_dir.id, spending, fallback, gateway)
     return RemoteParts(spending, fallback, shared)
 
 
@@ -157,18 +157,12 @@ class MoveParts:
     roots: ModelRoots
 
 
-def wire_moves(
-    common: CommonParts,
-    memory: MemoryParts,
-    leases: LeaseParts,
-    config: Callable[[], Config],
-    spending: Spending,
-) -> MoveParts:
-    """`config` gives the configuration as it is now."""
-    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config()), config().ports
+def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, spending: Spending) -> MoveParts:
+    config = common.gateway.config
+    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config), config.ports
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
-    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config(), roots)
+    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config, roots)
     processes = ProcessMoves(
         common.catalog,
         common.slots,
@@ -183,7 +177,7 @@ def wire_moves(
         common.catalog,
         processes,
         hosted,
-        RemoteMoves(common.slots, lambda: config().remotes, spending),
+        RemoteMoves(common.slots, common.gateway, spending),
         memory.slot_memory,
         errors,
         common.observer,
@@ -234,12 +228,10 @@ def _hosted(
     return workers, hosted
 
 
-def wire_rejections(
-    common: CommonParts, memory: MemoryParts, moves: MoveParts, leases: LeaseParts, is_draining: Callable[[], bool]
-) -> Rejections:
+def wire_rejections(common: CommonParts, memory: MemoryParts, moves: MoveParts, leases: LeaseParts) -> Rejections:
     return Rejections(
         moves.mover.failures,
-        is_draining,
+        common.gateway,
         common.state.slots_of,
         lambda model: _why_whole(common, model),
         memory.no_device,

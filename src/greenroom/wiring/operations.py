@@ -41,7 +41,7 @@ def wire_loads(common: CommonParts, front: FrontParts, moves: OperatorMoves, gat
         gateway.resolver,
         front.downloads,
         moves,
-        lambda: gateway.config.library.download,
+        common.gateway,
         lambda: common.loop.scheduler.view,
         lambda model: gpu_mib(gateway, model),
         common.hosted_slots.progress_of,
@@ -65,11 +65,9 @@ class Updating:
     forgotten: Callable[[], None]
 
 
-def wire_updates(
-    common: CommonParts, front: FrontParts, moves: OperatorMoves, gateway: Gateway, updating: Updating
-) -> Updates:
+def wire_updates(common: CommonParts, front: FrontParts, moves: OperatorMoves, updating: Updating) -> Updates:
     services = UpdateServices(
-        config=lambda: gateway.config,
+        gateway=common.gateway,
         catalog=common.catalog,
         store=updating.store,
         weights=VersionWeights(updating.library, front.downloads),
@@ -81,7 +79,6 @@ def wire_updates(
         clock=common.clock,
         learned=common.loop.scheduler.view.learned,
         unchanging=updating.unchanging,
-        is_draining=lambda: gateway.is_draining,
         forgotten=updating.forgotten,
         view=lambda: common.loop.scheduler.view,
         until=common.loop.until,
@@ -89,12 +86,12 @@ def wire_updates(
     return Updates(front.operations, services)
 
 
-def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> GovernanceGate:
+def wire_governance(state_dir: StateDir, config: Config) -> GovernanceGate:
     folder = state_dir.path / GOVERNANCE_FOLDER
-    section = config().governance
+    section = config.governance
 
     def nonces() -> Nonces:
-        store = section.store or config().leases.store
+        store = section.store or config.leases.store
         if store is None:
             path, is_first = folder / "nonces", state_dir.is_new
             return NonceJournal(path, section.clock_skew_s, run_detached, is_first=is_first)

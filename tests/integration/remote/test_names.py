@@ -82,7 +82,7 @@ async def test_only_so_many_names_are_remembered(there: Provider, tmp_path: Path
     async with gateway(tmp_path, {"local": fake("local")}, remotes={"acme": there.remote()}) as app:
         view = app.loop.scheduler.view
         app.resolver.remote_names = RemoteNames(
-            app.catalog, lambda: app.config.remotes, lambda: view, app.post, app.clock, lambda: None, names_max=2
+            app.catalog, app.state, lambda: view, app.post, app.clock, lambda: None, names_max=2
         )
         for name in ("a", "b", "c"):
             assert (await chat(app, f"acme:{name}")).status == 200

@@ -19,6 +19,7 @@ from urllib.parse import unquote_to_bytes
 
 from greenroom.config import loader
 from greenroom.config.diff import Changes
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, LeaseAsked
@@ -273,10 +274,11 @@ class FakeGateway:
         self.sharing: FakeStore | None = None
         self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
         self.library = Library(Roots(()), None, run_detached, replace_file)
+        state = GatewayState(self.config)
         self.resolver = Resolver(
             self.catalog,
             self.library,
-            lambda: self.config,
+            state,
             lambda: self.loop.scheduler.view,
             lambda event: None,
             self.clock,
@@ -292,7 +294,7 @@ class FakeGateway:
                 self.resolver,
                 cast(Downloads, None),
                 self.operations,
-                lambda: False,
+                state,
                 lambda: self.loop.scheduler.view,
                 lambda model: gpu_mib(cast(Gateway, self), model),
                 lambda model: None,

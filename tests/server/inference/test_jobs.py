@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config
+from greenroom.core.scheduler import DefaultScheduler
+from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.operations.files import Operation, OperationKind
 from greenroom.server.inference.jobs.jobs import Jobs
 from tests.waiting import PATIENCE_S
@@ -25,6 +28,13 @@ class EmptyTable:
     async def tidy(self) -> None:
         self.tidied += 1
         await asyncio.sleep(0)
+
+
+def jobs_of(table: EmptyTable, **said: Any) -> Jobs:
+    """Jobs that nobody runs."""
+    nothing: Any = None
+    loop = SchedulerLoop(DefaultScheduler(nothing))
+    return Jobs(cast(Any, table), nothing, nothing, nothing, GatewayState(Config()), loop, nothing, **said)
 
 
 class FixedTable(EmptyTable):
@@ -46,8 +56,7 @@ def test_a_job_keeps_its_place_when_the_clock_is_set_back() -> None:
         return Operation(id, OperationKind.JOB, "t", "k", "m", "/r", priority, False, created)
 
     rows = [queued("before", 1, 9_000.0), queued("urgent", 0, 8_999.0), queued("after", 1, 5_000.0)]
-    services = SimpleNamespace(learned=dict, clock=lambda: 0.0, inference=None)
-    jobs = Jobs(cast(Any, FixedTable(*rows)), cast(Any, services))
+    jobs = jobs_of(FixedTable(*rows))
     assert {row.id: facts.position for row, facts in jobs.facts(rows)} == {"urgent": 1, "before": 2, "after": 3}
 
 
@@ -55,10 +64,7 @@ def test_a_job_keeps_its_place_when_the_clock_is_set_back() -> None:
 async def test_nothing_begins_anew_while_or_after_jobs_close(turns: int) -> None:
     """Whatever it was about to do in the turn of the loop in which it is closed."""
     table = EmptyTable()
-    services = SimpleNamespace(
-        inference=None, is_draining=lambda: False, queue_depth_max=lambda: 10, clock=asyncio.get_running_loop().time
-    )
-    jobs = Jobs(cast(Any, table), cast(Any, services), tidy_every_s=0.0)
+    jobs = jobs_of(table, tidy_every_s=0.0)
     jobs.start()
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config
 from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.request import Head
@@ -65,7 +67,7 @@ async def test_a_caller_that_leaves_while_a_disk_hangs_lets_no_other_answer_into
     store = CountingStore(held, lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
     store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, lambda: None))
+    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
 
     def asked() -> asyncio.Task[object]:
         one = answers.for_request(HEAD, "ann", "m")
@@ -91,7 +93,7 @@ async def test_answers_are_made_one_at_a_time(tmp_path: Path) -> None:
     store = SlowStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
     store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, lambda: None))
+    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
 
     async def made() -> bytes:
         one = answers.for_request(HEAD, "ann", "m")

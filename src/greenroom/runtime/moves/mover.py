@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import greenroom
+from greenroom.config.live import GatewayState
 from greenroom.config.problems import is_empty_folder
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Remote
@@ -200,12 +201,10 @@ class Mover:
 
 
 class RemoteMoves:
-    """`remotes` are the providers as they are configured now."""
-
-    def __init__(self, slots: LiveSlots, remotes: Callable[[], Mapping[str, Remote]], spending: Spending) -> None:
+    def __init__(self, slots: LiveSlots, gateway: GatewayState, spending: Spending) -> None:
         self._slots = slots
         self._spending = spending
-        self._remotes = remotes
+        self._gateway = gateway
 
     def has(self, slot: SlotId) -> bool:
         live = self._slots.live.get(slot)
@@ -214,7 +213,7 @@ class RemoteMoves:
     async def load(self, move: Move, entry: Entry) -> None:
         """Make the slot of a remote model. Raises LoadFailed if its key or its certificates cannot be read."""
         name = entry.config.remote or ""
-        remote = self._remotes().get(name)
+        remote = self._gateway.config.remotes.get(name)
         if remote is None:
             raise LoadFailed(f"{entry.id} could not be made ready: there is no {name} in remotes.")
         try:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from greenroom.base.names import public_name
+from greenroom.config.live import GatewayState
 from greenroom.core.model import ModelId, MoveKind, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import (
@@ -93,7 +94,7 @@ class LoadServices:
     resolver: Resolver
     downloads: Downloads
     moves: MoveOrders
-    may_download: Callable[[], bool]
+    gateway: GatewayState
     view: Callable[[], SchedulerView]
     gpu_mib: Callable[[ModelId], int]
     hosted: Callable[[ModelId], float | None]
@@ -214,7 +215,7 @@ class Loads:
         try:
             return await services.resolver.named(name, options, asker), None
         except ModelNotFound as missing:
-            if not services.may_download() or not asker.sees(name):
+            if not services.gateway.config.library.download or not asker.sees(name):
                 raise ModelNotFound(
                     f"{missing.message} It is not on disk; POST /v1/models/download fetches it, and library.download: "
                     "true lets a load do so.",

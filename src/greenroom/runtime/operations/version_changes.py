@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from greenroom.config.schema import Config, Model
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, Event, Learned, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, MoveKind
 from greenroom.core.view import SchedulerView
@@ -35,7 +36,7 @@ from greenroom.runtime.workers.hosted_slots import HostedSlots
 class UpdateServices:
     """`unchanging` is held while the configuration must stay as it is; `forgotten` is called when a model has left."""
 
-    config: Callable[[], Config]
+    gateway: GatewayState
     catalog: Catalog
     store: VersionStore
     weights: VersionWeights
@@ -47,7 +48,6 @@ class UpdateServices:
     clock: Callable[[], float]
     learned: Callable[[], Mapping[ModelId, Learned]]
     unchanging: asyncio.Lock
-    is_draining: Callable[[], bool]
     forgotten: Callable[[], None]
     view: Callable[[], SchedulerView]
     until: Callable[[Callable[[], bool]], Awaitable[None]]
@@ -189,7 +189,7 @@ class VersionChanges:
         assert model.versions is not None
         async with services.unchanging:
             now = services.catalog.find(coming.id)
-            if services.config().models.get(name) != model or now is None or now.spec.version_of is None:
+            if services.gateway.config.models.get(name) != model or now is None or now.spec.version_of is None:
                 raise BadRequest(
                     f"The configuration of {name} was changed during its update. Ask again.", param="model"
                 )

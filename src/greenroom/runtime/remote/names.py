@@ -6,11 +6,12 @@ scheduler. They take no memory, so they cost nothing but their names; those that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.config.kinds import id_problem
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Model, Remote
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId
@@ -44,16 +45,15 @@ class RemoteNames:
     def __init__(
         self,
         catalog: Catalog,
-        remotes: Callable[[], Mapping[str, Remote]],
+        gateway: GatewayState,
         view: Callable[[], SchedulerView],
         post: Callable[[ConfigChanged], None],
         clock: Callable[[], float],
         forgotten: Callable[[], None],
         names_max: int = NAMES_MAX,
     ) -> None:
-        """`remotes` are the providers as they are configured now."""
         self._catalog = catalog
-        self._remotes = remotes
+        self._gateway = gateway
         self._view = view
         self._post = post
         self._clock = clock
@@ -68,7 +68,7 @@ class RemoteNames:
         Raises NotAllowed, BadRequest for what cannot be a name, and TooManyModels.
         """
         prefix, colon, rest = name.partition(":")
-        remote = self._remotes().get(prefix) if colon else None
+        remote = self._gateway.config.remotes.get(prefix) if colon else None
         if remote is None or not asker.sees(name):
             return None
         if not asker.may_ask_remote:
@@ -89,7 +89,7 @@ class RemoteNames:
 
     def reloaded(self) -> None:
         """Forget models of providers that were removed or changed, and those that a configuration has taken over."""
-        remotes = self._remotes()
+        remotes = self._gateway.config.remotes
         for model, known in list(self._known.items()):
             entry = self._catalog.find(model)
             if entry is None or not entry.is_adhoc:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 from redis import asyncio as aioredis
@@ -19,6 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from greenroom.config.live import GatewayState
 from greenroom.errors import store_fault
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import SharedSpending, Spending
@@ -59,15 +59,15 @@ class SharedRemote:
         gateway: str,
         spending: Spending,
         fallback: CloudFallback,
-        is_used: Callable[[], bool] = lambda: True,
+        state: GatewayState,
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """`is_used`: there are remote models. The store is not asked while there are none."""
+        """The store is not asked while there are no remote models."""
         self._gateway = gateway
         self._spending = spending
         self._fallback = fallback
-        self._is_used = is_used
+        self._state = state
         self._every_s = every_s
         self._client = aioredis.Redis.from_url(
             url,
@@ -89,7 +89,7 @@ class SharedRemote:
 
     async def open(self) -> None:
         """Ask the store once, and go on asking."""
-        if self._is_used():
+        if self._state.config.remotes:
             await self._talk()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shared remote models")
 
@@ -99,7 +99,7 @@ class SharedRemote:
         if self._task is not None:
             # Not cancelled: the client may take a cancel for the end of a call, and go on.
             await asyncio.wait((self._task,), timeout=3 * ANSWER_MAX_S)
-            if self._is_used() and not self._spending.is_store_away:
+            if self._state.config.remotes and not self._spending.is_store_away:
                 # What the last answers have cost.
                 await self._talk()
             with contextlib.suppress(RedisError, OSError):
@@ -129,7 +129,7 @@ class SharedRemote:
             # Those that ask from here on wait for the next call: this one may not have what they tell.
             waiting, self._waiting = self._waiting, []
             try:
-                is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+                is_heard = bool(self._state.config.remotes or waiting) and await self._talk()
             except Exception as error:
                 _log.bug("talking to the store of what remote models cost failed", error)
                 self._spending.is_store_away, is_heard = True, False
