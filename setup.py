@@ -29,6 +29,7 @@ HOT = (
     "runtime/catalogue.py",
     "runtime/loop.py",
     "runtime/resolver.py",
+    "runtime/scheduler_loop.py",
     "runtime/slots.py",
     "server/front.py",
     "server/inference/ask.py",

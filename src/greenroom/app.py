@@ -30,13 +30,16 @@ from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.engine_figures import EngineFigures
+from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
+from greenroom.runtime.operations.loads import Loads
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
+from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.reports.history import sample
@@ -50,8 +53,8 @@ from greenroom.tenancy.governance.gate import Rules
 from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
-from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
-from greenroom.wiring.operations import Updating, wire_governance, wire_loads, wire_updates
+from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote
+from greenroom.wiring.operations import Updating, wire_governance, wire_updates
 from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -99,7 +102,7 @@ class App:
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects
-        self.loop, self.post = common.loop, common.post
+        self.loop, self.post = common.loop, common.loop.post
         memory = self._memory = wire_memory(common, config, probe, seen)
         self.memory_watch = memory.watch
         leases = self._leases = wire_leases(common, memory, config)
@@ -109,23 +112,21 @@ class App:
         self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
         moves = self._moves = wire_moves(common, memory, leases, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
-        self.tickets = Tickets(self.post, self.clock)
-        rejections = wire_rejections(common, memory, moves, leases)
-        self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
-        self.operations = OperatorMoves(
-            self.effects,
-            self.mover,
-            self.post,
-            self.clock,
-            self.catalog.engine_of,
-            common.state.green_room_shortfall,
-            memory.no_device,
-            self._is_kept,
+        self.tickets = Tickets(self.loop)
+        rejections = Rejections(
+            self.mover.failures,
+            self.state,
+            self.loop,
+            self.catalog,
+            memory.slot_memory,
+            self.hosted_slots,
+            self.leasing,
         )
+        self.effects.connect(self.loop, self.mover, self.tickets.open, rejections, leases.room)
+        self.operations = OperatorMoves(self.effects, self.mover, self.loop, self.catalog, memory.slot_memory)
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
         self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
         self.history = History(lambda: sample(self))
-        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.view.learned, self.catalog)
         self.governance = wire_governance(self.state_dir, config)
         self.salts = CacheSalts()
         front = self._front = wire_front(common, memory, self.tickets, self)
@@ -134,24 +135,26 @@ class App:
         self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
         self.downloads, self.usage, self.requestors = front.downloads, front.usage, front.requestors
         self.limiter = front.limiter
-        self.loads = wire_loads(common, front, self.operations, self)
-        updating = Updating(self.library, self.versions, self.tickets, self._reloading, self._forget_removed)
+        self.loads = Loads(
+            front.operations,
+            self.resolver,
+            self.downloads,
+            self.operations,
+            self.state,
+            self.loop,
+            self.slots,
+            self.hosted_slots,
+        )
+        updating = Updating(self.library, self.versions, self.tickets, self._reloading, self.models)
         self.updates = wire_updates(common, front, self.operations, updating)
         self.state_follower = StateFollower(self.updates, self.state)
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
         self.library = Library(Roots(config.roots), self.state_dir.path, run_detached, replace_file, on_gpu=on_gpu)
-        self.resolver = Resolver(
-            self.catalog,
-            self.library,
-            self.state,
-            lambda: self.loop.scheduler.view,
-            self.post,
-            self.clock,
-            lambda models: self.learned.recall(models),
-            forgotten=self._forget_removed,
-        )
+        self.learned = LearnedTimes(self.state_dir.path, self.loop, self.catalog)
+        self.models = KnownModels(self.catalog, self.loop, self.slots, self.mover.failures)
+        self.resolver = Resolver(self.catalog, self.library, self.state, self.models, self.learned)
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
         self.versions = VersionStore(self.state_dir.path, replace_file)
@@ -311,12 +314,6 @@ class App:
         if rules is not None and (problem := self.governance.audit_problem):
             _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
 
-    def _is_kept(self, model: ModelId) -> bool:
-        """True for a pinned model that is in memory. Remote ones, which are always there, take none."""
-        entry = self.catalog.find(model)
-        is_pinned = entry is not None and entry.spec.pinned and not entry.spec.is_remote
-        return is_pinned and bool(self.loop.scheduler.view.slots_of(model))
-
     def must_fetch(self, model: str) -> bool:
         """True if a load of this model would begin with a download."""
         is_here = self.catalog.is_known(model) or self.library.find(model) is not None
@@ -363,17 +360,10 @@ class App:
         self.resolver.reloaded()
         self.updates.start()
         self.state_follower.reloaded()
-        self._forget_removed()
+        self.models.forget_removed()
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
         self.hub.publish("reload", told)
-
-    def _forget_removed(self) -> None:
-        """Drop the logs and errors of models that are no longer there."""
-        known = frozenset(entry.id for entry in self.catalog)
-        self.slots.forget_logs(known)
-        for model in [model for model in self.mover.failures if model not in known]:
-            del self.mover.failures[model]
 
     # --- shutdown -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,9 +16,7 @@ from typing import Final, Protocol
 from greenroom.base.names import public_name
 from greenroom.config.live import GatewayState
 from greenroom.config.schema import Model
-from greenroom.core.events import ConfigChanged, Learned
 from greenroom.core.model import ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown
 from greenroom.library.library import Library
 from greenroom.library.quantization import choose
@@ -34,6 +32,8 @@ from greenroom.runtime.adhoc_model import (
 )
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.names import RemoteNames
 from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger
@@ -89,21 +89,17 @@ class Resolver:
         catalog: Catalog,
         library: Library,
         gateway: GatewayState,
-        view: Callable[[], SchedulerView],
-        post: Callable[[ConfigChanged], None],
-        clock: Callable[[], float],
-        recall: Callable[[Iterable[ModelId]], Mapping[ModelId, Learned]] = lambda _: {},
-        forgotten: Callable[[], None] = lambda: None,
+        models: KnownModels,
+        learned: LearnedTimes,
     ) -> None:
-        """`forgotten` is called when a model has left, so that what others keep of it can go too."""
         self.catalog = catalog
         self._library = library
         self._gateway = gateway
         self._looks = asyncio.Semaphore(LOOKS_MAX)
         self._under_way: dict[tuple[str, ModelOptions, Asker], asyncio.Task[Entry]] = {}
-        self.adhoc = AdhocModels(catalog, library, gateway, view, post, clock, recall, forgotten)
-        self.instances = TenantModels(catalog, view, post, clock, forgotten)
-        self.remote_names = RemoteNames(catalog, gateway, view, post, clock, forgotten)
+        self.adhoc = AdhocModels(catalog, library, gateway, models, learned)
+        self.instances = TenantModels(catalog, models)
+        self.remote_names = RemoteNames(catalog, gateway, models)
         # True if requests may name models that are not configured, and say how to run them.
         self.takes_options = bool(library.roots)
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from greenroom.config import limits
 from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
-from greenroom.core.events import Event
-from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
+from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
+from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.book import NeedBook
-from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, none_there, set_aside, without
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
@@ -28,6 +27,7 @@ from greenroom.runtime.memory.watch import Growth, MemoryWatch
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.record.recording import EventRecorder
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
@@ -46,8 +46,6 @@ class CommonParts:
     observer: Observer
     effects: AsyncEffects
     loop: SchedulerLoop
-    post: Callable[[Event], None]
-    """Posts an event, and records it where recording is configured. Every event goes through it."""
     events_file: EventRecorder | None
     clock: Callable[[], float]
     gateway: GatewayState
@@ -74,7 +72,7 @@ def wire_common(
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
-    loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects))
+    loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects), clock, recorder)
     return CommonParts(
         catalog=catalog,
         slots=slots,
@@ -85,7 +83,6 @@ def wire_common(
         observer=observer,
         effects=effects,
         loop=loop,
-        post=loop.post if recorder is None else recorder.posting(loop.post),
         events_file=recorder,
         clock=clock,
         gateway=gateway,
@@ -110,15 +107,10 @@ class MemoryParts:
         self.watch.set_aside_mib = kept
         return without(known, kept)
 
-    def no_device(self, model: ModelId) -> str:
-        """That this model may use only devices that are not there, and what to do; empty if that is not so."""
-        entry, there = self.common.catalog.find(model), self.common.state.ledger.devices
-        return "" if entry is None else none_there(entry, there, self.watch.last.reading.gpus)
-
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the first reading of the probe."""
-    catalog, post, clock, times = common.catalog, common.post, common.clock, common.timeouts.memory
+    catalog, post, clock, times = common.catalog, common.loop.post, common.clock, common.timeouts.memory
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected
     run = common.state_dir.identity("")

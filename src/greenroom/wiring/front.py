@@ -19,11 +19,10 @@ from greenroom.routing.tasks import Tasks
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
-from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations.downloads import Downloads
-from greenroom.runtime.operations.files import Operation, OperationFiles
+from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
-from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationTable
+from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationEvents, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.server.admin.gateway import Gateway
@@ -166,11 +165,11 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
     table = _operations(common)
     keys = KeyRing(run_detached, lambda: _use_changed_keys(front, common))
-    jobs = Jobs(table, inference, edge, keys, common.gateway, common.loop, JobEvents(common.hub))
+    jobs = Jobs(table, inference, edge, keys, common.gateway, common.loop)
     door.jobs = AsyncRequests(jobs, edge.bodies, inference.ids.next, inference.refused)
     pictures = _pictures(common)
     reader.picture_urls = PictureAnswers(PictureServices(pictures, edge.bodies, common.gateway))
-    downloads = Downloads(table, gateway.library, common.gateway, JobEvents(common.hub))
+    downloads = Downloads(table, gateway.library, common.gateway)
     front = FrontParts(
         activity_file,
         prefetch,
@@ -244,30 +243,12 @@ def _limits(common: CommonParts) -> tuple[Limiter, SharedLimits | None]:
 MIB = 1024 * 1024
 
 
-class JobEvents:
-    """Events of operations: each new status, and while one runs how far it is."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    @property
-    def listeners(self) -> int:
-        return self._hub.listeners
-
-    def publish(self, row: Operation, progress: float | None = None) -> None:
-        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
-        error = None if row.error is None else row.error.code
-        # `load` and `unload` are the events of the moves themselves.
-        what = "operation" if row.kind.is_move else row.kind.value
-        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
-
-
 def _operations(common: CommonParts) -> OperationTable:
     def limits() -> JobLimits:
         jobs = common.gateway.config.jobs
         return JobLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
 
-    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, JobEvents(common.hub).publish)
+    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, OperationEvents(common.hub))
 
 
 def _pictures(common: CommonParts) -> PictureStore:

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
-from greenroom.core.model import DeviceKind, ModelId
-from greenroom.engines.registry import spread_by
 from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.leases.entry import LeasableMemory, lease_names
+from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
@@ -33,7 +30,6 @@ from greenroom.runtime.moves.mover import Mover, RemoteMoves
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
 from greenroom.runtime.record.line_file import replace_file
-from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.workers.pool import WorkerPool
@@ -226,44 +222,3 @@ def _hosted(
         common.clock,
     )
     return workers, hosted
-
-
-def wire_rejections(common: CommonParts, memory: MemoryParts, moves: MoveParts, leases: LeaseParts) -> Rejections:
-    return Rejections(
-        moves.mover.failures,
-        common.gateway,
-        common.state.slots_of,
-        lambda model: _why_whole(common, model),
-        memory.no_device,
-        common.hosted_slots.progress_of,
-        lambda: lease_names(leases.leasing.known(), common.state.ledger.others),
-    )
-
-
-def _largest_part(entry: Entry) -> str:
-    parts = entry.facts.parts
-    if not parts:
-        return ""
-    name = max(parts, key=lambda one: parts[one])
-    each_mib = entry.spec.rest_mib(entry.spec.need)
-    return (
-        f" Its components stay whole, each on one GPU: the largest, {name}, has {parts[name]:,} MiB, and every GPU also"
-        f" needs {each_mib:,} MiB to compute. A smaller dtype needs less."
-    )
-
-
-def _why_whole(common: CommonParts, model: ModelId) -> str:
-    """What to say where there are several GPUs and this model, or a part of it, can use only one; empty otherwise."""
-    state, entry = common.state, common.catalog.find(model)
-    gpus = [device.capacity_mib for device in state.ledger.devices.values() if device.kind is DeviceKind.GPU]
-    if len(gpus) < 2 or entry is None:
-        return ""
-    if entry.spec.can_split:
-        return _largest_part(entry)
-    if entry.config.device_map == "one" and entry.config.engine == "diffusers":
-        return " With device_map: balanced its components may be spread over several GPUs."
-    other = spread_by(entry.config)
-    can = "" if other is None else f"; {other} can, and is taken where `greenroom engines` finds it"
-    return (
-        f" Its engine cannot be spread over several GPUs, which have {', '.join(f'{mib:,}' for mib in gpus)} MiB{can}."
-    )

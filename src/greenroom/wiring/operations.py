@@ -1,4 +1,4 @@
-"""Operations: loads that an operator orders, updates of models under version control, and what signs them.
+"""Operations: updates of models under version control, and what signs them.
 
 Owns how these are made and joined, where used tokens and the audit log are kept, and by which names a rule finds a
 model. Nothing of governance is opened or imported while the configuration needs no tokens.
@@ -7,7 +7,6 @@ model. Nothing of governance is opened or imported while the configuration needs
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,15 +17,13 @@ from greenroom.library.library import Library
 from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.operations.loads import Loads, LoadServices
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.updates import Updates
 from greenroom.runtime.operations.version_changes import UpdateServices
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import VersionWeights
-from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.governance.nonces import NonceJournal, Nonces
@@ -36,33 +33,15 @@ from greenroom.wiring.front import FrontParts
 GOVERNANCE_FOLDER: Final = "governance"
 
 
-def wire_loads(common: CommonParts, front: FrontParts, moves: OperatorMoves, gateway: Gateway) -> Loads:
-    services = LoadServices(
-        gateway.resolver,
-        front.downloads,
-        moves,
-        common.gateway,
-        lambda: common.loop.scheduler.view,
-        lambda model: gpu_mib(gateway, model),
-        common.hosted_slots.progress_of,
-        common.slots.starting.get,
-        common.clock,
-    )
-    return Loads(front.operations, services)
-
-
 @dataclass(frozen=True, slots=True)
 class Updating:
-    """What only updates need. `unchanging` is held while the configuration must not change.
-
-    `forgotten` is called when a version has left, so that what others keep of it can go too.
-    """
+    """What only updates need. `unchanging` is held while the configuration must not change."""
 
     library: Library
     store: VersionStore
     tickets: Tickets
     unchanging: asyncio.Lock
-    forgotten: Callable[[], None]
+    models: KnownModels
 
 
 def wire_updates(common: CommonParts, front: FrontParts, moves: OperatorMoves, updating: Updating) -> Updates:
@@ -72,16 +51,12 @@ def wire_updates(common: CommonParts, front: FrontParts, moves: OperatorMoves, u
         store=updating.store,
         weights=VersionWeights(updating.library, front.downloads),
         moves=moves,
-        warm_up=WarmUp(updating.tickets, common.clock),
+        warm_up=WarmUp(updating.tickets, common.loop),
         slots=common.slots,
         hosted_slots=common.hosted_slots,
-        post=common.post,
-        clock=common.clock,
-        learned=common.loop.scheduler.view.learned,
+        loop=common.loop,
+        models=updating.models,
         unchanging=updating.unchanging,
-        forgotten=updating.forgotten,
-        view=lambda: common.loop.scheduler.view,
-        until=common.loop.until,
     )
     return Updates(front.operations, services)
 

@@ -31,7 +31,7 @@ from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
-from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.waiting import until
 
 # Generous: a loaded machine with two cores.
@@ -52,7 +52,7 @@ class Rig:
         self.ahead_s = 0.0
         loop = asyncio.get_running_loop()
         self.clock = lambda: loop.time() + self.ahead_s
-        self.loop = SchedulerLoop(DefaultScheduler(self))
+        self.loop = SchedulerLoop(DefaultScheduler(self), self.clock)
         self.state = self.loop.scheduler.state
         self.granted: list[str] = []
         self.told: list[str] = []

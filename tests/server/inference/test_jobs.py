@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, cast
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.scheduler import DefaultScheduler
-from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.operations.files import Operation, OperationKind
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.server.inference.jobs.jobs import Jobs
 from tests.waiting import PATIENCE_S
 
@@ -33,8 +34,8 @@ class EmptyTable:
 def jobs_of(table: EmptyTable, **said: Any) -> Jobs:
     """Jobs that nobody runs."""
     nothing: Any = None
-    loop = SchedulerLoop(DefaultScheduler(nothing))
-    return Jobs(cast(Any, table), nothing, nothing, nothing, GatewayState(Config()), loop, nothing, **said)
+    loop = SchedulerLoop(DefaultScheduler(nothing), time.monotonic)
+    return Jobs(cast(Any, table), nothing, nothing, nothing, GatewayState(Config()), loop, **said)
 
 
 class FixedTable(EmptyTable):

@@ -46,9 +46,9 @@ from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import StoreDown
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.moves.admission import Grants, NoGrant
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.sim.shared.gpus import Gpus
 
 LOOK_EVERY_S = 1.0
@@ -91,7 +91,7 @@ class Gateway:
         self.clock: Callable[[], float] = self._loop.time
         scheduler = DefaultScheduler(self)
         self.state = scheduler.state
-        self._events = SchedulerLoop(scheduler)
+        self._events = SchedulerLoop(scheduler, self.clock)
         self.post: Callable[[Event], None] = self._events.post
         self.sharing = Sharing(
             Membership(world.new_store(lambda: self.is_dead or self.is_cut_off), name, world.ttl_s, holder=None),

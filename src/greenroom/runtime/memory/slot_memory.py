@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.core.events import ConfigChanged, Event
-from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, Move, Need, SlotId
+from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, ModelId, Move, Need, SlotId
 from greenroom.core.view import HoldingFacts, SchedulerView, SlotFacts
 from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
+from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB, none_there
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Owner, Reading, away
 from greenroom.runtime.memory.watch import MemoryWatch
@@ -78,6 +78,11 @@ class SlotMemory:
         total = tuple(self._state.ledger.devices[gpu].capacity_mib for gpu in gpus)
         used = {gpu.uuid: gpu.used_mib for gpu in self._watch.last.reading.gpus}
         return total, tuple(max(0, mib - used.get(gpu, 0)) for gpu, mib in zip(gpus, total, strict=True))
+
+    def no_device(self, model: ModelId) -> str:
+        """That this model may use only devices that are not there, and what to do; empty if that is not so."""
+        entry, there = self._catalog.find(model), self._state.ledger.devices
+        return "" if entry is None else none_there(entry, there, self._watch.last.reading.gpus)
 
     async def lacks(self, claim: Claim) -> Claim:
         """MiB of this claim that are not really free on GPUs, after waiting for them up to `room_s`."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -83,15 +83,6 @@ class DownloadFacts(msgspec.Struct, frozen=True):
     @property
     def eta_s(self) -> float | None:
         return None if not self.rate or self.total_bytes is None else (self.total_bytes - self.bytes) / self.rate
-
-
-class DownloadEvents(Protocol):
-    """Tells dashboards and the like how far downloads are."""
-
-    @property
-    def listeners(self) -> int: ...
-
-    def publish(self, row: Operation, progress: float | None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -168,11 +159,10 @@ class LiveDownload:
 
 
 class Downloads:
-    def __init__(self, table: OperationTable, library: Library, gateway: GatewayState, events: DownloadEvents) -> None:
+    def __init__(self, table: OperationTable, library: Library, gateway: GatewayState) -> None:
         self._table = table
         self._library = library
         self._gateway = gateway
-        self._events = events
         self._live: dict[str, LiveDownload] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -369,9 +359,9 @@ class Downloads:
 
     def _tell(self, live: LiveDownload) -> None:
         now, row = time.monotonic(), self._table.get(live.id)
-        if row is not None and self._events.listeners and now - live.told_at >= TELL_EVERY_S:
+        if row is not None and self._table.events.listeners and now - live.told_at >= TELL_EVERY_S:
             live.told_at = now
-            self._events.publish(row, live.facts().progress)
+            self._table.events.publish(row, live.facts().progress)
 
     async def _finish(self, live: LiveDownload, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -291,7 +292,7 @@ class Updates:
 
     async def _run(self, row: Operation, running: _Running, order: UpdateOrder) -> Version | GreenroomError:
         """What came of it, which is also in its row."""
-        model, began = row.model, self._services.clock()
+        model, began = row.model, self._services.loop.clock()
         try:
             with contextlib.suppress(OperationStoreFull):
                 await self._table.start(row.id)
@@ -304,7 +305,7 @@ class Updates:
             failure = GatewayBug(repr(bug))
             await self._failed(row, running, failure)
             return failure
-        took_s = self._services.clock() - began
+        took_s = self._services.loop.clock() - began
         facts = msgspec.structs.replace(
             running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
         )
@@ -367,7 +368,7 @@ class Updates:
 
     def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
         known = self.of(name)
-        number, since = max(known.last_number + 1, order.number or 0), round(self._services.wall(), 3)
+        number, since = max(known.last_number + 1, order.number or 0), round(time.time(), 3)
         earlier = (one for one in (known.current, *known.kept) if one is not None)
         is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)

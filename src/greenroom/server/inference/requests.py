@@ -18,9 +18,10 @@ from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange, RequestIds
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.loop import SchedulerLoop, Tickets
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.remote.spending import settle
 from greenroom.runtime.resolver import Resolver, Unresolved
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, client_named
 from greenroom.server.inference.ask_reader import AskReader

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from greenroom.config.live import GatewayState
 from greenroom.core.events import Learned
@@ -32,7 +32,6 @@ from greenroom.http.body import Body
 from greenroom.http.edge import Edge
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
-from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.operations.files import (
     Operation,
     OperationError,
@@ -42,6 +41,7 @@ from greenroom.runtime.operations.files import (
     disk_failed,
 )
 from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
@@ -78,15 +78,6 @@ class JobFacts:
     progress: float | None = None
     eta_s: float | None = None
     request_id: str | None = None
-
-
-class ProgressEvents(Protocol):
-    """Tells dashboards and the like how far jobs are."""
-
-    @property
-    def listeners(self) -> int: ...
-
-    def publish(self, row: Operation, progress: float) -> None: ...
 
 
 class Job:
@@ -144,7 +135,6 @@ class Jobs:
         keys: KeyRing,
         gateway: GatewayState,
         loop: SchedulerLoop,
-        events: ProgressEvents,
         *,
         tidy_every_s: float = TIDY_EVERY_S,
     ) -> None:
@@ -154,7 +144,6 @@ class Jobs:
         self._keys = keys
         self._gateway = gateway
         self._loop = loop
-        self._events = events
         self._tidy_every_s = tidy_every_s
         self._live: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -240,7 +229,7 @@ class Jobs:
         await asyncio.gather(*(progress.look() for progress in asked[:LOOKED_AT_MAX]))
 
     def facts(self, rows: Iterable[Operation]) -> list[tuple[Operation, JobFacts]]:
-        learned, places, counts = self._loop.scheduler.view.learned(), dict[str, int](), Counter[str]()
+        learned, places, counts = self._loop.view.learned(), dict[str, int](), Counter[str]()
         for row in self._queued():
             counts[row.model] += 1
             places[row.id] = counts[row.model]
@@ -417,13 +406,13 @@ class Jobs:
 
     async def _tell_progress(self) -> None:
         rows = [row for id in self._live if (row := self.get(id)) is not None]
-        if self._events.listeners:
+        if self._table.events.listeners:
             await self.look(rows)
             for row in rows:
                 job = self._live.get(row.id)
                 if job is not None and (done := job.progress.reported or 0.0) > job.told_progress:
                     job.told_progress = done
-                    self._events.publish(row, done)
+                    self._table.events.publish(row, done)
         self._is_watched = False
         self.watch()
 
