@@ -42,6 +42,7 @@ HOT = (
     "server/inference/requests.py",
     "server/inference/routes.py",
     "server/inference/running.py",
+    "server/inference/sweep.py",
     "telemetry/activity.py",
     "telemetry/metrics.py",
     "tenancy/budgets.py",

@@ -19,7 +19,7 @@ from greenroom.config.live import GatewayState
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
-from greenroom.core.model import ModelId, SlotId
+from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
@@ -125,7 +125,7 @@ class App:
         self.effects.connect(self.loop, self.mover, self.tickets.open, rejections, leases.room)
         self.operations = OperatorMoves(self.effects, self.mover, self.loop, self.catalog, memory.slot_memory)
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
-        self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
+        self.figures = EngineFigures(self.slots, self.loop, moves.hosted)
         self.history = History(lambda: sample(self))
         self.governance = wire_governance(self.state_dir, config)
         self.salts = CacheSalts()
@@ -267,11 +267,6 @@ class App:
         # thresholds takes a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-
-    def is_ready(self, slot: SlotId) -> bool:
-        """Whether it serves and no move is under way."""
-        slots = self.loop.scheduler.view.slots
-        return slot in slots and slots[slot].is_serving and slots[slot].move is None
 
     # --- reload ---------------------------------------------------------------------------------------------------
 

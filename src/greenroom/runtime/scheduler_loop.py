@@ -13,6 +13,7 @@ from math import inf
 
 from greenroom.core.contract import Scheduler
 from greenroom.core.events import Event, RequestArrived
+from greenroom.core.model import RequestId
 from greenroom.core.view import SchedulerView
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.telemetry.logs import get_logger
@@ -72,6 +73,11 @@ class SchedulerLoop:
                 f"its policy is {limits.policy!r}, its swapper {limits.swapper!r}."
             )
             raise
+
+    def outlook(self, request: str) -> tuple[int | None, float | None]:
+        """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
+        outlook = self.view.outlook(RequestId(request), self.clock())
+        return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
 
     async def until(self, fact: Callable[[], bool]) -> None:
         """Wait until this holds after an event."""

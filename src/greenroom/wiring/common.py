@@ -110,19 +110,19 @@ class MemoryParts:
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the first reading of the probe."""
-    catalog, post, clock, times = common.catalog, common.loop.post, common.clock, common.timeouts.memory
+    catalog, loop, times = common.catalog, common.loop, common.timeouts.memory
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected
     run = common.state_dir.identity("")
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
-    watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots, times)
+    watch = MemoryWatch(probe, owners, loop, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
     # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
     kept = 0 if config.gpus else WORKER_GPU_MIB
     gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]
     needs.usable_mib = {gpu.id: gpu.usable_mib - kept for gpu in gpus}
-    slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock, times)
-    growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
+    slot_memory = SlotMemory(loop, catalog, needs, watch, times)
+    growth = Growth(common.slots, watch, slot_memory, loop)
     watch.on_look = growth.look
     return MemoryParts(common, names, owners, watch, needs, slot_memory)

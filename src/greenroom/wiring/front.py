@@ -132,11 +132,7 @@ class FrontParts:
 def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: Gateway) -> FrontParts:
     server = gateway.config.server
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-    prefetch = Prefetch(
-        common.state,
-        memory.watch.host_available_mib,
-        common.observer.prefetched,
-    )
+    prefetch = Prefetch(common.state, memory.watch.host_available_mib, common.observer)
     tenants, requestors = Tenants(), Requestors(common.clock)
     counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
     usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
@@ -154,8 +150,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             requestors,
         ),
         Settings.of(gateway.config),
-        common.clock,
-        prefetch.waits,
+        prefetch,
     )
     reader.default_model = lambda: gateway.config.server.default_model
     reader.meant = lambda name, caller: meant(gateway.config, name, caller)

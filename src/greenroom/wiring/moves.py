@@ -155,9 +155,9 @@ class MoveParts:
 
 def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, spending: Spending) -> MoveParts:
     config = common.gateway.config
-    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config), config.ports
-    errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
-    lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
+    cleanup, roots, ports = Cleanup(), ModelRoots(config), config.ports
+    errors = LoadErrors(common.state_dir, common.catalog, common.loop)
+    lost = LostSlots(errors, common.observer, memory.watch, common.loop)
     workers, hosted = _hosted(common, memory, leases, cleanup, lost, config, roots)
     processes = ProcessMoves(
         common.catalog,
@@ -177,8 +177,8 @@ def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, spe
         memory.slot_memory,
         errors,
         common.observer,
-        memory.watch.post_and_look,
-        common.clock,
+        memory.watch,
+        common.loop,
     )
     return MoveParts(workers, hosted, mover, roots)
 
@@ -193,7 +193,7 @@ def _hosted(
     roots: ModelRoots,
 ) -> tuple[WorkerPool, HostedMoves]:
     times = common.timeouts
-    hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock, timeouts=times.memory)
+    hosted_memory = HostedMemory(common.loop, common.hosted_slots, memory.watch, timeouts=times.memory)
     workers = WorkerPool(
         common.state_dir,
         common.observer,
@@ -208,7 +208,7 @@ def _hosted(
         workers,
         common.observer,
         hosted_memory,
-        HostedErrors(hosted_memory, memory.slot_memory.shortage),
+        HostedErrors(hosted_memory, memory.slot_memory),
         roots,
     )
     hosted = HostedMoves(
@@ -219,6 +219,6 @@ def _hosted(
         Admission(leases.grants, cleanup, hosted_memory),
         lost,
         common.observer,
-        common.clock,
+        common.loop,
     )
     return workers, hosted

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from greenroom.core.model import Claim, DeviceId, SlotId
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.watch import EVERY_S, Growth
+from greenroom.runtime.memory.watch import EVERY_S, Growth, MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 
 GPU, HOST = DeviceId("gpu0"), DeviceId("host")
@@ -30,9 +32,11 @@ class Rig:
     def __post_init__(self) -> None:
         self.slots = LiveSlots()
         self.slots.live[S] = cast(LiveSlot, FakeLive())
-        self.growth = Growth(self.slots, lambda slot: self.peaks.get(slot, {}), self._remember, lambda: self.now)
+        watch = cast(MemoryWatch, SimpleNamespace(peak_of=lambda slot: self.peaks.get(slot, {})))
+        loop = cast(SchedulerLoop, SimpleNamespace(clock=lambda: self.now))
+        self.growth = Growth(self.slots, watch, self, loop)
 
-    def _remember(self, slot: SlotId, entry: Entry) -> None:
+    def grew(self, slot: SlotId, entry: Entry) -> None:
         self.written.append((slot, str(entry)))
 
     def seen(self, gpu_mib: int, host_mib: int = 0) -> int:

@@ -11,7 +11,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Move, MoveId, MoveKin
 from greenroom.errors import LoadFailed, LoadOutOfMemory, UnusableModel
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.slot_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory, SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.load_errors import HostedErrors
 from greenroom.runtime.workers.control_link import OpFailed
@@ -35,7 +35,9 @@ def shortage(move: Move, entry: Entry, complaint: str, details: str) -> LoadOutO
 
 
 def hosted_errors(missing: Claim | None = None) -> HostedErrors:
-    return HostedErrors(cast(HostedMemory, FakeMemory(missing or {})), shortage)
+    return HostedErrors(
+        cast(HostedMemory, FakeMemory(missing or {})), cast(SlotMemory, SimpleNamespace(shortage=shortage))
+    )
 
 
 @pytest.mark.parametrize(

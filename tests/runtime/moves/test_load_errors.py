@@ -12,6 +12,7 @@ from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.moves.load_errors import LoadErrors
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 M = ModelId("qwen")
 HERE, GOING = SlotId("s1"), SlotId("s2")
@@ -23,7 +24,8 @@ def entry(revision: int = 1) -> Entry:
 
 def failures(state_dir: StateDir) -> LoadErrors:
     catalog = SimpleNamespace(revision=lambda model, revision: entry() if (model, revision) == (M, 1) else None)
-    return LoadErrors(state_dir, cast(Catalog, catalog), lambda slot: slot == GOING)
+    view = SimpleNamespace(slots={GOING: SimpleNamespace(is_going=True)})
+    return LoadErrors(state_dir, cast(Catalog, catalog), cast(SchedulerLoop, SimpleNamespace(view=view)))
 
 
 def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:

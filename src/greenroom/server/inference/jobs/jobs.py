@@ -240,7 +240,7 @@ class Jobs:
         job, usual_s = self._live.get(row.id), None if learned is None else learned.service_s
         request_id = row.request_id if job is None else job.request_id
         if row.status is OperationStatus.QUEUED:
-            position, begins_s = (None, None) if request_id is None else self._inference.outlook(request_id)
+            position, begins_s = (None, None) if request_id is None else self._loop.outlook(request_id)
             return JobFacts(place if position is None else position, 0.0, _sum(begins_s, usual_s), request_id)
         ran_s = self._table.ran_s(row)
         if row.status is OperationStatus.RUNNING and ran_s is not None and job is not None:
