@@ -67,31 +67,16 @@ class LeaseParts:
 
 def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
     """Raises ConfigError if the client of the shared store is not installed."""
-    own = LocalLeasing(
-        memory.watch.post_and_look,
-        common.clock,
-        JournalWriter(common.state_dir.path),
-        LeasableMemory(common.state, memory.device_names.id_of, memory.watch.room_for),
-        wait_max_s=config.leases.wait_max_s,
-        tell=common.hub.publish,
-    )
+    leasable, wait_max_s = LeasableMemory(common.loop, memory.device_names, memory.watch), config.leases.wait_max_s
+    journal = JournalWriter(common.state_dir.path)
+    own = LocalLeasing(common.loop, journal, leasable, common.hub, wait_max_s=wait_max_s)
     if config.leases.store is None:
         return LeaseParts(own, own)
-    return _shared(common, memory, config, config.leases.store, own)
-
-
-def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, own: LocalLeasing) -> LeaseParts:
-    store = _open_store(config, url)
+    store = _open_store(config, config.leases.store)
     name = f"{common.state_dir.id}.{common.state_dir.run}"
     member = Membership(store, name, config.leases.ttl_s, holder_of(os.getpid()))
-    sharing = Sharing(member, common.state, memory.watch.post_and_look, common.clock, memory.watch, common.hub.publish)
-    leasing = SharedLeasing(
-        store,
-        wait_max_s=config.leases.wait_max_s,
-        device_named=memory.device_names.id_of,
-        room_for=memory.watch.room_for,
-        known=lambda: sharing.leases,
-    )
+    sharing = Sharing(member, common.loop, memory.watch, common.hub)
+    leasing = SharedLeasing(store, wait_max_s=wait_max_s, memory=leasable, sharing=sharing)
     return LeaseParts(own, leasing, sharing)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from greenroom.leases.records import Lease
 from greenroom.runtime.leases.holders import Recalls
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 
 @dataclass
@@ -15,7 +18,10 @@ class Rig:
     told: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recalls = Recalls(lambda: self.now, lambda what, facts: self.told.append((what, facts["lease"])))
+        self.recalls = Recalls(
+            cast(SchedulerLoop, SimpleNamespace(clock=lambda: self.now)),
+            cast(Hub, SimpleNamespace(publish=lambda what, facts: self.told.append((what, facts["lease"])))),
+        )
 
     def seen(self, *leases: Lease) -> list[tuple[str, Any]]:
         """What is told when these are all there are."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +32,8 @@ from greenroom.leases.shared.store import Membership, PublishReply, SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.sim.shared.book import Book, BookStore
 from tests.waiting import until
 
@@ -38,7 +41,9 @@ GPU = DeviceId("gpu0")
 TTL_S = 30.0
 
 
+@dataclass
 class FakeWatch:
+    post_and_look: Callable[[Event], None]
     reading = Reading((GpuReading(GPU, 0, "fake", 10_000, 0, {}),), HostReading(0, 0, 0, 0))
 
     async def look_now(self) -> None:
@@ -77,11 +82,9 @@ class Rig:
         self.store, self.other = self.client(), self.client()
         self.sharing = Sharing(
             Membership(self.store, "me", TTL_S, holder=None),
-            StateView(self.state),
-            self._post,
-            lambda: self.now,
-            FakeWatch(),
-            lambda what, facts: self.told.append((what, dict(facts))),
+            cast(SchedulerLoop, SimpleNamespace(view=StateView(self.state), clock=lambda: self.now)),
+            FakeWatch(self._post),
+            cast(Hub, SimpleNamespace(publish=lambda what, facts: self.told.append((what, dict(facts))))),
         )
 
     def client(self) -> NotingStore:
