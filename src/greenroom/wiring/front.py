@@ -136,7 +136,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     tenants, requestors = Tenants(), Requestors(common.clock)
     counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
     usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
-    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts)
+    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts, common.gateway)
     inference = Inference(
         reader,
         gateway.resolver,
@@ -152,7 +152,6 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         Settings.of(gateway.config),
         prefetch,
     )
-    reader.default_model = lambda: gateway.config.server.default_model
     reader.meant = lambda name, caller: meant(gateway.config, name, caller)
     application = make_management(gateway)
     management = AsgiBridge(application)
