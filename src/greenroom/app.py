@@ -37,6 +37,10 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations.loads import Loads
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
+from greenroom.runtime.operations.updates import Updates
+from greenroom.runtime.operations.version_changes import UpdateServices
+from greenroom.runtime.operations.warm_up import WarmUp
+from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.rejections import Rejections
@@ -54,7 +58,7 @@ from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote
-from greenroom.wiring.operations import Updating, wire_governance, wire_updates
+from greenroom.wiring.operations import wire_governance
 from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -145,8 +149,22 @@ class App:
             self.slots,
             self.hosted_slots,
         )
-        updating = Updating(self.library, self.versions, self.tickets, self._reloading, self.models)
-        self.updates = wire_updates(common, front, self.operations, updating)
+        self.updates = Updates(
+            front.operations,
+            UpdateServices(
+                gateway=self.state,
+                catalog=self.catalog,
+                store=self.versions,
+                weights=VersionWeights(self.library, self.downloads),
+                moves=self.operations,
+                warm_up=WarmUp(self.tickets, self.loop),
+                slots=self.slots,
+                hosted_slots=self.hosted_slots,
+                loop=self.loop,
+                models=self.models,
+                unchanging=self._reloading,
+            ),
+        )
         self.state_follower = StateFollower(self.updates, self.state)
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
