@@ -16,10 +16,11 @@ from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
+from greenroom.config.live import GatewayState
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
-from greenroom.core.model import ModelId, SlotId
+from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
@@ -29,12 +30,19 @@ from greenroom.process.state_dir import StateDir
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.engine_figures import EngineFigures
+from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
+from greenroom.runtime.operations.loads import Loads
 from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.operations.state_follower import StateFollower
+from greenroom.runtime.operations.updates import Updates
+from greenroom.runtime.operations.version_changes import UpdateServices
+from greenroom.runtime.operations.warm_up import WarmUp
+from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.record.learned import LearnedTimes
+from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.server.admin.reports.history import sample
@@ -48,8 +56,8 @@ from greenroom.tenancy.governance.gate import Rules
 from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
-from greenroom.wiring.moves import wire_leases, wire_moves, wire_rejections, wire_remote
-from greenroom.wiring.operations import Updating, wire_governance, wire_loads, wire_updates
+from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote
+from greenroom.wiring.operations import wire_governance
 from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -72,12 +80,11 @@ class App:
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         """`seen` is the first reading of the probe."""
-        self.config = config
+        self.state = GatewayState(config)
         self.path = path
         self._timeouts = timeouts
         self._reread = reread
         self.started_at = time.time()
-        self.is_draining, self.is_starting = False, True
         # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
@@ -89,7 +96,7 @@ class App:
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
         common = self._common = wire_common(
-            config,
+            self.state,
             self.state_dir,
             self.clock,
             self._is_named,
@@ -98,34 +105,32 @@ class App:
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects
-        self.loop, self.post = common.loop, common.post
+        self.loop, self.post = common.loop, common.loop.post
         memory = self._memory = wire_memory(common, config, probe, seen)
         self.memory_watch = memory.watch
         leases = self._leases = wire_leases(common, memory, config)
         memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
-        self._remote = wire_remote(self.state_dir, lambda: self.config)
+        self._remote = wire_remote(self.state_dir, self.state)
         self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
-        moves = self._moves = wire_moves(common, memory, leases, lambda: self.config, self.spending)
+        moves = self._moves = wire_moves(common, memory, leases, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
-        self.tickets = Tickets(self.post, self.clock)
-        rejections = wire_rejections(common, memory, moves, leases, lambda: self.is_draining)
-        self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
-        self.operations = OperatorMoves(
-            self.effects,
-            self.mover,
-            self.post,
-            self.clock,
-            self.catalog.engine_of,
-            common.state.green_room_shortfall,
-            memory.no_device,
-            self._is_kept,
+        self.tickets = Tickets(self.loop)
+        rejections = Rejections(
+            self.mover.failures,
+            self.state,
+            self.loop,
+            self.catalog,
+            memory.slot_memory,
+            self.hosted_slots,
+            self.leasing,
         )
+        self.effects.connect(self.loop, self.mover, self.tickets.open, rejections, leases.room)
+        self.operations = OperatorMoves(self.effects, self.mover, self.loop, self.catalog, memory.slot_memory)
         self._wire_models(config, on_gpu=bool(memory.needs.gpus))
-        self.figures = EngineFigures(self.slots, self.is_ready, hosted=moves.hosted.figures)
+        self.figures = EngineFigures(self.slots, self.loop, moves.hosted)
         self.history = History(lambda: sample(self))
-        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.view.learned, self.catalog)
-        self.governance = wire_governance(self.state_dir, lambda: self.config)
+        self.governance = wire_governance(self.state_dir, config)
         self.salts = CacheSalts()
         front = self._front = wire_front(common, memory, self.tickets, self)
         self.inference, self.door, self.keys = front.inference, front.door, front.keys
@@ -133,24 +138,40 @@ class App:
         self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
         self.downloads, self.usage, self.requestors = front.downloads, front.usage, front.requestors
         self.limiter = front.limiter
-        self.loads = wire_loads(common, front, self.operations, self)
-        updating = Updating(self.library, self.versions, self.tickets, self._reloading, self._forget_removed)
-        self.updates = wire_updates(common, front, self.operations, self, updating)
-        self.state_follower = StateFollower(self.updates, lambda: self.config)
+        self.loads = Loads(
+            front.operations,
+            self.resolver,
+            self.downloads,
+            self.operations,
+            self.state,
+            self.loop,
+            self.slots,
+            self.hosted_slots,
+        )
+        self.updates = Updates(
+            front.operations,
+            UpdateServices(
+                gateway=self.state,
+                catalog=self.catalog,
+                store=self.versions,
+                weights=VersionWeights(self.library, self.downloads),
+                moves=self.operations,
+                warm_up=WarmUp(self.tickets, self.loop),
+                slots=self.slots,
+                hosted_slots=self.hosted_slots,
+                loop=self.loop,
+                models=self.models,
+                unchanging=self._reloading,
+            ),
+        )
+        self.state_follower = StateFollower(self.updates, self.state)
 
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
         self.library = Library(Roots(config.roots), self.state_dir.path, on_gpu=on_gpu)
-        self.resolver = Resolver(
-            self.catalog,
-            self.library,
-            lambda: self.config,
-            lambda: self.loop.scheduler.view,
-            self.post,
-            self.clock,
-            lambda models: self.learned.recall(models),
-            forgotten=self._forget_removed,
-        )
+        self.learned = LearnedTimes(self.state_dir.path, self.loop, self.catalog)
+        self.models = KnownModels(self.catalog, self.loop, self.slots, self.mover.failures)
+        self.resolver = Resolver(self.catalog, self.library, self.state, self.models, self.learned)
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
         self.versions = VersionStore(self.state_dir.path)
@@ -193,7 +214,7 @@ class App:
         await app._front.accept()
         if app.sharing is not None:
             await app.sharing.open()
-        app.is_starting = False
+        app.state.is_starting = False
         _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
         return app
 
@@ -225,6 +246,18 @@ class App:
             raise
 
     @property
+    def config(self) -> Config:
+        return self.state.config
+
+    @property
+    def is_starting(self) -> bool:
+        return self.state.is_starting
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state.is_draining
+
+    @property
     def is_catching_up(self) -> bool:
         return self.state_follower.is_catching_up
 
@@ -251,11 +284,6 @@ class App:
         # thresholds takes a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-
-    def is_ready(self, slot: SlotId) -> bool:
-        """Whether it serves and no move is under way."""
-        slots = self.loop.scheduler.view.slots
-        return slot in slots and slots[slot].is_serving and slots[slot].move is None
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
@@ -298,12 +326,6 @@ class App:
         if rules is not None and (problem := self.governance.audit_problem):
             _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
 
-    def _is_kept(self, model: ModelId) -> bool:
-        """True for a pinned model that is in memory. Remote ones, which are always there, take none."""
-        entry = self.catalog.find(model)
-        is_pinned = entry is not None and entry.spec.pinned and not entry.spec.is_remote
-        return is_pinned and bool(self.loop.scheduler.view.slots_of(model))
-
     def must_fetch(self, model: str) -> bool:
         """True if a load of this model would begin with a download."""
         is_here = self.catalog.is_known(model) or self.library.find(model) is not None
@@ -328,7 +350,7 @@ class App:
 
     def _apply(self, config: Config, changes: Changes, draft: Draft, keys: Look) -> None:
         specs = tuple(map(self.updates.still_held, self.catalog.take(draft)))
-        self.config = config
+        self.state.config = config
         setup_logs(config.log.level.value, config.log.format.value)
         self._front.configure(config, keys)
         self._moves.roots.use(config)
@@ -350,17 +372,10 @@ class App:
         self.resolver.reloaded()
         self.updates.start()
         self.state_follower.reloaded()
-        self._forget_removed()
+        self.models.forget_removed()
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
         self.hub.publish("reload", told)
-
-    def _forget_removed(self) -> None:
-        """Drop the logs and errors of models that are no longer there."""
-        known = frozenset(entry.id for entry in self.catalog)
-        self.slots.forget_logs(known)
-        for model in [model for model in self.mover.failures if model not in known]:
-            del self.mover.failures[model]
 
     # --- shutdown -------------------------------------------------------------------------------------------------
 
@@ -371,7 +386,7 @@ class App:
         self._hurries = self.is_draining
         drain_s = 0.0 if self._hurries else self.config.server.drain_s
         _log.info("shutting down", drain_s=drain_s)
-        self.is_draining = True
+        self.state.is_draining = True
         self.hub.publish("shutdown", {"drain_s": drain_s})
         self.post(ShutdownAsked(self.clock(), drain_s))
         if self._shutdown is None:

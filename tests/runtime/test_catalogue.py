@@ -12,9 +12,11 @@ from greenroom.config.diff import diff
 from greenroom.config.schema import Config, Model
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import TooManyModels
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.tenant_models import TenantModels
 
 
@@ -97,14 +99,8 @@ class Rig:
         self.busy: set[str] = set()
         self.posted: list[ConfigChanged] = []
         view = SimpleNamespace(is_waited_for=self.busy.__contains__, slots_of=lambda _: [])
-        self.models = TenantModels(
-            self.catalog,
-            lambda: cast(SchedulerView, view),
-            self.posted.append,
-            lambda: 0.0,
-            lambda: None,
-            instances_max,
-        )
+        loop = cast(SchedulerLoop, SimpleNamespace(view=view, post=self.posted.append, clock=lambda: 0.0))
+        self.models = TenantModels(self.catalog, KnownModels(self.catalog, loop, LiveSlots(), {}), instances_max)
 
     def of(self, tenant: str) -> Entry:
         base = self.catalog.find("alpha")

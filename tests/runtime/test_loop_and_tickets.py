@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from greenroom.config.schema import Config
+from greenroom.core.contract import Scheduler
 from greenroom.core.effects import Effects, OpOutcome, Reason
 from greenroom.core.events import ConfigChanged, Event, Limits, MoveAsked, RequestArrived, RequestGone, ServeDone
 from greenroom.core.model import (
@@ -30,7 +31,8 @@ from greenroom.errors import QueueFull
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.loop import SchedulerLoop, Ticket, Tickets
+from greenroom.runtime.loop import Ticket, Tickets
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot
 from tests.waiting import PATIENCE_S
 
@@ -50,7 +52,7 @@ class Scripted:
 
 def scripted() -> tuple[Scripted, SchedulerLoop]:
     effects = Scripted()
-    return effects, SchedulerLoop(DefaultScheduler(cast(Effects, effects)))
+    return effects, SchedulerLoop(DefaultScheduler(cast(Effects, effects)), time.monotonic)
 
 
 def some_slot() -> LiveSlot:
@@ -106,7 +108,7 @@ class Failing:
 
 def test_a_policy_that_raises_is_named_with_the_model_it_decided_on() -> None:
     policies = {**BUILT_IN, "mine": cast(PolicyFactory, Failing)}
-    loop = SchedulerLoop(DefaultScheduler(cast(Effects, Scripted()), policies))
+    loop = SchedulerLoop(DefaultScheduler(cast(Effects, Scripted()), policies), time.monotonic)
     gpu = Device(DeviceId("gpu0"), DeviceKind.GPU, 100)
     model = ModelSpec(ModelId("m"), need=Need(10))
     loop.post(ConfigChanged(0.0, models=(model,), devices=(gpu,), limits=Limits(policy="mine")))
@@ -135,19 +137,26 @@ def arrival(name: str = "r") -> RequestArrived:
 
 
 class Posts:
-    def __init__(self, react: object = None) -> None:
-        self.events: list[Event] = []
-        self.react = react
+    """A scheduler that writes down what is posted, and decides nothing."""
 
-    def __call__(self, event: Event) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.events: list[Event] = []
+        self._error = error
+        self.view = SimpleNamespace(limits=Limits())
+
+    def handle(self, event: Event) -> None:
         self.events.append(event)
-        if callable(self.react):
-            self.react(event)
+        if self._error is not None:
+            raise self._error
+
+
+def tickets_of(posts: Posts, clock: Callable[[], float] = lambda: 2.0) -> Tickets:
+    return Tickets(SchedulerLoop(cast(Scheduler, posts), clock))
 
 
 def arrived() -> tuple[Posts, Tickets, Ticket]:
     posts = Posts()
-    tickets = Tickets(posts, lambda: 2.0)
+    tickets = tickets_of(posts)
     return posts, tickets, tickets.arrive(arrival())
 
 
@@ -176,7 +185,7 @@ def test_granted_ticket_is_done_when_closed() -> None:
 @pytest.mark.parametrize(("ready_since", "not_there_s"), [(0.5, 0.0), (1.0, 0.0), (3.0, 2.0)])
 def test_a_ticket_tells_how_long_its_slot_was_not_there(ready_since: float, not_there_s: float) -> None:
     """It arrives at 1 and is granted at 4."""
-    ticket, slot = Tickets(Posts(), lambda: 2.0).arrive(arrival()), some_slot()
+    ticket, slot = tickets_of(Posts()).arrive(arrival()), some_slot()
     slot.ready_since = ready_since
     ticket.grant(slot, 4.0)
     assert ticket.not_there_s == not_there_s
@@ -204,10 +213,7 @@ def test_lost_ticket_that_was_cut_meanwhile_does_not_wait_again() -> None:
 
 
 def test_arrival_that_cannot_be_handled_leaves_no_ticket() -> None:
-    def refuse(event: Event) -> None:
-        raise ValueError("broken")
-
-    tickets = Tickets(Posts(refuse), lambda: 2.0)
+    tickets = tickets_of(Posts(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         tickets.arrive(arrival())
     assert not tickets.open
@@ -254,7 +260,7 @@ def test_an_engine_that_was_not_asked_for_a_minute_may_be_only_busy_again() -> N
 
 def test_an_engine_works_on_a_request_that_it_has_had_for_a_while() -> None:
     now = 10.0
-    tickets = Tickets(lambda _: None, lambda: now)
+    tickets = tickets_of(Posts(), lambda: now)
     arrivals = [RequestArrived(now, RequestId(name), (ModelId("m"),)) for name in ("mine", "old", "elsewhere")]
     mine, old, elsewhere = (tickets.arrive(arrival) for arrival in arrivals)
     mine.slot = old.slot = some_slot()

@@ -1,12 +1,33 @@
 """Every rejection becomes an error that says what to do."""
 
+import time
+from collections.abc import Mapping
 from math import inf
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config
+from greenroom.core.contract import Scheduler
 from greenroom.core.effects import RejectCode, Rejection, because
-from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, Need, Slot, SlotId, Tier
+from greenroom.core.model import (
+    Device,
+    DeviceId,
+    DeviceKind,
+    LeaseId,
+    ModelId,
+    ModelSpec,
+    Move,
+    MoveId,
+    MoveKind,
+    Need,
+    OtherLease,
+    Slot,
+    SlotId,
+    Tier,
+)
 from greenroom.errors import (
     BudgetPassed,
     GreenroomError,
@@ -19,9 +40,24 @@ from greenroom.errors import (
     Unloaded,
     UnusableModel,
 )
+from greenroom.leases.records import Lease
+from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, Rejections
+from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 M = ModelId("qwen")
+
+
+class NoLeases:
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def known(self) -> list[Lease]:
+        self.asked += 1
+        return []
 
 
 def rejections(
@@ -29,11 +65,29 @@ def rejections(
     failed: GreenroomError | None = None,
     is_draining: bool = False,
     slots: tuple[Slot, ...] = (),
-    why_whole: str = "",
     no_device: str = "",
+    gpus_mib: tuple[int, ...] = (),
+    progress: float | None = None,
+    leases: Mapping[LeaseId, str] = {},
+    known: NoLeases | None = None,
 ) -> Rejections:
     failures = {M: failed} if failed else {}
-    return Rejections(failures, lambda: is_draining, lambda _: slots, lambda _: why_whole, lambda _: no_device)
+    config = Config.model_validate({"models": {M: {"cmd": "serve ${PORT}", "memory_mib": 1}}})
+    catalog = Catalog()
+    catalog.fill(config)
+    devices = {DeviceId(f"gpu{n}"): Device(DeviceId(f"gpu{n}"), DeviceKind.GPU, mib) for n, mib in enumerate(gpus_mib)}
+    others = [OtherLease(id, name, {}) for id, name in leases.items()]
+    view = SimpleNamespace(slots_of=lambda _: slots, ledger=SimpleNamespace(devices=devices, others=others))
+    return Rejections(
+        failures,
+        GatewayState(config, is_draining=is_draining),
+        # One of which nothing else is asked.
+        SchedulerLoop(cast(Scheduler, SimpleNamespace(view=view)), time.monotonic),
+        catalog,
+        cast(SlotMemory, SimpleNamespace(no_device=lambda _: no_device)),
+        cast(HostedSlots, SimpleNamespace(progress_of=lambda _: progress)),
+        known or NoLeases(),
+    )
 
 
 def error(code: RejectCode, *slots: Slot, **numbers: float) -> GreenroomError:
@@ -92,7 +146,12 @@ LOWER = "Lower ctx_size or memory_mib, "
         # Models are advised to be unpinned only where their memory would help.
         ({}, {}, (f"made free. {LOWER}or give it more devices.",), ()),
         ({"pinned": ("a", "b")}, {}, (f"{LOWER}unpin models (a, b), or give it more devices.",), ("unpin",)),
-        ({}, {"why_whole": " One GPU only."}, ("made free. One GPU only. Lower",), ()),
+        (
+            {},
+            {"gpus_mib": (8_000, 6_000)},
+            ("free. Its engine cannot be spread over several GPUs, which have 8,000, 6,000 MiB. Lower",),
+            (),
+        ),
         (
             {"held_by": ("lab", "ci")},
             {},
@@ -102,7 +161,7 @@ LOWER = "Lower ctx_size or memory_mib, "
     ],
 )
 def test_too_large_tells_need_and_room_and_names_to_operators_only(
-    numbers: dict[str, Any], why: dict[str, str], told: tuple[str, ...], hidden: tuple[str, ...]
+    numbers: dict[str, Any], why: dict[str, Any], told: tuple[str, ...], hidden: tuple[str, ...]
 ) -> None:
     figures = {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000, **numbers}
     said = rejections(**why).error_for(Rejection(RejectCode.TOO_LARGE, M, **figures))
@@ -128,14 +187,7 @@ def test_a_request_that_waited_for_memory_is_told_how_much() -> None:
 
 
 def test_a_request_that_waited_for_leased_memory_is_told_of_the_leases_and_no_time() -> None:
-    named = Rejections(
-        {},
-        lambda: False,
-        lambda _: (),
-        lambda _: "",
-        lambda _: "",
-        lease_names=lambda: {LeaseId("l-1"): "train", LeaseId("l-2"): "ci"},
-    )
+    named = rejections(leases={LeaseId("l-1"): "train", LeaseId("l-2"): "ci"})
     numbers: Any = {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000, "held_by": ("ci",), "room_s": inf}
     leases = (LeaseId("l-1"), LeaseId("l-2"))
     said = named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0, leases=leases, **numbers))
@@ -145,17 +197,12 @@ def test_a_request_that_waited_for_leased_memory_is_told_of_the_leases_and_no_ti
 
 
 def test_names_of_many_leases_are_looked_up_once_and_few_are_told() -> None:
-    looked_up, leases = [], [LeaseId(f"l-{number}") for number in range(1_000)]
-
-    def names() -> dict[LeaseId, str]:
-        looked_up.append(1)
-        return {lease: f"job {number}" for number, lease in enumerate(leases)}
-
-    named = Rejections({}, lambda: False, lambda _: (), lambda _: "", lambda _: "", lease_names=names)
+    leases, known = {LeaseId(f"l-{number}"): f"job {number}" for number in range(1_000)}, NoLeases()
+    named = rejections(leases=leases, known=known)
     said = named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0, leases=tuple(leases)))
     assert "leased (job 0, job 1, job 2, job 3, job 4 and 995 more)" in said.message
     named.error_for(Rejection(RejectCode.EXPIRED, M, 5.0))
-    assert len(looked_up) == 1
+    assert known.asked == 1
 
 
 def test_a_load_that_holds_the_memory_counts_in_the_estimate() -> None:
@@ -233,6 +280,6 @@ def test_a_model_that_would_fit_does_not_wait_for_memory() -> None:
 
 
 def test_a_request_that_gives_up_on_a_load_is_told_its_progress() -> None:
-    halfway = Rejections({}, lambda: False, lambda _: (LOADING,), lambda _: "", lambda _: "", lambda _: 0.5)
+    halfway = rejections(slots=(LOADING,), progress=0.5)
     said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
     assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -19,15 +19,16 @@ from pydantic import ValidationError
 from greenroom.base.names import inner_id, public_name
 from greenroom.config.kinds import id_problem
 from greenroom.config.limits import ttl_s_of
-from greenroom.config.schema import Config, Model, Vllm
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model, Vllm
 from greenroom.config.sections.engine_keys import WITH_PATH
-from greenroom.core.events import ConfigChanged, Learned
 from greenroom.core.model import DeviceId, ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, TooManyModels
 from greenroom.library.library import Library
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("models")
@@ -179,22 +180,15 @@ class AdhocModels:
         self,
         catalog: Catalog,
         library: Library,
-        config: Callable[[], Config],
-        view: Callable[[], SchedulerView],
-        post: Callable[[ConfigChanged], None],
-        clock: Callable[[], float],
-        recall: Callable[[Iterable[ModelId]], Mapping[ModelId, Learned]],
-        forgotten: Callable[[], None],
+        gateway: GatewayState,
+        models: KnownModels,
+        learned: LearnedTimes,
     ) -> None:
-        """`forgotten` is called when a model has left, so that what others keep of it can go too."""
         self._catalog = catalog
         self._library = library
-        self._config = config
-        self._view = view
-        self._post = post
-        self._clock = clock
-        self._recall = recall
-        self._forgotten = forgotten
+        self._gateway = gateway
+        self._models = models
+        self._learned = learned
         self._known: dict[ModelId, _Adhoc] = {}
         # Also by whether an order completed the options: not every caller sees what was ordered.
         self._names: dict[tuple[str, ModelOptions, bool], _Meant] = {}
@@ -221,8 +215,7 @@ class AdhocModels:
         if orders := self.orders_of([entry.id]):
             entry = replace(entry, asked_as=orders[0].name)
         self._known[entry.id] = _Adhoc(record, tenant)
-        self._catalog.add(entry)
-        self._post(ConfigChanged(self._clock(), models=(entry.spec,), learned=self._recall((entry.id,)) or None))
+        self._models.add(entry, self._learned.recall((entry.id,)))
         _log.info("model found", model=entry.public_id, path=record.path, engine=entry.engine.name)
         return entry
 
@@ -238,7 +231,7 @@ class AdhocModels:
         named = self._library.find(record.id)
         if seen is None and named is None:
             # Its root or its files are gone. What is in memory serves on.
-            return bool(self._view().slots_of(entry.id))
+            return self._models.is_in_memory(entry.id)
         return seen is not None and seen.files == record.files and named is not None and named.path == record.path
 
     def used(self, entry: Entry, name: str, options: ModelOptions, tenant: str | None) -> Entry:
@@ -253,17 +246,16 @@ class AdhocModels:
             return entry
         # The last request that says it counts. The running process stays.
         model = entry.config.model_copy(update={"ttl_s": options.ttl_s})
-        spec = replace(entry.spec, ttl_s=ttl_s_of(model, self._config().stay_warm))
+        spec = replace(entry.spec, ttl_s=ttl_s_of(model, self._gateway.config.stay_warm))
         entry = replace(entry, config=model, spec=spec)
-        self._catalog.add(entry)
-        self._post(ConfigChanged(self._clock(), models=(spec,)))
+        self._models.add(entry)
         return entry
 
     def remember(self, name: str, options: ModelOptions, model: ModelId, home: str, *, is_completed: bool) -> None:
         key = (name, replace(options, ttl_s=None), is_completed)
         self._names.pop(key, None)
         self._names[key] = _Meant(model, home)
-        while len(self._names) > NAMES_PER_MODEL * self._config().library.adhoc_models_max:
+        while len(self._names) > NAMES_PER_MODEL * self._gateway.config.library.adhoc_models_max:
             del self._names[next(iter(self._names))]
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -305,7 +297,7 @@ class AdhocModels:
             self.end([before])
         self._orders[order.home] = order
         self._told_of(order.home, order.model, order.name)
-        while len(self._orders) > self._config().library.adhoc_models_max:
+        while len(self._orders) > self._gateway.config.library.adhoc_models_max:
             self.end([next(iter(self._orders.values()))])
         return before
 
@@ -324,7 +316,7 @@ class AdhocModels:
 
     def _expect_room(self, coming: ModelId, tenant: str | None) -> None:
         """One model makes room for one more. Raises TooManyModels if those that could are all in use."""
-        most = self._config().library.adhoc_models_max
+        most = self._gateway.config.library.adhoc_models_max
         while len(self._known) >= most and coming not in self._known:
             leaving = self._least_missed(tenant)
             if leaving is None:
@@ -345,22 +337,16 @@ class AdhocModels:
         idle = [
             (-counts[known.tenant], known.used, model)
             for model, known in self._known.items()
-            if counts[known.tenant] >= counts[tenant] and not self._is_busy(model)
+            if counts[known.tenant] >= counts[tenant] and not self._models.is_busy(model)
         ]
         return min(idle)[2] if idle else None
-
-    def _is_busy(self, model: ModelId) -> bool:
-        view = self._view()
-        return view.is_waited_for(model) or any(slot.in_flight or slot.move for slot in view.slots_of(model))
 
     def _forget(self, model: ModelId) -> None:
         del self._known[model]
         self._names = {key: meant for key, meant in self._names.items() if meant.model != model}
         entry = self._catalog.find(model)
         if entry is not None and entry.is_adhoc:
-            self._catalog.remove(model)
-            self._post(ConfigChanged(self._clock(), removed=(model,)))
-            self._forgotten()
+            self._models.remove(model)
 
     def reloaded(self) -> None:
         """Forget models that a changed configuration has taken over, or whose roots are gone."""
@@ -374,7 +360,7 @@ class AdhocModels:
         """The disk was looked at: models that are neither there nor in memory are no longer listed."""
         for model, known in list(self._known.items()):
             is_gone = bool(known.record.files) and self._library.find(known.record.path) is None
-            if is_gone and not self._view().slots_of(model) and not self._is_busy(model):
+            if is_gone and not self._models.is_in_memory(model) and not self._models.is_busy(model):
                 self._forget(model)
 
     def removed(self, record: LibraryRecord) -> None:

@@ -8,13 +8,13 @@ twice at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
 from greenroom.base.repeated import Repeated
 from greenroom.core.model import SlotId
-from greenroom.engines.base import CacheFigures
+from greenroom.runtime.moves.hosted_moves import HostedMoves
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
@@ -27,18 +27,17 @@ ANSWER_MAX_S: Final = 3.0
 
 
 class EngineFigures:
-    """`is_ready` tells whether a slot serves. The figures are kept with the live slots."""
+    """The figures are kept with the live slots."""
 
     def __init__(
         self,
         slots: LiveSlots,
-        is_ready: Callable[[SlotId], bool],
+        loop: SchedulerLoop,
+        hosted: HostedMoves,
         every_s: float = ASK_EVERY_S,
-        hosted: Callable[[SlotId], Awaitable[CacheFigures | None]] | None = None,
     ) -> None:
-        """`hosted` asks the worker of a slot that has no process of its own."""
         self._slots = slots
-        self._is_ready = is_ready
+        self._loop = loop
         self._hosted = hosted
         self._looking = Repeated(self._look, "asking engines for figures", lambda: every_s, _log.failed)
         self._asking: dict[SlotId, asyncio.Task[None]] = {}
@@ -57,7 +56,8 @@ class EngineFigures:
         for live in list(self._slots.live.values()):
             if not self._tells(live) or live.id in self._asking:
                 continue
-            if not self._is_ready(live.id):
+            slot = self._loop.view.slots.get(live.id)
+            if slot is None or not slot.is_serving or slot.move is not None:
                 live.figures = None
                 continue
             task = asyncio.get_running_loop().create_task(self._ask(live), name=f"figures of {live.id}")
@@ -66,7 +66,7 @@ class EngineFigures:
 
     def _tells(self, live: LiveSlot) -> bool:
         engine = live.entry.engine
-        return engine.metrics_path is not None or (engine.hosted and self._hosted is not None)
+        return engine.metrics_path is not None or engine.hosted
 
     def _asked(self, slot: SlotId, task: asyncio.Task[None]) -> None:
         del self._asking[slot]
@@ -78,8 +78,8 @@ class EngineFigures:
                 if live.call is not None and engine.metrics_path is not None:
                     status, text = await live.call("GET", engine.metrics_path)
                     figures = engine.cache_figures(text, live.entry.config) if status == 200 else None
-                elif engine.hosted and self._hosted is not None:
-                    figures = await self._hosted(live.id)
+                elif engine.hosted:
+                    figures = await self._hosted.figures(live.id)
         except (OSError, ValueError):
             # A TimeoutError is an OSError, too.
             figures = None

@@ -1,7 +1,4 @@
-"""Around the scheduler: requests become events, which go in one at a time; effects come out and are carried out.
-
-`SchedulerLoop` owns the order of events: `post` handles the event before it returns, and events posted by effects
-meanwhile are handled before the outermost post returns. No locks: everything happens on the event loop's thread.
+"""Around the scheduler: requests become events; effects come out and are carried out.
 
 `AsyncEffects` owns timers and the hand-over of grants and rejections to tickets and leases. Moves, rejections, cuts,
 aborts and recalls are reported to the observer with their reasons. The simulator has the other implementation.
@@ -14,82 +11,22 @@ counted at the grant. A ticket is closed exactly once, whatever happened to it: 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
-from greenroom.core.contract import Scheduler
 from greenroom.core.effects import OpOutcome, Reason, Rejection
-from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone, Timer, TimerFired
+from greenroom.core.events import RequestArrived, RequestGone, ServeDone, Timer, TimerFired
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
 from greenroom.errors import GreenroomError
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("runtime")
-
-
-class SchedulerLoop:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._queue: deque[Event] = deque()
-        self._running = False
-        self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        # When the scheduler last raised instead of deciding: a bug, most likely of a policy of another package.
-        self.failed_at = -inf
-
-    def post(self, event: Event) -> None:
-        """Handle this event and all that follow from it. Raises only if this event itself cannot be handled."""
-        if self._running:
-            self._queue.append(event)
-            return
-        self._running = True
-        try:
-            self._handle(event)
-        finally:
-            if self._queue:
-                self._handle_queued()
-            self._running = False
-            if self._awaited:
-                self._tell_facts()
-
-    def _handle_queued(self) -> None:
-        while self._queue:
-            event = self._queue.popleft()
-            try:
-                self._handle(event)
-            except Exception as bug:
-                _log.bug("event failed", bug, event_kind=type(event).__name__)
-
-    def _handle(self, event: Event) -> None:
-        try:
-            self.scheduler.handle(event)
-        except Exception as bug:
-            self.failed_at = event.now
-            limits = self.scheduler.view.limits
-            models = f" of {', '.join(event.candidates)}" if isinstance(event, RequestArrived) else ""
-            bug.add_note(
-                f"The scheduler failed at {type(event).__name__}{models}; "
-                f"its policy is {limits.policy!r}, its swapper {limits.swapper!r}."
-            )
-            raise
-
-    async def until(self, fact: Callable[[], bool]) -> None:
-        """Wait until this holds after an event."""
-        if not fact():
-            future = asyncio.get_running_loop().create_future()
-            self._awaited.append((fact, future))
-            await future
-
-    def _tell_facts(self) -> None:
-        for fact, future in self._awaited:
-            if not future.done() and fact():
-                future.set_result(None)
-        self._awaited = [pair for pair in self._awaited if not pair[1].done()]
 
 
 class LeaseEffects(Protocol):
@@ -114,13 +51,13 @@ class AsyncEffects:
 
     def connect(
         self,
-        post: Callable[[Event], None],
+        loop: SchedulerLoop,
         mover: Mover,
         tickets: dict[str, Ticket],
         rejections: Rejections,
         leases: LeaseEffects,
     ) -> None:
-        self._post = post
+        self._loop = loop
         self._mover = mover
         self._tickets = tickets
         self._rejections = rejections
@@ -174,7 +111,7 @@ class AsyncEffects:
     def _fire(self, timer: Timer, at: float) -> None:
         """Timers round to milliseconds and may be early: the event never has a time before `at`."""
         self._timers.pop(timer, None)
-        self._post(TimerFired(max(self._clock(), at), timer))
+        self._loop.post(TimerFired(max(self._clock(), at), timer))
 
     def close(self) -> None:
         for handle in self._timers.values():
@@ -182,7 +119,6 @@ class AsyncEffects:
         self._timers.clear()
 
 
-Clock = Callable[[], float]
 # An engine that has not answered a request within this time works on it.
 WORKS_S = 1.0
 
@@ -272,17 +208,16 @@ class Ticket:
 class Tickets:
     """All open tickets. The server gets one by `arrive` and gives it back by `close`."""
 
-    def __init__(self, post: Callable[[Event], None], clock: Clock) -> None:
+    def __init__(self, loop: SchedulerLoop) -> None:
         self.open: dict[str, Ticket] = {}
-        self._post = post
-        self._clock = clock
+        self._loop = loop
 
     def arrive(self, event: RequestArrived) -> Ticket:
         """Ask for a slot. The ticket may be decided when this returns."""
         ticket = Ticket(event.request, event.now, event.give_up_at)
         self.open[event.request] = ticket
         try:
-            self._post(event)
+            self._loop.post(event)
         except BaseException:
             del self.open[event.request]
             raise
@@ -296,7 +231,7 @@ class Tickets:
 
         One that is unavailable says so at once. Looks at all tickets: for rare questions only.
         """
-        since = self._clock() - WORKS_S
+        since = self._loop.clock() - WORKS_S
         return any(
             one.slot is ticket.slot and one is not ticket and one.granted_at < since for one in self.open.values()
         )
@@ -309,10 +244,10 @@ class Tickets:
         ticket.slot = None
         if ticket.cut_error is not None:
             # It was cut meanwhile, and must not wait again.
-            self._post(ServeDone(self._clock(), ticket.id))
+            self._loop.post(ServeDone(self._loop.clock(), ticket.id))
             ticket.reject(ticket.cut_error)
         else:
-            self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True, was_busy=was_busy))
+            self._loop.post(ServeDone(self._loop.clock(), ticket.id, lost_before_first_byte=True, was_busy=was_busy))
 
     def cancel(self, request: str, error: GreenroomError) -> None:
         """End an open request with this error: it leaves the queue, or its running answer is cut."""
@@ -320,7 +255,7 @@ class Tickets:
         if ticket.slot is not None:
             ticket.cut(error)
         elif ticket.rejection is None:
-            self._post(RequestGone(self._clock(), ticket.id))
+            self._loop.post(RequestGone(self._loop.clock(), ticket.id))
             ticket.reject(error)
 
     def close(self, ticket: Ticket) -> None:
@@ -331,6 +266,6 @@ class Tickets:
         del self.open[ticket.id]
         ticket.on_cut(None)
         if ticket.slot is not None:
-            self._post(ServeDone(self._clock(), ticket.id))
+            self._loop.post(ServeDone(self._loop.clock(), ticket.id))
         elif ticket.rejection is None:
-            self._post(RequestGone(self._clock(), ticket.id))
+            self._loop.post(RequestGone(self._loop.clock(), ticket.id))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
+from greenroom.config.live import GatewayState
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
-from greenroom.core.model import LeaseId, ModelId, MoveKind
+from greenroom.core.model import Device, DeviceKind, LeaseId, ModelId, MoveKind
 from greenroom.core.view import SlotFacts
+from greenroom.engines.registry import spread_by
 from greenroom.errors import (
     BudgetPassed,
     EngineLost,
@@ -24,6 +26,12 @@ from greenroom.errors import (
     TooLarge,
     Unloaded,
 )
+from greenroom.leases.records import Lease
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.leases.entry import lease_names
+from greenroom.runtime.memory.slot_memory import SlotMemory
+from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 # The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
@@ -67,31 +75,30 @@ def phase_of(slots: Iterable[SlotFacts]) -> Phase:
     return next(begun, Phase.LEAVING if any(slot.is_going for slot in slots) else Phase.WAITING)
 
 
+class KnownLeases(Protocol):
+    def known(self) -> Sequence[Lease]:
+        """All leases, as far as they are known here."""
+        ...
+
+
 class Rejections:
-    """`is_draining` tells whether the gateway shuts down, `slots_of` where a model is now.
-
-    `why_whole` says why only one of several GPUs is used for a model, and `no_device` that none of its devices is
-    there, if so; `progress` which share of a model is loaded, where that is known; `lease_names` the names of
-    all leases, asked for once for each rejection that names some.
-    """
-
     def __init__(
         self,
         failures: Mapping[ModelId, GreenroomError],
-        is_draining: Callable[[], bool],
-        slots_of: Callable[[ModelId], Iterable[SlotFacts]],
-        why_whole: Callable[[ModelId], str],
-        no_device: Callable[[ModelId], str],
-        progress: Callable[[ModelId], float | None] = lambda _: None,
-        lease_names: Callable[[], Mapping[LeaseId, str]] = dict,
+        gateway: GatewayState,
+        loop: SchedulerLoop,
+        catalog: Catalog,
+        memory: SlotMemory,
+        hosted_slots: HostedSlots,
+        leases: KnownLeases,
     ) -> None:
         self._failures = failures
-        self._is_draining = is_draining
-        self._slots_of = slots_of
-        self._why_whole = why_whole
-        self._no_device = no_device
-        self._progress = progress
-        self._lease_names = lease_names
+        self._gateway = gateway
+        self._loop = loop
+        self._catalog = catalog
+        self._memory = memory
+        self._hosted_slots = hosted_slots
+        self._leases = leases
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -109,9 +116,8 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                names = self._lease_names() if rejection.leases else {}
-                leases = tuple(names.get(lease, lease) for lease in rejection.leases)
-                return _late(rejection, phase_of(self._slots_of(model)), self._progress(model), leases)
+                phase, progress = phase_of(self._loop.view.slots_of(model)), self._hosted_slots.progress_of(model)
+                return _late(rejection, phase, progress, self._names(rejection.leases))
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -123,15 +129,20 @@ class Rejections:
     def error_for_cut(self, reason: Reason) -> GreenroomError:
         if reason == BUDGET_OVER:
             return BudgetPassed("The time given for this answer is over and the model was still at it; give it more.")
-        if self._is_draining():
+        if self._gateway.is_draining:
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")
         model = dict(reason.facts).get("model", "")
         return Unloaded(f"{model} was unloaded while it answered ({reason.why}).", retry_after_s=1.0)
 
     def _too_large(self, rejection: Rejection) -> TooLarge:
-        if said := self._no_device(rejection.model):
+        if said := self._memory.no_device(rejection.model):
             return TooLarge(said, public=TooLarge.no_device_words, beside=_numbers(rejection))
-        return _too_large(rejection, self._why_whole(rejection.model))
+        devices = self._loop.view.ledger.devices.values()
+        return _too_large(rejection, _why_whole(self._catalog.find(rejection.model), devices))
+
+    def _names(self, leases: tuple[LeaseId, ...]) -> tuple[str, ...]:
+        names = lease_names(self._leases.known(), self._loop.view.ledger.others) if leases else {}
+        return tuple(names.get(lease, lease) for lease in leases)
 
     def _load_failed(self, model: ModelId, retry_s: float | None) -> GreenroomError:
         cause = self._failures.get(model)
@@ -144,6 +155,34 @@ class Rejections:
         return kind(
             cause.message, public=cause.public, details=cause.details, retry_after_s=again_s, beside=cause.beside
         )
+
+
+def _largest_part(entry: Entry) -> str:
+    parts = entry.facts.parts
+    if not parts:
+        return ""
+    name = max(parts, key=lambda one: parts[one])
+    each_mib = entry.spec.rest_mib(entry.spec.need)
+    return (
+        f" Its components stay whole, each on one GPU: the largest, {name}, has {parts[name]:,} MiB, and every GPU also"
+        f" needs {each_mib:,} MiB to compute. A smaller dtype needs less."
+    )
+
+
+def _why_whole(entry: Entry | None, devices: Iterable[Device]) -> str:
+    """What to say where there are several GPUs and this model, or a part of it, can use only one; empty otherwise."""
+    gpus = [device.capacity_mib for device in devices if device.kind is DeviceKind.GPU]
+    if len(gpus) < 2 or entry is None:
+        return ""
+    if entry.spec.can_split:
+        return _largest_part(entry)
+    if entry.config.device_map == "one" and entry.config.engine == "diffusers":
+        return " With device_map: balanced its components may be spread over several GPUs."
+    other = spread_by(entry.config)
+    can = "" if other is None else f"; {other} can, and is taken where `greenroom engines` finds it"
+    return (
+        f" Its engine cannot be spread over several GPUs, which have {', '.join(f'{mib:,}' for mib in gpus)} MiB{can}."
+    )
 
 
 def _some_of(names: tuple[str, ...]) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
-from greenroom.config.schema import Config, Model
-from greenroom.core.events import ConfigChanged, Learned
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model
 from greenroom.core.model import ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown
 from greenroom.library.library import Library
 from greenroom.library.quantization import choose
@@ -33,6 +32,8 @@ from greenroom.runtime.adhoc_model import (
     model_of,
 )
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.names import RemoteNames
 from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger
@@ -87,22 +88,18 @@ class Resolver:
         self,
         catalog: Catalog,
         library: Library,
-        config: Callable[[], Config],
-        view: Callable[[], SchedulerView],
-        post: Callable[[ConfigChanged], None],
-        clock: Callable[[], float],
-        recall: Callable[[Iterable[ModelId]], Mapping[ModelId, Learned]] = lambda _: {},
-        forgotten: Callable[[], None] = lambda: None,
+        gateway: GatewayState,
+        models: KnownModels,
+        learned: LearnedTimes,
     ) -> None:
-        """`forgotten` is called when a model has left, so that what others keep of it can go too."""
         self.catalog = catalog
         self._library = library
-        self._config = config
+        self._gateway = gateway
         self._looks = asyncio.Semaphore(LOOKS_MAX)
         self._under_way: dict[tuple[str, ModelOptions, Asker], asyncio.Task[Entry]] = {}
-        self.adhoc = AdhocModels(catalog, library, config, view, post, clock, recall, forgotten)
-        self.instances = TenantModels(catalog, view, post, clock, forgotten)
-        self.remote_names = RemoteNames(catalog, lambda: config().remotes, view, post, clock, forgotten)
+        self.adhoc = AdhocModels(catalog, library, gateway, models, learned)
+        self.instances = TenantModels(catalog, models)
+        self.remote_names = RemoteNames(catalog, gateway, models)
         # True if requests may name models that are not configured, and say how to run them.
         self.takes_options = bool(library.roots)
 
@@ -155,7 +152,7 @@ class Resolver:
         """Raises NoVersion for a configured model that has none yet."""
         if self.catalog.is_known(name):
             return
-        models = self._config().models.items()
+        models = self._gateway.config.models.items()
         if any(asker.sees(one) for one, model in models if name == one or name in model.aliases):
             raise NoVersion(
                 f"{name} has no version yet; GET /status?model={name} says why.", retry_after_s=RETRY_AFTER_S
@@ -198,8 +195,8 @@ class Resolver:
                 wanted,
                 dtype,
                 usable_mib=self.catalog.needs.usable_mib,
-                exclusive=self._config().library.exclusive,
-                vllm=self._config().vllm,
+                exclusive=self._gateway.config.library.exclusive,
+                vllm=self._gateway.config.vllm,
             )
             entry = None
             while entry is None:

@@ -7,15 +7,13 @@ name of the model that it is an instance of. Callers without a tenant use that m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import TooManyModels
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("models")
@@ -35,17 +33,11 @@ class TenantModels:
     def __init__(
         self,
         catalog: Catalog,
-        view: Callable[[], SchedulerView],
-        post: Callable[[ConfigChanged], None],
-        clock: Callable[[], float],
-        forgotten: Callable[[], None],
+        models: KnownModels,
         instances_max: int = INSTANCES_MAX,
     ) -> None:
         self._catalog = catalog
-        self._view = view
-        self._post = post
-        self._clock = clock
-        self._forgotten = forgotten
+        self._models = models
         self._max = instances_max
         # By model and tenant. Numbers are never used again.
         self._known: dict[tuple[ModelId, str], _Instance] = {}
@@ -84,12 +76,12 @@ class TenantModels:
 
     def _put(self, base: Entry, model_id: ModelId, tenant: str) -> Entry:
         entry = self._catalog.add_instance(base, model_id, tenant)
-        self._post(ConfigChanged(self._clock(), models=(entry.spec,)))
+        self._models.tell(entry)
         return entry
 
     def _expect_room(self) -> None:
         while len(self._known) >= self._max:
-            idle = [(known.used, key) for key, known in self._known.items() if not self._is_busy(known.id)]
+            idle = [(known.used, key) for key, known in self._known.items() if not self._models.is_busy(known.id)]
             if not idle:
                 raise TooManyModels(
                     f"{self._max:,} tenants at once may have processes of their own (isolate_tenants).",
@@ -97,12 +89,5 @@ class TenantModels:
                 )
             self._forget(min(idle)[1])
 
-    def _is_busy(self, model: ModelId) -> bool:
-        view = self._view()
-        return view.is_waited_for(model) or any(slot.in_flight or slot.move for slot in view.slots_of(model))
-
     def _forget(self, key: tuple[ModelId, str]) -> None:
-        model = self._known.pop(key).id
-        self._catalog.remove(model)
-        self._post(ConfigChanged(self._clock(), removed=(model,)))
-        self._forgotten()
+        self._models.remove(self._known.pop(key).id)

@@ -11,21 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.config import limits
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
-from greenroom.core.events import Event
-from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId
+from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
+from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.book import NeedBook
-from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, none_there, set_aside, without
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
 from greenroom.runtime.memory.watch import Growth, MemoryWatch
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.record.recording import EventRecorder
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
@@ -44,10 +45,9 @@ class CommonParts:
     observer: Observer
     effects: AsyncEffects
     loop: SchedulerLoop
-    post: Callable[[Event], None]
-    """Posts an event, and records it where recording is configured. Every event goes through it."""
     events_file: EventRecorder | None
     clock: Callable[[], float]
+    gateway: GatewayState
     state_dir: StateDir
     timeouts: Timeouts
 
@@ -57,12 +57,13 @@ class CommonParts:
 
 
 def wire_common(
-    config: Config,
+    gateway: GatewayState,
     state_dir: StateDir,
     clock: Callable[[], float],
     is_named_tenant: Callable[[str], bool],
     timeouts: Timeouts,
 ) -> CommonParts:
+    config = gateway.config
     server, catalog, slots, hub = config.server, Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
     with_aliases = server.metrics_aliases is not None
     metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, with_aliases=with_aliases)
@@ -70,7 +71,7 @@ def wire_common(
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
-    loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects))
+    loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects), clock, recorder)
     return CommonParts(
         catalog=catalog,
         slots=slots,
@@ -81,9 +82,9 @@ def wire_common(
         observer=observer,
         effects=effects,
         loop=loop,
-        post=loop.post if recorder is None else recorder.posting(loop.post),
         events_file=recorder,
         clock=clock,
+        gateway=gateway,
         state_dir=state_dir,
         timeouts=timeouts,
     )
@@ -105,27 +106,22 @@ class MemoryParts:
         self.watch.set_aside_mib = kept
         return without(known, kept)
 
-    def no_device(self, model: ModelId) -> str:
-        """That this model may use only devices that are not there, and what to do; empty if that is not so."""
-        entry, there = self.common.catalog.find(model), self.common.state.ledger.devices
-        return "" if entry is None else none_there(entry, there, self.watch.last.reading.gpus)
-
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the first reading of the probe."""
-    catalog, post, clock, times = common.catalog, common.post, common.clock, common.timeouts.memory
+    catalog, loop, times = common.catalog, common.loop, common.timeouts.memory
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected
     run = common.state_dir.identity("")
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
-    watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots, times)
+    watch = MemoryWatch(probe, owners, loop, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     needs = catalog.needs = Needs(NeedBook(common.state_dir.path, warn), kinds)
     # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
     kept = 0 if config.gpus else WORKER_GPU_MIB
     gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]
     needs.usable_mib = {gpu.id: gpu.usable_mib - kept for gpu in gpus}
-    slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock, times)
-    growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
+    slot_memory = SlotMemory(loop, catalog, needs, watch, times)
+    growth = Growth(common.slots, watch, slot_memory, loop)
     watch.on_look = growth.look
     return MemoryParts(common, names, owners, watch, needs, slot_memory)

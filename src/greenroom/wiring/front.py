@@ -6,30 +6,22 @@ reload replaces the configuration as a whole.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from greenroom.base.detached import run_detached
-from greenroom.config.environment import hub_cache
 from greenroom.config.limits import is_named
 from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
-from greenroom.library.fetched_marks import disown
-from greenroom.library.fetcher import Done, FetchPlan, fetched_files, fetched_paths
-from greenroom.library.orders import OrderRules
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
-from greenroom.runtime.observer import Hub
-from greenroom.runtime.operations.downloads import Downloads, DownloadServices
-from greenroom.runtime.operations.files import Operation, OperationFiles
+from greenroom.runtime.operations.downloads import Downloads
+from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.pictures import PictureStore
-from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationTable
-from greenroom.runtime.operations.weights import NO_KEY
+from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationEvents, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.record.usage_store import UsageStore
 from greenroom.server.admin.gateway import Gateway
@@ -39,7 +31,7 @@ from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
 from greenroom.server.inference.ask import Settings
 from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.jobs.jobs import Jobs, JobServices
+from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.jobs.routes import AsyncRequests
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from greenroom.server.inference.request_log import RequestLog
@@ -139,15 +131,11 @@ class FrontParts:
 def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: Gateway) -> FrontParts:
     server = gateway.config.server
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-    prefetch = Prefetch(
-        common.state,
-        memory.watch.host_available_mib,
-        common.observer.prefetched,
-    )
+    prefetch = Prefetch(common.state, memory.watch.host_available_mib, common.observer)
     tenants, requestors = Tenants(), Requestors(common.clock)
     counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
     usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
-    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts)
+    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts, common.gateway)
     inference = Inference(
         reader,
         gateway.resolver,
@@ -161,23 +149,20 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             requestors,
         ),
         Settings.of(gateway.config),
-        common.clock,
-        prefetch.waits,
+        prefetch,
     )
-    reader.default_model = lambda: gateway.config.server.default_model
     reader.meant = lambda name, caller: meant(gateway.config, name, caller)
     application = make_management(gateway)
     management = AsgiBridge(application)
     door = FrontDoor(inference, management, application)
     edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
-    table = _operations(common, gateway)
-    jobs = _jobs(table, inference, edge, door, common, gateway)
+    table = _operations(common)
+    keys = KeyRing(lambda: _use_changed_keys(front, common))
+    jobs = Jobs(table, inference, edge, keys, common.gateway, common.loop)
     door.jobs = AsyncRequests(jobs, edge.bodies, inference.ids.next, inference.refused)
-    pictures = _pictures(common, gateway)
-    reader.picture_urls = PictureAnswers(
-        PictureServices(pictures, edge.bodies, lambda: gateway.config.server.public_url)
-    )
-    downloads = _downloads(table, common, gateway)
+    pictures = _pictures(common)
+    reader.picture_urls = PictureAnswers(PictureServices(pictures, edge.bodies, common.gateway))
+    downloads = Downloads(table, gateway.library, common.gateway)
     front = FrontParts(
         activity_file,
         prefetch,
@@ -191,14 +176,14 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         pictures,
         downloads,
         reader,
-        *_limits(common, gateway),
+        *_limits(common),
         tenants,
         requestors,
         gateway.tasks,
         usage,
-        KeyRing(lambda: _use_changed_keys(front, gateway)),
+        keys,
     )
-    front.configure(gateway.config)
+    front.configure(common.gateway.config)
     return front
 
 
@@ -217,28 +202,8 @@ def _edges(door: FrontDoor, server: Server, spool_dir: str) -> tuple[Edge, Edge 
     return edge, Edge(admit=MetricsDoor(door).admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
 
 
-def _jobs(
-    table: OperationTable, inference: Inference, edge: Edge, door: FrontDoor, common: CommonParts, gateway: Gateway
-) -> Jobs:
-    return Jobs(
-        table,
-        JobServices(
-            inference,
-            edge.bodies,
-            edge.state,
-            lambda name: door.keys.named(name),
-            lambda: gateway.config.jobs.keep_s,
-            lambda: gateway.config.scheduler.queue_depth_max,
-            lambda: gateway.is_draining,
-            common.loop.scheduler.view.learned,
-            JobEvents(common.hub),
-            common.clock,
-        ),
-    )
-
-
-def _use_changed_keys(front: FrontParts, gateway: Gateway) -> None:
-    front.use_keys(gateway.config)
+def _use_changed_keys(front: FrontParts, common: CommonParts) -> None:
+    front.use_keys(common.gateway.config)
     ring = front.keys
     for problem in ring.problems:
         _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=len(ring.of_file))
@@ -246,9 +211,10 @@ def _use_changed_keys(front: FrontParts, gateway: Gateway) -> None:
         _log.info("keys reread", file=ring.path, keys=len(ring.of_file))
 
 
-def _limits(common: CommonParts, gateway: Gateway) -> tuple[Limiter, SharedLimits | None]:
+def _limits(common: CommonParts) -> tuple[Limiter, SharedLimits | None]:
     """Raises ConfigError if the client of the store is not installed."""
-    url = gateway.config.limits.store or gateway.config.leases.store
+    config = common.gateway.config
+    url = config.limits.store or config.leases.store
     if url is None:
         return Limiter(), None
     try:
@@ -270,65 +236,17 @@ def _limits(common: CommonParts, gateway: Gateway) -> tuple[Limiter, SharedLimit
 MIB = 1024 * 1024
 
 
-class JobEvents:
-    """Events of operations: each new status, and while one runs how far it is."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    @property
-    def listeners(self) -> int:
-        return self._hub.listeners
-
-    def publish(self, row: Operation, progress: float | None = None) -> None:
-        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
-        error = None if row.error is None else row.error.code
-        # `load` and `unload` are the events of the moves themselves.
-        what = "operation" if row.kind.is_move else row.kind.value
-        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
-
-
-def _operations(common: CommonParts, gateway: Gateway) -> OperationTable:
+def _operations(common: CommonParts) -> OperationTable:
     def limits() -> JobLimits:
-        jobs = gateway.config.jobs
+        jobs = common.gateway.config.jobs
         return JobLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
 
-    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, JobEvents(common.hub).publish)
+    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, OperationEvents(common.hub))
 
 
-def _pictures(common: CommonParts, gateway: Gateway) -> PictureStore:
+def _pictures(common: CommonParts) -> PictureStore:
     def limits() -> KeepLimits:
-        images = gateway.config.images
+        images = common.gateway.config.images
         return KeepLimits(images.keep_s, images.count_max, images.store_mib * MIB)
 
     return PictureStore(OperationFiles(common.state_dir.path / "pictures"), limits, common.clock)
-
-
-def _downloads(table: OperationTable, common: CommonParts, gateway: Gateway) -> Downloads:
-    def rate_bytes_s() -> float | None:
-        mib_s = gateway.config.library.bandwidth_mib_s
-        return None if mib_s is None else mib_s * MIB
-
-    async def found(row: Operation | None, plan: FetchPlan | None, done: Done) -> None:
-        if row is None or row.key != NO_KEY:
-            # A user has ordered it, even if an update fetched it before.
-            await run_detached(lambda: disown(fetched_paths(plan, done)), "keep what was ordered")
-        await gateway.library.refresh()
-
-    return Downloads(
-        table,
-        DownloadServices(
-            roots=lambda: gateway.library.roots,
-            cache=lambda: hub_cache(os.environ),
-            rules=lambda: OrderRules.of(
-                gateway.config.library.hosts, os.environ, exact_names=gateway.governance.rules is not None
-            ),
-            at_once_max=lambda: gateway.config.library.downloads_max,
-            rate_bytes_s=rate_bytes_s,
-            is_draining=lambda: gateway.is_draining,
-            events=JobEvents(common.hub),
-            found=found,
-            fetched=lambda order, plan, done: gateway.library.fetched(*fetched_files(order, plan, done)),
-            clock=common.clock,
-        ),
-    )

@@ -7,20 +7,17 @@ a store that it shares with other gateways.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
-from greenroom.core.model import DeviceKind, ModelId
-from greenroom.engines.registry import spread_by
 from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.leases.entry import LeasableMemory, lease_names
+from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
@@ -32,7 +29,6 @@ from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSl
 from greenroom.runtime.moves.mover import Mover, RemoteMoves
 from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
-from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.workers.pool import WorkerPool
@@ -70,31 +66,16 @@ class LeaseParts:
 
 def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
     """Raises ConfigError if the client of the shared store is not installed."""
-    own = LocalLeasing(
-        memory.watch.post_and_look,
-        common.clock,
-        JournalWriter(common.state_dir.path),
-        LeasableMemory(common.state, memory.device_names.id_of, memory.watch.room_for),
-        wait_max_s=config.leases.wait_max_s,
-        tell=common.hub.publish,
-    )
+    leasable, wait_max_s = LeasableMemory(common.loop, memory.device_names, memory.watch), config.leases.wait_max_s
+    journal = JournalWriter(common.state_dir.path)
+    own = LocalLeasing(common.loop, journal, leasable, common.hub, wait_max_s=wait_max_s)
     if config.leases.store is None:
         return LeaseParts(own, own)
-    return _shared(common, memory, config, config.leases.store, own)
-
-
-def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, own: LocalLeasing) -> LeaseParts:
-    store = _open_store(config, url)
+    store = _open_store(config, config.leases.store)
     name = f"{common.state_dir.id}.{common.state_dir.run}"
     member = Membership(store, name, config.leases.ttl_s, holder_of(os.getpid()))
-    sharing = Sharing(member, common.state, memory.watch.post_and_look, common.clock, memory.watch, common.hub.publish)
-    leasing = SharedLeasing(
-        store,
-        wait_max_s=config.leases.wait_max_s,
-        device_named=memory.device_names.id_of,
-        room_for=memory.watch.room_for,
-        known=lambda: sharing.leases,
-    )
+    sharing = Sharing(member, common.loop, memory.watch, common.hub)
+    leasing = SharedLeasing(store, wait_max_s=wait_max_s, memory=leasable, sharing=sharing)
     return LeaseParts(own, leasing, sharing)
 
 
@@ -132,10 +113,10 @@ class RemoteParts:
             await self.spending.close()
 
 
-def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemoteParts:
+def wire_remote(state_dir: StateDir, gateway: GatewayState) -> RemoteParts:
     """Raises ConfigError if the client of the shared store is not installed."""
     spending, fallback = Spending(state_dir.path), CloudFallback(state_dir.path)
-    url = config().limits.store or config().leases.store
+    url = gateway.config.limits.store or gateway.config.leases.store
     if url is None:
         return RemoteParts(spending, fallback, None)
     try:
@@ -144,7 +125,7 @@ def wire_remote(state_dir: StateDir, config: Callable[[], Config]) -> RemotePart
     except ImportError as error:
         raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
     # By a name that stays over restarts: its sums of today are counted once.
-    shared = SharedRemote(url, state_dir.id, spending, fallback, lambda: bool(config().remotes))
+    shared = SharedRemote(url, state_dir.id, spending, fallback, gateway)
     return RemoteParts(spending, fallback, shared)
 
 
@@ -156,18 +137,12 @@ class MoveParts:
     roots: ModelRoots
 
 
-def wire_moves(
-    common: CommonParts,
-    memory: MemoryParts,
-    leases: LeaseParts,
-    config: Callable[[], Config],
-    spending: Spending,
-) -> MoveParts:
-    """`config` gives the configuration as it is now."""
-    slots, cleanup, roots, ports = common.state.slots, Cleanup(), ModelRoots(config()), config().ports
-    errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
-    lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
-    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config(), roots)
+def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, spending: Spending) -> MoveParts:
+    config = common.gateway.config
+    cleanup, roots, ports = Cleanup(), ModelRoots(config), config.ports
+    errors = LoadErrors(common.state_dir, common.catalog, common.loop)
+    lost = LostSlots(errors, common.observer, memory.watch, common.loop)
+    workers, hosted = _hosted(common, memory, leases, cleanup, lost, config, roots)
     processes = ProcessMoves(
         common.catalog,
         common.slots,
@@ -182,12 +157,12 @@ def wire_moves(
         common.catalog,
         processes,
         hosted,
-        RemoteMoves(common.slots, lambda: config().remotes, spending),
+        RemoteMoves(common.slots, common.gateway, spending),
         memory.slot_memory,
         errors,
         common.observer,
-        memory.watch.post_and_look,
-        common.clock,
+        memory.watch,
+        common.loop,
     )
     return MoveParts(workers, hosted, mover, roots)
 
@@ -202,7 +177,7 @@ def _hosted(
     roots: ModelRoots,
 ) -> tuple[WorkerPool, HostedMoves]:
     times = common.timeouts
-    hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock, timeouts=times.memory)
+    hosted_memory = HostedMemory(common.loop, common.hosted_slots, memory.watch, timeouts=times.memory)
     workers = WorkerPool(
         common.state_dir,
         common.observer,
@@ -217,7 +192,7 @@ def _hosted(
         workers,
         common.observer,
         hosted_memory,
-        HostedErrors(hosted_memory, memory.slot_memory.shortage),
+        HostedErrors(hosted_memory, memory.slot_memory),
         roots,
     )
     hosted = HostedMoves(
@@ -228,49 +203,6 @@ def _hosted(
         Admission(leases.grants, cleanup, hosted_memory),
         lost,
         common.observer,
-        common.clock,
+        common.loop,
     )
     return workers, hosted
-
-
-def wire_rejections(
-    common: CommonParts, memory: MemoryParts, moves: MoveParts, leases: LeaseParts, is_draining: Callable[[], bool]
-) -> Rejections:
-    return Rejections(
-        moves.mover.failures,
-        is_draining,
-        common.state.slots_of,
-        lambda model: _why_whole(common, model),
-        memory.no_device,
-        common.hosted_slots.progress_of,
-        lambda: lease_names(leases.leasing.known(), common.state.ledger.others),
-    )
-
-
-def _largest_part(entry: Entry) -> str:
-    parts = entry.facts.parts
-    if not parts:
-        return ""
-    name = max(parts, key=lambda one: parts[one])
-    each_mib = entry.spec.rest_mib(entry.spec.need)
-    return (
-        f" Its components stay whole, each on one GPU: the largest, {name}, has {parts[name]:,} MiB, and every GPU also"
-        f" needs {each_mib:,} MiB to compute. A smaller dtype needs less."
-    )
-
-
-def _why_whole(common: CommonParts, model: ModelId) -> str:
-    """What to say where there are several GPUs and this model, or a part of it, can use only one; empty otherwise."""
-    state, entry = common.state, common.catalog.find(model)
-    gpus = [device.capacity_mib for device in state.ledger.devices.values() if device.kind is DeviceKind.GPU]
-    if len(gpus) < 2 or entry is None:
-        return ""
-    if entry.spec.can_split:
-        return _largest_part(entry)
-    if entry.config.device_map == "one" and entry.config.engine == "diffusers":
-        return " With device_map: balanced its components may be spread over several GPUs."
-    other = spread_by(entry.config)
-    can = "" if other is None else f"; {other} can, and is taken where `greenroom engines` finds it"
-    return (
-        f" Its engine cannot be spread over several GPUs, which have {', '.join(f'{mib:,}' for mib in gpus)} MiB{can}."
-    )

@@ -1,99 +1,29 @@
-"""Operations: loads that an operator orders, updates of models under version control, and what signs them.
+"""What signs operations: where its used tokens and its audit log are kept.
 
-Owns how these are made and joined, where used tokens and the audit log are kept, and by which names a rule finds a
-model. Nothing of governance is opened or imported while the configuration needs no tokens.
+Nothing of governance is opened or imported while the configuration needs no tokens.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
-from greenroom.library.library import Library
-from greenroom.library.versions import VersionStore
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.loop import Tickets
-from greenroom.runtime.operations.loads import Loads, LoadServices
-from greenroom.runtime.operations.moves import OperatorMoves
-from greenroom.runtime.operations.updates import Updates
-from greenroom.runtime.operations.version_changes import UpdateServices
-from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import VersionWeights
-from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.tenancy.governance.audit import AuditLog
 from greenroom.tenancy.governance.gate import GovernanceGate
 from greenroom.tenancy.governance.nonces import NonceJournal, Nonces
-from greenroom.wiring.common import CommonParts
-from greenroom.wiring.front import FrontParts
 
 GOVERNANCE_FOLDER: Final = "governance"
 
 
-def wire_loads(common: CommonParts, front: FrontParts, moves: OperatorMoves, gateway: Gateway) -> Loads:
-    services = LoadServices(
-        gateway.resolver,
-        front.downloads,
-        moves,
-        lambda: gateway.config.library.download,
-        lambda: common.loop.scheduler.view,
-        lambda model: gpu_mib(gateway, model),
-        common.hosted_slots.progress_of,
-        common.slots.starting.get,
-        common.clock,
-    )
-    return Loads(front.operations, services)
-
-
-@dataclass(frozen=True, slots=True)
-class Updating:
-    """What only updates need. `unchanging` is held while the configuration must not change.
-
-    `forgotten` is called when a version has left, so that what others keep of it can go too.
-    """
-
-    library: Library
-    store: VersionStore
-    tickets: Tickets
-    unchanging: asyncio.Lock
-    forgotten: Callable[[], None]
-
-
-def wire_updates(
-    common: CommonParts, front: FrontParts, moves: OperatorMoves, gateway: Gateway, updating: Updating
-) -> Updates:
-    services = UpdateServices(
-        config=lambda: gateway.config,
-        catalog=common.catalog,
-        store=updating.store,
-        weights=VersionWeights(updating.library, front.downloads),
-        moves=moves,
-        warm_up=WarmUp(updating.tickets, common.clock),
-        slots=common.slots,
-        hosted_slots=common.hosted_slots,
-        post=common.post,
-        clock=common.clock,
-        learned=common.loop.scheduler.view.learned,
-        unchanging=updating.unchanging,
-        is_draining=lambda: gateway.is_draining,
-        forgotten=updating.forgotten,
-        view=lambda: common.loop.scheduler.view,
-        until=common.loop.until,
-    )
-    return Updates(front.operations, services)
-
-
-def wire_governance(state_dir: StateDir, config: Callable[[], Config]) -> GovernanceGate:
+def wire_governance(state_dir: StateDir, config: Config) -> GovernanceGate:
     folder = state_dir.path / GOVERNANCE_FOLDER
-    section = config().governance
+    section = config.governance
 
     def nonces() -> Nonces:
-        store = section.store or config().leases.store
+        store = section.store or config.leases.store
         if store is None:
             path, is_first = folder / "nonces", state_dir.is_new
             return NonceJournal(path, section.clock_skew_s, is_first=is_first)

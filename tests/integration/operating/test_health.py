@@ -76,7 +76,9 @@ async def test_a_gateway_that_shuts_down_is_alive_and_not_ready(tmp_path: Path) 
     models = {"slow": fake("slow", "--tokens", "4", "--token-s", "1")}
     async with gateway(tmp_path, models) as app:
         running = asyncio.ensure_future(chat(app, "slow"))
-        await until(lambda: any(app.is_ready(slot) for slot in app.loop.scheduler.view.slots), "it is loaded")
+        await until(
+            lambda: any(slot.is_serving and slot.move is None for slot in app.loop.view.slots.values()), "it is loaded"
+        )
         # A probe's connection, from before: new ones may be refused.
         async with await Raw.open(app) as probe:
             probe.send(request_bytes("GET", "/health", None))

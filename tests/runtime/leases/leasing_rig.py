@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from greenroom.core.effects import OpOutcome, Reason, Rejection
-from greenroom.core.events import ConfigChanged, MoveDone, RequestArrived, ServeDone, ShutdownAsked, Timer, TimerFired
+from greenroom.core.events import (
+    ConfigChanged,
+    Event,
+    MoveDone,
+    RequestArrived,
+    ServeDone,
+    ShutdownAsked,
+    Timer,
+    TimerFired,
+)
 from greenroom.core.model import (
     Claim,
     Device,
@@ -31,7 +40,10 @@ from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.leases.entry import LeasableMemory
 from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
-from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.memory.devices import DeviceNames
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.waiting import until
 
 # Generous: a loaded machine with two cores.
@@ -52,7 +64,7 @@ class Rig:
         self.ahead_s = 0.0
         loop = asyncio.get_running_loop()
         self.clock = lambda: loop.time() + self.ahead_s
-        self.loop = SchedulerLoop(DefaultScheduler(self))
+        self.loop = SchedulerLoop(DefaultScheduler(self), self.clock)
         self.state = self.loop.scheduler.state
         self.granted: list[str] = []
         self.told: list[str] = []
@@ -61,16 +73,11 @@ class Rig:
         self.missing: dict[DeviceId, int] = {}
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self.leasing = LocalLeasing(
-            self.loop.post,
-            self.clock,
+            self.loop,
             JournalWriter(folder),
-            LeasableMemory(
-                self.loop.scheduler.view,
-                lambda name: DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None,
-                self._room_for,
-            ),
+            LeasableMemory(self.loop, cast(DeviceNames, self), cast(MemoryWatch, self)),
+            cast(Hub, self),
             wait_max_s=3_600.0,
-            tell=lambda what, facts: self.told.append(f"{what} {facts['lease']}"),
             wall=wall,
             **limits,
         )
@@ -79,7 +86,16 @@ class Rig:
         self.leasing.restore()
         self.loop.post(ConfigChanged(self.clock(), models=tuple(models)))
 
-    async def _room_for(self, claim: Claim, timeout_s: float) -> Claim:
+    def id_of(self, name: str) -> DeviceId | None:
+        return DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None
+
+    def publish(self, what: str, facts: Mapping[str, object]) -> None:
+        self.told.append(f"{what} {facts['lease']}")
+
+    def post_and_look(self, event: Event) -> None:
+        self.loop.post(event)
+
+    async def room_for(self, claim: Claim, timeout_s: float) -> Claim:
         deadline = self.clock() + timeout_s
         while self.missing and self.clock() < deadline:
             self.looks += 1

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from greenroom.core.model import Claim, DeviceId
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import LeaseAsk
-from greenroom.runtime.leases.sharing import SharedLeasing
+from greenroom.runtime.leases.entry import LeasableMemory
+from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
 from tests.sim.shared.book import Book, BookStore
 
 ASK = LeaseAsk("job", "train", 8_000)
@@ -32,7 +34,10 @@ class Rig:
         book = Book(lambda: 1_000.0)
         self.store = BookStore(lambda: book, self._asks, grace_s=0, offers={"gpu0": 10_000})
         self.leasing = SharedLeasing(
-            self.store, wait_max_s=60.0, device_named=DeviceId, room_for=self._room_for, known=list
+            self.store,
+            wait_max_s=60.0,
+            memory=cast(LeasableMemory, SimpleNamespace(names=SimpleNamespace(id_of=DeviceId), watch=self)),
+            sharing=cast(Sharing, SimpleNamespace(leases=[])),
         )
 
     async def _asks(self, question: Callable[[], bytes]) -> bytes:
@@ -40,7 +45,7 @@ class Rig:
             raise StoreDown("it cannot be reached")
         return question()
 
-    async def _room_for(self, claim: Claim, timeout_s: float) -> Claim:
+    async def room_for(self, claim: Claim, timeout_s: float) -> Claim:
         self.looks += 1
         await self.may_look.wait()
         return self.missing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +33,8 @@ from greenroom.runtime.leases.holders import Recalls
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.sim.shared.book import Book, BookStore
 from tests.waiting import until
 
@@ -39,7 +42,9 @@ GPU = DeviceId("gpu0")
 TTL_S = 30.0
 
 
+@dataclass
 class FakeWatch:
+    post_and_look: Callable[[Event], None]
     reading = Reading((GpuReading(GPU, 0, "fake", 10_000, 0, {}),), HostReading(0, 0, 0, 0))
 
     async def look_now(self) -> None:
@@ -78,11 +83,9 @@ class Rig:
         self.store, self.other = self.client(), self.client()
         self.sharing = Sharing(
             Membership(self.store, "me", TTL_S, holder=None),
-            StateView(self.state),
-            self._post,
-            lambda: self.now,
-            FakeWatch(),
-            lambda what, facts: self.told.append((what, dict(facts))),
+            cast(SchedulerLoop, SimpleNamespace(view=StateView(self.state), clock=lambda: self.now)),
+            FakeWatch(self._post),
+            cast(Hub, SimpleNamespace(publish=lambda what, facts: self.told.append((what, dict(facts))))),
         )
 
     def client(self) -> NotingStore:
@@ -393,7 +396,10 @@ class Recalled:
     told: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recalls = Recalls(lambda: self.now, lambda what, facts: self.told.append((what, facts["lease"])))
+        self.recalls = Recalls(
+            cast(SchedulerLoop, SimpleNamespace(clock=lambda: self.now)),
+            cast(Hub, SimpleNamespace(publish=lambda what, facts: self.told.append((what, facts["lease"])))),
+        )
 
     def seen(self, *leases: Lease) -> list[tuple[str, Any]]:
         """What is told when these are all there are."""

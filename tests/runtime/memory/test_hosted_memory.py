@@ -15,6 +15,7 @@ from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
@@ -46,9 +47,11 @@ class FakeWatch:
 def memory(
     watch: FakeWatch, table: HostedSlots | None = None, timeouts: MemoryTimeouts = TIMEOUTS.memory
 ) -> HostedMemory:
-    clock = asyncio.get_running_loop().time
-    state, table = FakeGateway().state, table or HostedSlots()
-    return HostedMemory(state, table, cast(MemoryWatch, watch), clock, timeouts=timeouts)
+    return HostedMemory(real_time(), table or HostedSlots(), cast(MemoryWatch, watch), timeouts=timeouts)
+
+
+def real_time() -> SchedulerLoop:
+    return SchedulerLoop(FakeGateway().loop.scheduler, asyncio.get_running_loop().time)
 
 
 IMPATIENT = MemoryTimeouts(room_s=0.05, back_s=0.05, slept_s=0.05)
@@ -68,8 +71,8 @@ async def test_what_is_free_on_the_host_is_what_the_cgroup_leaves(tmp_path: Path
     for name, text in write.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    watch, clock = cast(MemoryWatch, FakeWatch(full(1))), asyncio.get_running_loop().time
-    made = HostedMemory(FakeGateway().state, HostedSlots(), watch, clock, HostProbe(tmp_path, tmp_path))
+    watch = cast(MemoryWatch, FakeWatch(full(1)))
+    made = HostedMemory(real_time(), HostedSlots(), watch, HostProbe(tmp_path, tmp_path))
     assert made.host_free_bytes == 5 << 30
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.memory.watch import EVERY_S, Growth, MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.timeouts import MemoryTimeouts
 from tests.runtime.memory.readings import gpu, reading, used
@@ -46,16 +48,16 @@ class Rig:
         clock = asyncio.get_running_loop().time
         empty = reading(gpu("GPU-a"), gpu("GPU-b", 1))
         self.probe.now = empty
-        self.watch = MemoryWatch(self.probe, self.owners, self.scheduler.handle, clock, 1_000.0, empty)
+        loop = SchedulerLoop(self.scheduler, clock)
+        self.watch = MemoryWatch(self.probe, self.owners, loop, 1_000.0, empty)
         self.needs = Needs(gpus={A: "fake", B: "fake"})
         self.catalog = Catalog(self.needs)
         self.config = config(scheduler, **keys)
         gpus = (Device(A, DeviceKind.GPU, 24_000, 512), Device(B, DeviceKind.GPU, 24_000, 512))
         devices = (*gpus, Device(HOST, DeviceKind.HOST, 64_000))
         self.scheduler.handle(ConfigChanged(clock(), models=self.catalog.fill(self.config), devices=devices))
-        state = self.scheduler.state
         times = MemoryTimeouts(ready_look_s=0.05, back_s=back_s, settled_s=0.01)
-        self.memory = SlotMemory(state, self.catalog, self.needs, self.watch, self.scheduler.handle, clock, times)
+        self.memory = SlotMemory(loop, self.catalog, self.needs, self.watch, times)
 
     @property
     def entry(self) -> Entry:
@@ -290,9 +292,11 @@ class Growing:
     def __post_init__(self) -> None:
         self.slots = LiveSlots()
         self.slots.live[S] = cast(LiveSlot, FakeLive())
-        self.growth = Growth(self.slots, lambda slot: self.peaks.get(slot, {}), self._remember, lambda: self.now)
+        watch = cast(MemoryWatch, SimpleNamespace(peak_of=lambda slot: self.peaks.get(slot, {})))
+        loop = cast(SchedulerLoop, SimpleNamespace(clock=lambda: self.now))
+        self.growth = Growth(self.slots, watch, self, loop)
 
-    def _remember(self, slot: SlotId, entry: Entry) -> None:
+    def grew(self, slot: SlotId, entry: Entry) -> None:
         self.written.append((slot, str(entry)))
 
     def seen(self, gpu_mib: int, host_mib: int = 0) -> int:

@@ -17,6 +17,7 @@ from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import GpuReading, Owner, Reading
 from greenroom.runtime.memory.watch import GONE_KEPT_MAX, HOST_STEP_MIB, MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
@@ -79,11 +80,10 @@ class Rig:
         self.probe, self.owners = FakeProbe(), FakeOwners()
         self.posted: list[Event] = []
         clock = asyncio.get_running_loop().time
+        self.loop = cast(SchedulerLoop, SimpleNamespace(post=self.posted.append, clock=clock))
         self.hosted = HostedSlots()
         first = reading(gpu())
-        self.watch = MemoryWatch(
-            self.probe, self.owners, self.posted.append, clock, every_s, first, self.hosted, timeouts
-        )
+        self.watch = MemoryWatch(self.probe, self.owners, self.loop, every_s, first, self.hosted, timeouts)
 
     def told(self) -> MemoryChanged:
         """The one event since this was last asked."""
@@ -211,7 +211,7 @@ async def test_gpus_whose_processes_are_hidden_are_told_of(rig: Rig) -> None:
 
 async def test_the_start_tells_of_strangers(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     first = reading(used("GPU-a", {os.getpid(): 7_000, P1: 5}))
-    watch = MemoryWatch(rig.probe, rig.owners, rig.posted.append, lambda: 1.0, 5.0, first)
+    watch = MemoryWatch(rig.probe, rig.owners, rig.loop, 5.0, first)
     watch.tell_first()
     assert rig.told().foreign_mib == {A: 7_005}
     assert watch.last.shares.strangers == {A: {os.getpid(): 7_000, P1: 5}}

@@ -17,9 +17,10 @@ from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.slot_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory, SlotMemory
 from greenroom.runtime.moves.admission import Cleanup, NoGrant, check_roots
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, evidence_of_no_memory
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -33,7 +34,8 @@ def entry(revision: int = 1) -> Entry:
 
 def failures(state_dir: StateDir) -> LoadErrors:
     catalog = SimpleNamespace(revision=lambda model, revision: entry() if (model, revision) == (M, 1) else None)
-    return LoadErrors(state_dir, cast(Catalog, catalog), lambda slot: slot == GOING)
+    view = SimpleNamespace(slots={GOING: SimpleNamespace(is_going=True)})
+    return LoadErrors(state_dir, cast(Catalog, catalog), cast(SchedulerLoop, SimpleNamespace(view=view)))
 
 
 def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:
@@ -111,7 +113,9 @@ def shortage(move: Move, entry: Entry, complaint: str, details: str) -> LoadOutO
 
 
 def hosted_errors(missing: Claim | None = None) -> HostedErrors:
-    return HostedErrors(cast(HostedMemory, FakeMemory(missing or {})), shortage)
+    return HostedErrors(
+        cast(HostedMemory, FakeMemory(missing or {})), cast(SlotMemory, SimpleNamespace(shortage=shortage))
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import MIB, FileRange, Prefetch, pieces_of, read_ahead
+from greenroom.runtime.observer import Observer
 from tests.server.admin.management_rig import FakeGateway, model
 from tests.waiting import PATIENCE_S, until
 
@@ -64,7 +67,7 @@ class Rig:
         self.prefetch = Prefetch(
             self.gateway.state,
             lambda: available_mib,
-            lambda name, size, took_s: self.told.append((name, size)),
+            cast(Observer, SimpleNamespace(prefetched=lambda name, size, took_s: self.told.append((name, size)))),
             read=read,
             piece_bytes=MIB,
             piece_max_s=piece_max_s,

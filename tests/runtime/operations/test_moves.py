@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from greenroom.config.schema import Config
 from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
@@ -21,9 +22,12 @@ from greenroom.errors import (
     TooLarge,
     Unsupported,
 )
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects
+from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.operations.moves import OperatorMoves
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 QWEN = ModelId("qwen")
 
@@ -43,15 +47,16 @@ class Rig:
         self._outcome = outcome
         self._effects = SimpleNamespace(operations=dict[Any, asyncio.Future[OpOutcome]]())
         self.failures = {} if failure is None else {QWEN: failure}
+        catalog = Catalog()
+        keys = {"path": "/models/qwen.gguf", "memory_mib": 1, "pinned": QWEN in kept}
+        catalog.fill(Config.model_validate({"models": {QWEN: keys}}))
+        view = SimpleNamespace(slots_of=lambda model: [model], green_room_shortfall=lambda _: shortfall)
         self.operations = OperatorMoves(
             cast(AsyncEffects, self._effects),
             cast(Mover, SimpleNamespace(failures=self.failures)),
-            self._post,
-            lambda: 5.0,
-            lambda model: "llamacpp",
-            lambda model: shortfall,
-            lambda model: no_device,
-            kept.__contains__,
+            cast(SchedulerLoop, SimpleNamespace(post=self._post, clock=lambda: 5.0, view=view)),
+            catalog,
+            cast(SlotMemory, SimpleNamespace(no_device=lambda _: no_device)),
         )
 
     def _post(self, event: Event) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, Resul
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationTable
+from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationEvents, OperationTable
 from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
 from tests.full_disk import full_disk
 from tests.waiting import until
@@ -45,10 +45,10 @@ class Rig:
 
     def of(self, stored: OperationFiles) -> OperationTable:
         return OperationTable(
-            stored, lambda: self.limits, self._tell, lambda: self.now + self.ahead_s, lambda: self.now
+            stored, lambda: self.limits, cast(OperationEvents, self), lambda: self.now + self.ahead_s, lambda: self.now
         )
 
-    def _tell(self, row: Operation) -> None:
+    def publish(self, row: Operation) -> None:
         self.told.append((row.id, row.status))
 
     async def add(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.record import learned as module
 from greenroom.runtime.record.learned import FILE_NAME, LearnedTimes, known_loads_s
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.full_disk import full_disk
 from tests.waiting import until
 
@@ -40,8 +42,12 @@ class Core:
         return self.times
 
 
+def loop_of(core: Core) -> SchedulerLoop:
+    return cast(SchedulerLoop, SimpleNamespace(view=core))
+
+
 def times_in(folder: Path, core: Core | None = None, models: Catalog | None = None) -> LearnedTimes:
-    return LearnedTimes(folder, (core or Core()).learned, models or catalog())
+    return LearnedTimes(folder, loop_of(core or Core()), models or catalog())
 
 
 async def test_times_are_known_after_a_restart(tmp_path: Path) -> None:
@@ -71,13 +77,13 @@ async def test_model_that_is_away_for_a_while_is_remembered(tmp_path: Path) -> N
 
 
 async def test_only_so_many_models_are_remembered(tmp_path: Path) -> None:
-    await LearnedTimes(tmp_path, Core(**{A: TIMES, B: TIMES}).learned, catalog(), models_max=1).close()
+    await LearnedTimes(tmp_path, loop_of(Core(**{A: TIMES, B: TIMES})), catalog(), models_max=1).close()
     assert times_in(tmp_path).recall([A, B]) == {B: TIMES}
 
 
 async def test_times_are_written_from_time_to_time(tmp_path: Path) -> None:
     core = Core(a=TIMES)
-    times = LearnedTimes(tmp_path, core.learned, catalog(), write_every_s=0.02)
+    times = LearnedTimes(tmp_path, loop_of(core), catalog(), write_every_s=0.02)
     times.start()
     await until(lambda: times_in(tmp_path).recall([A]) == {A: TIMES}, "written")
     core.times[A] = Learned({MoveKind.LOAD: 1.0})

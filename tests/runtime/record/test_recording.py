@@ -79,16 +79,16 @@ def gone(number: int) -> Event:
 
 
 async def test_events_and_effects_come_back_in_order(tmp_path: Path) -> None:
-    path, posted, heard = tmp_path / "events", list[Event](), Heard()
+    path, heard = tmp_path / "events", Heard()
     recorder = recording_to(path)
-    post, effects = recorder.posting(posted.append), recorder.watching(cast(Effects, heard))
+    effects = recorder.watching(cast(Effects, heard))
     events = [gone(1), ServeDone(0.1 + 0.2, RequestId("r-2"), lost_before_first_byte=True), gone(3)]
     for event in events:
-        post(event)
+        recorder.add(event)
     for name, said in ASKED.items():
         getattr(effects, name)(*said)
     await recorder.close()
-    assert posted == events and heard.asked == list(ASKED.items()), "everything is passed on as it is"
+    assert heard.asked == list(ASKED.items()), "everything is passed on as it is"
     recording = read(path)
     assert recording.events == events == read_events(path)
     assert recording.effects == list(ASKED.items())
@@ -104,7 +104,7 @@ async def test_earlier_recording_is_kept_beside_the_new_one(tmp_path: Path) -> N
     path = tmp_path / "events"
     for number in (1, 2):
         recorder = recording_to(path)
-        recorder.posting(lambda event: None)(gone(number))
+        recorder.add(gone(number))
         await recorder.close()
     assert (read_events(tmp_path / "events.1"), read_events(path)) == ([gone(1)], [gone(2)])
 
@@ -113,7 +113,7 @@ async def test_starts_that_fail_do_not_push_out_the_last_real_recording(tmp_path
     path = tmp_path / "events"
     for number in (1, 2):
         recorder = recording_to(path)
-        recorder.posting(lambda event: None)(gone(number))
+        recorder.add(gone(number))
         await recorder.close()
     for _ in range(3):
         # One that ended in good order, one that did not end at all.
@@ -125,9 +125,8 @@ async def test_starts_that_fail_do_not_push_out_the_last_real_recording(tmp_path
 async def test_recording_that_loses_an_event_ends_there_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "events"
     recorder = recording_to(path, waiting_max=2)
-    post = recorder.posting(lambda event: None)
     for number in range(5):
-        post(gone(number))
+        recorder.add(gone(number))
     await recorder.close()
     recording = read(path)
     assert recording.events == [gone(0), gone(1)]
@@ -142,13 +141,12 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_has_no_gap(
 ) -> None:
     path = tmp_path / "events"
     recorder = recording_to(path)
-    post = recorder.posting(lambda event: None)
-    post(gone(1))
+    recorder.add(gone(1))
     await until(lambda: '"n":1' in path.read_text(), "the first is written")
     with full_disk(path.stat().st_size):
-        post(gone(2))
+        recorder.add(gone(2))
         await until(lambda: "recording failed" in capsys.readouterr().err, "the second cannot be written")
-    post(gone(3))
+    recorder.add(gone(3))
     await recorder.close()
     recording = read(path)
     assert recording.events == [gone(1), gone(2), gone(3)]
@@ -158,10 +156,9 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_has_no_gap(
 async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> None:
     path = tmp_path / "events"
     recorder = recording_to(path, bytes_max=40)
-    post = recorder.posting(lambda event: None)
-    post(gone(1))
+    recorder.add(gone(1))
     await until(lambda: recorder._file.is_full, "the first is written")
-    post(gone(2))
+    recorder.add(gone(2))
     await recorder.close()
     assert (read(path).events, read(path).incomplete) == ([gone(1)], "the file is as large as it may be")
 
@@ -170,7 +167,7 @@ async def test_gap_half_a_line_and_a_missing_end_are_noticed(tmp_path: Path) -> 
     path = tmp_path / "events"
     recorder = recording_to(path)
     for number in range(3):
-        recorder.posting(lambda event: None)(gone(number))
+        recorder.add(gone(number))
     await recorder.close()
     head, *lines, end = path.read_text().splitlines(keepends=True)
 

@@ -12,7 +12,8 @@ import pytest
 from redis import Redis
 
 from greenroom.base.plain_file import replace_file
-from greenroom.config.schema import Remote
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config, Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown
 from greenroom.runtime.remote.fallback import CloudFallback
@@ -42,7 +43,8 @@ class Gateway:
         self.now = NOON
         self.spending = Spending(folder, lambda: self.now)
         self.fallback = CloudFallback(folder, environ or {})
-        self.shared = SharedRemote(url, name, self.spending, self.fallback, every_s=0.02)
+        state = GatewayState(Config(remotes={"acme": REMOTE}))
+        self.shared = SharedRemote(url, name, self.spending, self.fallback, state, every_s=0.02)
         meter = self.spending.meter("acme", REMOTE, "large")
         assert meter is not None
         self.meter = meter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 import tempfile
 import weakref
@@ -19,6 +18,7 @@ from urllib.parse import unquote_to_bytes
 
 from greenroom.config import loader
 from greenroom.config.diff import Changes
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, LeaseAsked
@@ -45,20 +45,22 @@ from greenroom.library.library import Library
 from greenroom.library.roots import Roots
 from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.observer import Hub, Residency
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.loads import Loads, LoadServices
-from greenroom.runtime.operations.table import JobLimits, OperationTable
+from greenroom.runtime.operations.loads import Loads
+from greenroom.runtime.operations.table import JobLimits, OperationEvents, OperationTable
+from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
-from greenroom.server.admin.gateway import Gateway
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.server.admin.management import make_management
-from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.history import sample
 from greenroom.server.admin.reports.streams import Streams
 from greenroom.server.inference.prefix_cache import CacheSalts
@@ -125,12 +127,6 @@ class FakeEffects:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *said: self.asked.append(name)
-
-
-@dataclass
-class FakeLoop:
-    scheduler: DefaultScheduler
-    failed_at: float = -math.inf
 
 
 @dataclass
@@ -249,41 +245,37 @@ class FakeGateway:
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
-        self.loop = FakeLoop(DefaultScheduler(cast(Effects, self.effects)))
+        self.loop = SchedulerLoop(DefaultScheduler(cast(Effects, self.effects)), self.clock)
         self.state = self.loop.scheduler.state
-        self.tickets = Tickets(self.loop.scheduler.handle, self.clock)
+        self.tickets = Tickets(self.loop)
         self.operations, self.mover = FakeOrders(), FakeFailures()
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
         self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
         self.library = Library(Roots(()), None)
+        state = GatewayState(self.config)
         self.resolver = Resolver(
             self.catalog,
             self.library,
-            lambda: self.config,
-            lambda: self.loop.scheduler.view,
-            lambda event: None,
-            self.clock,
+            state,
+            KnownModels(self.catalog, self.loop, self.slots, self.mover.failures),
+            LearnedTimes(Path("/nowhere"), self.loop, self.catalog),
         )
         self.tasks = Tasks(model_facts(self.catalog))
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         keep = JobLimits(keep_s=600, count_max=100, bytes_max=1_000_000, unfinished_max=100)
-        self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, lambda row: None)
+        self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, OperationEvents(self.hub))
         self.loads = Loads(
             self.table,
-            LoadServices(
-                self.resolver,
-                cast(Downloads, None),
-                self.operations,
-                lambda: False,
-                lambda: self.loop.scheduler.view,
-                lambda model: gpu_mib(cast(Gateway, self), model),
-                lambda model: None,
-                lambda slot: None,
-                self.clock,
-            ),
+            self.resolver,
+            cast(Downloads, None),
+            self.operations,
+            state,
+            self.loop,
+            self.slots,
+            HostedSlots(),
         )
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(lambda: None)

@@ -6,19 +6,23 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import pytest
 
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Config
+from greenroom.core.scheduler import DefaultScheduler
 from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationFiles, OperationKind
 from greenroom.runtime.operations.pictures import Picture, PictureStore
 from greenroom.runtime.operations.table import KeepLimits
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.server.inference.jobs.jobs import Jobs
 from greenroom.server.inference.pictures import PictureAnswers, PictureServices
 from tests.waiting import PATIENCE_S
@@ -36,6 +40,13 @@ class EmptyTable:
     async def tidy(self) -> None:
         self.tidied += 1
         await asyncio.sleep(0)
+
+
+def jobs_of(table: EmptyTable, **said: Any) -> Jobs:
+    """Jobs that nobody runs."""
+    nothing: Any = None
+    loop = SchedulerLoop(DefaultScheduler(nothing), time.monotonic)
+    return Jobs(cast(Any, table), nothing, nothing, nothing, GatewayState(Config()), loop, **said)
 
 
 class FixedTable(EmptyTable):
@@ -57,8 +68,7 @@ def test_a_job_keeps_its_place_when_the_clock_is_set_back() -> None:
         return Operation(id, OperationKind.JOB, "t", "k", "m", "/r", priority, False, created)
 
     rows = [queued("before", 1, 9_000.0), queued("urgent", 0, 8_999.0), queued("after", 1, 5_000.0)]
-    services = SimpleNamespace(learned=dict, clock=lambda: 0.0, inference=None)
-    jobs = Jobs(cast(Any, FixedTable(*rows)), cast(Any, services))
+    jobs = jobs_of(FixedTable(*rows))
     assert {row.id: facts.position for row, facts in jobs.facts(rows)} == {"urgent": 1, "before": 2, "after": 3}
 
 
@@ -66,10 +76,7 @@ def test_a_job_keeps_its_place_when_the_clock_is_set_back() -> None:
 async def test_nothing_begins_anew_while_or_after_jobs_close(turns: int) -> None:
     """Whatever it was about to do in the turn of the loop in which it is closed."""
     table = EmptyTable()
-    services = SimpleNamespace(
-        inference=None, is_draining=lambda: False, queue_depth_max=lambda: 10, clock=asyncio.get_running_loop().time
-    )
-    jobs = Jobs(cast(Any, table), cast(Any, services), tidy_every_s=0.0)
+    jobs = jobs_of(table, tidy_every_s=0.0)
     jobs.start()
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -127,7 +134,7 @@ async def test_a_caller_that_leaves_while_a_disk_hangs_lets_no_other_answer_into
     store = CountingStore(held, lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
     store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, lambda: None))
+    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
 
     def asked() -> asyncio.Task[object]:
         one = answers.for_request(HEAD, "ann", "m")
@@ -153,7 +160,7 @@ async def test_answers_are_made_one_at_a_time(tmp_path: Path) -> None:
     store = SlowStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
     store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, lambda: None))
+    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
 
     async def made() -> bytes:
         one = answers.for_request(HEAD, "ann", "m")

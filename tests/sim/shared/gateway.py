@@ -46,9 +46,10 @@ from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import StoreDown
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.moves.admission import Grants, NoGrant
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from tests.sim.shared.gpus import Gpus
 
 LOOK_EVERY_S = 1.0
@@ -91,15 +92,13 @@ class Gateway:
         self.clock: Callable[[], float] = self._loop.time
         scheduler = DefaultScheduler(self)
         self.state = scheduler.state
-        self._events = SchedulerLoop(scheduler)
+        self._events = SchedulerLoop(scheduler, self.clock)
         self.post: Callable[[Event], None] = self._events.post
         self.sharing = Sharing(
             Membership(world.new_store(lambda: self.is_dead or self.is_cut_off), name, world.ttl_s, holder=None),
-            scheduler.view,
-            self._post_and_look,
-            self.clock,
+            self._events,
             self,
-            lambda what, facts: None,
+            Hub(),
         )
         self.grants = grants or self.sharing.slots
         self._wanted = asyncio.Event()
@@ -187,7 +186,7 @@ class Gateway:
         self._remains.add(task)
         task.add_done_callback(self._remains.discard)
         cut = list(self.state.slots[slot].in_flight) if slot in self.state.slots else []
-        self._post_and_look(SlotsLost(self.clock(), (slot,), Tier.COLD, "crashed"))
+        self.post_and_look(SlotsLost(self.clock(), (slot,), Tier.COLD, "crashed"))
         for request in cut:
             self._end_answer(request)
             self._world.cut(self.name, request)
@@ -199,7 +198,7 @@ class Gateway:
 
     # --- the probe --------------------------------------------------------------------------------------------------
 
-    def _post_and_look(self, event: Event) -> None:
+    def post_and_look(self, event: Event) -> None:
         self.post(event)
         self.nudge()
 
@@ -290,7 +289,7 @@ class Gateway:
         elif move.id not in self._aborted:
             # The gateway was killed; there is nothing left to tell.
             return
-        self._post_and_look(MoveDone(self.clock(), move.id, outcome, seen))
+        self.post_and_look(MoveDone(self.clock(), move.id, outcome, seen))
 
     # --- effects ----------------------------------------------------------------------------------------------------
 

@@ -7,17 +7,19 @@ refuse it, with their numbers. Never decides: the scheduler grants, `local.py` e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.core.effects import RejectCode, Rejection
 from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLease, SlotId
-from greenroom.core.view import LedgerFacts, SchedulerView
+from greenroom.core.view import LedgerFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseTooLarge, ShuttingDown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk, taken
 from greenroom.runtime.leases.journal import Kept
-from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.devices import HOST, DeviceNames
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 # The lease was reported to several calls, or to one without a name: if one of them leaves, another may hold it.
 SEVERAL: Final = ""
@@ -216,19 +218,13 @@ def must_journal_renewal(ttl_s: float, since_s: float) -> bool:
 # --- what a lease can be given ----------------------------------------------------------------------------------------
 
 
-# The device that a name means; None if there is none.
-DeviceNamed = Callable[[str], DeviceId | None]
-# Waits until so much is really free, at most so long; returns what is missing then.
-RoomFor = Callable[[Claim, float], Awaitable[Claim]]
-
-
 class LeasableMemory:
     """The memory that leases can be given: by name, by the scheduler's ledger, and as it is really free."""
 
-    def __init__(self, state: SchedulerView, device_named: DeviceNamed, room_for: RoomFor) -> None:
-        self._state = state
-        self.device_named = device_named
-        self.room_for = room_for
+    def __init__(self, loop: SchedulerLoop, names: DeviceNames, watch: MemoryWatch) -> None:
+        self._state = loop.view
+        self.names = names
+        self.watch = watch
 
     def claim_of(self, slot: SlotId) -> Claim:
         """What the scheduler gave this slot."""
@@ -255,9 +251,9 @@ def _leasable(ledger: LedgerFacts) -> list[DeviceId]:
     return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
 
 
-def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
+def devices_meant(ask: LeaseAsk, names: DeviceNames) -> tuple[str, ...]:
     """The ids of the devices that this request names. Raises BadRequest."""
-    meant = {name: device_named(name) for name in ask.devices}
+    meant = {name: names.id_of(name) for name in ask.devices}
     if unknown := [name for name, device in meant.items() if device is None]:
         raise BadRequest(f"There is no device {unknown[0]}; `greenroom gpus` lists them.", param="devices")
     if HOST in meant.values():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 from greenroom.leases import records as holders
 from greenroom.leases.records import Holder, Lease
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
 
@@ -108,18 +110,18 @@ class Recalls:
 
     def __init__(
         self,
-        clock: Callable[[], float],
-        tell: Callable[[str, Mapping[str, object]], None],
+        loop: SchedulerLoop,
+        hub: Hub,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._clock = clock
+        self._loop = loop
         self._wall = wall
-        self._tell = tell
+        self._hub = hub
         self._recalled: dict[str, Recalled] = {}
 
     def note(self, leases: Iterable[Lease]) -> None:
         """Take in the current leases, which are all there are, and report new recalls."""
-        now = self._clock()
+        now = self._loop.clock()
         asked = {lease.id: lease for lease in leases if lease.recall_in_s is not None and lease.state == "held"}
         known = self._recalled
         self._recalled = {id: one for id, one in known.items() if id in asked and asked[id].token == one.token}
@@ -128,13 +130,13 @@ class Recalls:
                 self._recalled[id] = one = Recalled(lease.name, lease.token, now + lease.recall_in_s)
                 _log.info("lease recalled", lease=id, name=one.name, grace_s=round(lease.recall_in_s, 3))
                 deadline = round(self._wall() + lease.recall_in_s, 3)
-                self._tell("recall", {"lease": id, "name": one.name, "deadline": deadline})
+                self._hub.publish("recall", {"lease": id, "name": one.name, "deadline": deadline})
 
     def look(self) -> None:
         """Report holders that are past their deadline."""
-        now = self._clock()
+        now = self._loop.clock()
         for id, one in self._recalled.items():
             if not one.is_overdue and one.deadline <= now:
                 one.is_overdue = True
                 _log.warning("lease is overdue: its holder was asked to leave and stays", lease=id, name=one.name)
-                self._tell("lease_overdue", {"lease": id, "name": one.name})
+                self._hub.publish("lease_overdue", {"lease": id, "name": one.name})

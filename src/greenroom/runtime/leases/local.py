@@ -11,11 +11,11 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from greenroom.core.effects import Rejection
-from greenroom.core.events import Event, LeaseAsked, LeaseGone
+from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.leases import records as holders
@@ -38,6 +38,8 @@ from greenroom.runtime.leases.entry import (
 )
 from greenroom.runtime.leases.holders import Holders
 from greenroom.runtime.leases.journal import JournalWriter
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.standstill import Standstill
 from greenroom.telemetry.logs import get_logger
 
@@ -50,8 +52,6 @@ LOST_MAX = 1_000
 # Between the grant and the answer there is one look at memory and one write to disk.
 HAND_OVER_MAX_S = 30.0
 
-Tell = Callable[[str, Mapping[str, object]], None]
-
 
 class LocalLeasing:
     """The leases that this gateway keeps itself."""
@@ -60,22 +60,20 @@ class LocalLeasing:
 
     def __init__(
         self,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
+        loop: SchedulerLoop,
         journal: JournalWriter,
         memory: LeasableMemory,
+        hub: Hub,
         *,
         wait_max_s: float,
-        tell: Tell,
         wall: Callable[[], float] = time.time,
         leases_max: int = LEASES_MAX,
     ) -> None:
-        self._post = post
-        self._clock = clock
+        self._loop = loop
         self._journal = journal
         self._memory = memory
+        self._hub = hub
         self._wait_max_s = wait_max_s
-        self._tell = tell
         self._wall = wall
         self._leases_max = leases_max
         self._holders = Holders()
@@ -92,9 +90,7 @@ class LocalLeasing:
 
         `asker` names this call for `unheard`. Raises LeaseDenied, LeaseTaken or BadRequest.
         """
-        ask = replace(
-            ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.device_named)
-        )
+        ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.names))
         entry = self._entries.get(ask.id) or self._begin(ask)
         entry.check_same(ask)
         entry.askers += 1
@@ -149,7 +145,7 @@ class LocalLeasing:
         return self.known()
 
     def known(self) -> list[Lease]:
-        now = self._clock()
+        now = self._loop.clock()
         return [entry.shown(now) for entry in self._entries.values()]
 
     async def find(self, id: str) -> Lease:
@@ -157,7 +153,7 @@ class LocalLeasing:
         entry = self._entries.get(id)
         if entry is None:
             raise self._not_held(id)
-        return entry.shown(self._clock())
+        return entry.shown(self._loop.clock())
 
     def owners(self) -> dict[SlotId, int]:
         """Pids of this machine that hold leases, by the scheduler's slot of each lease."""
@@ -173,7 +169,7 @@ class LocalLeasing:
             raise LeaseDenied(f"{self._leases_max:,} leases are held or waited for already.", retry_after_s=30.0)
         if ask.holder is not None and holders.is_here(ask.holder) and not holders.is_alive(ask.holder):
             raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
-        now = self._clock()
+        now = self._loop.clock()
         entry = LeaseEntry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
         # A non-blocking acquire never evicts and never jumps the queue.
         waits = is_behind(entry, self._entries.values())
@@ -206,9 +202,9 @@ class LocalLeasing:
         ask = entry.ask
         entry.is_asked = True
         devices = tuple(DeviceId(device) for device in ask.devices)
-        self._post(
+        self._memory.watch.post_and_look(
             LeaseAsked(
-                self._clock(),
+                self._loop.clock(),
                 core_id(ask.id),
                 Need(ask.mib),
                 ask.priority,
@@ -221,7 +217,7 @@ class LocalLeasing:
         )
 
     def _heard(self, entry: LeaseEntry) -> Lease:
-        now = self._clock()
+        now = self._loop.clock()
         self._lasts(entry, entry.ask.ttl_s, now)
         if must_journal_renewal(entry.ask.ttl_s, now - entry.written_at):
             entry.written_at = now
@@ -262,11 +258,13 @@ class LocalLeasing:
         entry = self._by_core_id[lease]
         entry.recall_at = deadline
         entry.overdue = asyncio.get_running_loop().call_at(deadline, self._report_overdue, entry)
-        _log.info("lease recalled", lease=entry.id, name=entry.ask.name, grace_s=round(deadline - self._clock(), 3))
+        _log.info(
+            "lease recalled", lease=entry.id, name=entry.ask.name, grace_s=round(deadline - self._loop.clock(), 3)
+        )
 
     def _report_overdue(self, entry: LeaseEntry) -> None:
         _log.warning("lease is overdue: its holder was asked to leave and stays", lease=entry.id, name=entry.ask.name)
-        self._tell("lease_overdue", {"lease": entry.id, "name": entry.ask.name})
+        self._hub.publish("lease_overdue", {"lease": entry.id, "name": entry.ask.name})
 
     async def _hand_over(self, entry: LeaseEntry) -> None:
         """A granted lease is held once its memory is really free and it is in the journal."""
@@ -280,9 +278,11 @@ class LocalLeasing:
 
     async def _not_there(self, entry: LeaseEntry) -> GreenroomError | None:
         """Memory that is free in the ledger may still be used by its last owner. Returns the error if it is."""
-        left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._clock())
+        left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._loop.clock())
         claim = {DeviceId(device): mib for device, mib in entry.claim.items()}
-        return not_free(entry.ask, self._memory.free_mib()) if await self._memory.room_for(claim, left_s) else None
+        return (
+            not_free(entry.ask, self._memory.free_mib()) if await self._memory.watch.room_for(claim, left_s) else None
+        )
 
     async def _not_written(self, entry: LeaseEntry) -> GreenroomError | None:
         try:
@@ -294,7 +294,7 @@ class LocalLeasing:
     # --- held -------------------------------------------------------------------------------------------------------
 
     def _hold(self, entry: LeaseEntry) -> None:
-        now = self._clock()
+        now = self._loop.clock()
         entry.is_held = True
         self._standstill.watch()
         self._lasts(entry, entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s, now)
@@ -306,7 +306,7 @@ class LocalLeasing:
         entry.settle()
         shown = {"lease": entry.id, "name": entry.ask.name, "claim": dict(entry.claim)}
         _log.info("lease held", **shown)
-        self._tell("lease", shown)
+        self._hub.publish("lease", shown)
 
     def _on_holder_ended(self, entry: LeaseEntry) -> None:
         if self._is_known(entry):
@@ -323,7 +323,7 @@ class LocalLeasing:
 
         Time in which this process stood still does not count: renewals that came in it are not read yet.
         """
-        now, stood_still_s = max(self._clock(), due), self._standstill.total_s
+        now, stood_still_s = max(self._loop.clock(), due), self._standstill.total_s
         entry.expires_at += stood_still_s - entry.stood_still_s
         entry.stood_still_s = stood_still_s
         if entry.expires_at > now:
@@ -351,10 +351,10 @@ class LocalLeasing:
         if entry.token:
             self._journal.ended(entry.id)
         if entry.is_asked:
-            self._post(LeaseGone(self._clock(), core_id(entry.id)))
+            self._memory.watch.post_and_look(LeaseGone(self._loop.clock(), core_id(entry.id)))
         self._move_up()
         entry.settle(error or LeaseDenied(f"The lease {entry.id} was given up."))
-        self._tell("lease_gone", {"lease": entry.id, "name": entry.ask.name, "why": why})
+        self._hub.publish("lease_gone", {"lease": entry.id, "name": entry.ask.name, "why": why})
 
     def _is_known(self, entry: LeaseEntry) -> bool:
         return self._entries.get(entry.id) is entry

@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId, lease_name
-from greenroom.core.view import KeptOut, Movable, SchedulerView, SlotFacts
+from greenroom.core.view import KeptOut, Movable, SlotFacts
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership
+from greenroom.runtime.memory.readings import Reading
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
@@ -42,19 +44,35 @@ class Room:
     is_made: bool = False
 
 
+class WatchedMemory(Protocol):
+    """The watch over this machine's memory."""
+
+    @property
+    def reading(self) -> Reading:
+        """What was seen last."""
+
+    async def look_now(self) -> object:
+        """Look again."""
+
+    def nudge(self) -> None:
+        """Look again soon."""
+
+    def post_and_look(self, event: Event) -> None:
+        """Give the scheduler this event, then look again."""
+
+
 class MakingRoom:
     """`on_made` is called when memory was freed, so that the store is told soon."""
 
     def __init__(
         self,
-        state: SchedulerView,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
+        loop: SchedulerLoop,
+        memory: WatchedMemory,
         on_made: Callable[[], None],
     ) -> None:
-        self._state = state
-        self._post = post
-        self._clock = clock
+        self._loop = loop
+        self._state = loop.view
+        self._memory = memory
         self._on_made = on_made
         self._rooms: dict[LeaseId, Room] = {}
         self._number = 0
@@ -76,7 +94,7 @@ class MakingRoom:
         return {str(device): min(PRICE_MAX, loss[device] * MIB_A_GIB / mib[device]) for device in mib}
 
     def _movable(self) -> Sequence[Movable]:
-        return self._state.movable(self._clock())
+        return self._state.movable(self._loop.clock())
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +105,7 @@ class MakingRoom:
 
     def note(self, leases: Iterable[Lease], made: Iterable[Room]) -> None:
         """Take in all leases, which the scheduler has already, and end rooms that were `made` before."""
-        now, waiting = self._clock(), {lease.id: lease for lease in leases if lease.state == "waiting"}
+        now, waiting = self._loop.clock(), {lease.id: lease for lease in leases if lease.state == "waiting"}
         self._since = {id: self._since.get(id, now) for id in waiting}
         self._tries = {key: tries for key, tries in self._tries.items() if key[0] in waiting}
         over = [room for room in self._rooms.values() if room.waiting not in waiting]
@@ -116,10 +134,12 @@ class MakingRoom:
             room = Room(LeaseId(f"room:{self._number}:{ask.id}"), ask.id, device)
             self._rooms[room.lease] = room
             self._tries[ask.id, device] = self._tries.get((ask.id, device), 0) + 1
-            now = self._clock()
+            now = self._loop.clock()
             _log.info("making room", lease=ask.id, name=ask.name, gpu=device, mib=mib)
             since = self._since.get(ask.id, now)
-            self._post(LeaseAsked(now, room.lease, Need(mib), ask.priority, (device,), waits_since=since))
+            self._memory.post_and_look(
+                LeaseAsked(now, room.lease, Need(mib), ask.priority, (device,), waits_since=since)
+            )
 
     def _places(self, ask: LeaseAsk, got: Mapping[str, int]) -> list[tuple[DeviceId, int]]:
         """Where to free how much: first where the lease has memory, then where it was tried least, then most."""
@@ -146,7 +166,7 @@ class MakingRoom:
 
     def _end(self, room: Room) -> None:
         if self._rooms.pop(room.lease, None) is not None:
-            self._post(LeaseGone(self._clock(), room.lease))
+            self._memory.post_and_look(LeaseGone(self._loop.clock(), room.lease))
 
     # --- told by the scheduler's effects ----------------------------------------------------------------------------
 
@@ -185,13 +205,11 @@ class Want:
 class WaitingModels:
     """`on_held` is called when a lease was granted, so that the scheduler learns of the room."""
 
-    def __init__(
-        self, member: Membership, state: SchedulerView, clock: Callable[[], float], *, on_held: Callable[[], None]
-    ) -> None:
+    def __init__(self, member: Membership, loop: SchedulerLoop, *, on_held: Callable[[], None]) -> None:
         self._store = member.store
         self._gateway = member.gateway
-        self._state = state
-        self._clock = clock
+        self._loop = loop
+        self._state = loop.view
         self._ttl_s = member.ttl_s
         self._holder = member.holder
         self._on_held = on_held
@@ -216,7 +234,7 @@ class WaitingModels:
 
     def follow(self) -> None:
         """Ask for leases for the models that need one, and give up the others."""
-        now, needy = self._clock(), self._needy()
+        now, needy = self._loop.clock(), self._needy()
         for want in list(self._wants.values()):
             if want.model not in needy if want.lease is None else self._is_useless(want, now):
                 self._give_up(want)
@@ -243,7 +261,7 @@ class WaitingModels:
     # --- which models -----------------------------------------------------------------------------------------------
 
     def _needy(self) -> Mapping[ModelId, KeptOut]:
-        return self._state.kept_out_by_others(AFTER_S, self._clock())
+        return self._state.kept_out_by_others(AFTER_S, self._loop.clock())
 
     def _is_useless(self, want: Want, now: float) -> bool:
         """Whether no request waits for the model any more, or no load took the lease over in time."""
@@ -280,7 +298,7 @@ class WaitingModels:
             return
         error = want.task.exception()
         if error is None:
-            want.lease, want.held_at = want.task.result(), self._clock()
+            want.lease, want.held_at = want.task.result(), self._loop.clock()
             if self._wants.get(want.model) is want:
                 self._on_held()
             else:

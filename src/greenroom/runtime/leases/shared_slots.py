@@ -16,11 +16,12 @@ from typing import Final
 
 from greenroom.base.names import public_name
 from greenroom.core.model import Claim, Move, MoveKind, SlotId, larger
-from greenroom.core.view import SchedulerView, SlotFacts
+from greenroom.core.view import SlotFacts
 from greenroom.errors import LeaseDenied, StoreDown
 from greenroom.leases.records import Lease
 from greenroom.leases.shared.store import Membership, SlotAsk
 from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
@@ -58,8 +59,7 @@ class SharedSlots:
     def __init__(
         self,
         member: Membership,
-        state: SchedulerView,
-        clock: Callable[[], float],
+        loop: SchedulerLoop,
         *,
         into: Callable[[SlotFacts], str | None],
         adopted: Callable[[Move], Lease | None],
@@ -67,8 +67,8 @@ class SharedSlots:
     ) -> None:
         self._store = member.store
         self._gateway = member.gateway
-        self._state = state
-        self._clock = clock
+        self._loop = loop
+        self._state = loop.view
         self._ttl_s = member.ttl_s
         self._holder = member.holder
         self._into_of = into
@@ -104,10 +104,10 @@ class SharedSlots:
 
     async def confirm(self, slot: SlotId) -> None:
         entered = self._entered.get(slot)
-        if entered is None or self._clock() < entered.heard_at + self._ttl_s:
+        if entered is None or self._loop.clock() < entered.heard_at + self._ttl_s:
             return
         # This process or the store was suspended: the memory may have been granted to another holder since.
-        sent = self._clock()
+        sent = self._loop.clock()
         renewed = await self._store.renew_all([(entered.id, entered.token)])
         if not renewed.get(entered.id):
             raise NoGrant(f"the lease of {slot} was lost before its engine started")
@@ -139,7 +139,7 @@ class SharedSlots:
         for id, into in list(self._owed.items()):
             await self._store.release(id, into=into, kind="slot")
             self._owed.pop(id, None)
-        if at_once or self._clock() >= self._renewed_at + self._ttl_s / RENEWALS:
+        if at_once or self._loop.clock() >= self._renewed_at + self._ttl_s / RENEWALS:
             await self._renew()
         for slot_id, entered in list(self._entered.items()):
             slot = self._state.slots.get(slot_id)
@@ -154,7 +154,7 @@ class SharedSlots:
                 await self._resize(slot, entered)
 
     async def _renew(self) -> None:
-        sent = self._clock()
+        sent = self._loop.clock()
         held = {one.id: one for one in self._entered.values() if one.token}
         renewed = await self._store.renew_all([(one.id, one.token) for one in held.values()]) if held else {}
         for id, one in held.items():
@@ -249,7 +249,7 @@ class SharedSlots:
 
     async def _hold(self, entered: Entered, ask: SlotAsk | None = None) -> None:
         async with entered.asking:
-            sent = self._clock()
+            sent = self._loop.clock()
             lease = await self._store.hold(ask or entered.ask, gateway=self._gateway)
             entered.ask, entered.token = ask or entered.ask, lease.token
             entered.heard_at, entered.is_lost, entered.is_refused = sent, False, False

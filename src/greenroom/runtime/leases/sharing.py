@@ -13,22 +13,22 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from greenroom.base.repeated import Repeated
-from greenroom.core.events import Event, MemoryChanged
-from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLease
-from greenroom.core.view import SchedulerView
+from greenroom.core.events import MemoryChanged
+from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SharedStore, SlotAsk
-from greenroom.runtime.leases.entry import DeviceNamed, devices_meant
+from greenroom.runtime.leases.entry import LeasableMemory, devices_meant
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
-from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels
+from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels, WatchedMemory
 from greenroom.runtime.leases.shared_slots import Entered, SharedSlots
-from greenroom.runtime.memory.readings import Reading
+from greenroom.runtime.observer import Hub
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
@@ -43,55 +43,29 @@ RETRY_S: Final = 1.0
 FIRST_BEAT_MAX_S: Final = 3.0
 CLOSE_MAX_S: Final = 5.0
 
-Tell = Callable[[str, Mapping[str, object]], None]
-
-
-class SeenMemory(Protocol):
-    """The watch over this machine's memory."""
-
-    @property
-    def reading(self) -> Reading:
-        """What was seen last."""
-
-    async def look_now(self) -> object:
-        """Look again."""
-
-    def nudge(self) -> None:
-        """Look again soon."""
-
 
 class Sharing:
-    def __init__(
-        self,
-        member: Membership,
-        state: SchedulerView,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-        memory: SeenMemory,
-        tell: Tell,
-    ) -> None:
+    def __init__(self, member: Membership, loop: SchedulerLoop, memory: WatchedMemory, hub: Hub) -> None:
         self._store = member.store
         self._gateway = member.gateway
-        self._state = state
-        self._post = post
-        self._clock = clock
+        self._loop = loop
+        self._state = loop.view
         self._memory = memory
-        self._tell = tell
-        self.room = MakingRoom(state, post, clock, self.hurry)
-        self.waiting_models = WaitingModels(member, state, clock, on_held=self.hurry)
+        self._hub = hub
+        self.room = MakingRoom(loop, memory, self.hurry)
+        self.waiting_models = WaitingModels(member, loop, on_held=self.hurry)
         self.slots = SharedSlots(
             member,
-            state,
-            clock,
+            loop,
             into=self.room.into,
             adopted=self.waiting_models.adopted,
             on_refusal=self.hurry,
         )
         self._dead = DeadHolders(self.hurry)
-        self._recalls = Recalls(clock, tell)
+        self._recalls = Recalls(loop, hub)
         # Why the store cannot be used, and since when; None while it answers.
         self.failure: str | None = "it was not asked yet"
-        self.since = clock()
+        self.since = loop.clock()
         # For this long the store grants nothing new, because it may have lost its data.
         self.grace_left_s = 0.0
         # All leases in the store, as they were last read.
@@ -112,7 +86,7 @@ class Sharing:
 
     def begin(self) -> None:
         """Tell the scheduler that nothing is granted until the store has answered."""
-        self._post(MemoryChanged(self._clock(), {}, store_is_down=True))
+        self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, store_is_down=True))
 
     async def open(self) -> None:
         """Make the first beat, then start the heartbeat. A store that is down is logged and tried again."""
@@ -216,7 +190,7 @@ class Sharing:
             if lease.gateway != self._gateway and lease.id not in ours and (claim := _claim(lease))
         )
         if others != self._state.ledger.others:
-            self._post(MemoryChanged(self._clock(), {}, leases=others))
+            self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, leases=others))
             # Their use was counted as strangers' before, or is from now on.
             self._memory.nudge()
 
@@ -231,9 +205,9 @@ class Sharing:
             entered = self.slots.give_up(slot)
             facts = {"slot": slot, "model": entered.ask.name, "lease": entered.id, "holders": names}
             _log.warning("another holder was granted the memory of a model, which leaves", **facts)
-            self._tell("lease_lost", facts)
+            self._hub.publish("lease_lost", facts)
         if taken:
-            self._post(MemoryChanged(self._clock(), {}, taken=tuple(taken)))
+            self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, taken=tuple(taken)))
 
     def _holders_instead(self, entered: Entered) -> list[str]:
         """Who was granted what this slot uses. Empty if it only has to ask again.
@@ -267,18 +241,18 @@ class Sharing:
         self.grace_left_s = orders.grace_left_s
         if self.failure is None:
             return
-        self.failure, self.since = None, self._clock()
+        self.failure, self.since = None, self._loop.clock()
         _log.info("the lease store answers", grace_left_s=round(orders.grace_left_s, 1))
-        self._tell("lease_store", {"up": True})
-        self._post(MemoryChanged(self._clock(), {}, store_is_down=False))
+        self._hub.publish("lease_store", {"up": True})
+        self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, store_is_down=False))
 
     def _went_down(self, why: str) -> None:
         if self.failure is None:
-            self.since = self._clock()
+            self.since = self._loop.clock()
         if self.failure != why:
             _log.warning("the lease store cannot be used: what is loaded goes on, nothing new is loaded", why=why)
-            self._tell("lease_store", {"up": False, "why": why})
-            self._post(MemoryChanged(self._clock(), {}, store_is_down=True))
+            self._hub.publish("lease_store", {"up": False, "why": why})
+            self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, store_is_down=True))
         self.failure = why
 
 
@@ -301,22 +275,25 @@ class SharedLeasing:
         store: SharedStore,
         *,
         wait_max_s: float,
-        device_named: DeviceNamed,
-        room_for: Callable[[Claim, float], Awaitable[Claim]],
-        known: Callable[[], Sequence[Lease]],
+        memory: LeasableMemory,
+        sharing: Sharing,
     ) -> None:
-        self.known = known
+        self._memory = memory
+        self._sharing = sharing
         self._store = store
         self._wait_max_s = wait_max_s
-        self._device_named = device_named
-        self._room_for = room_for
+
+    def known(self) -> Sequence[Lease]:
+        return self._sharing.leases
 
     async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
-        devices, call = devices_meant(ask, self._device_named), asker or secrets.token_hex(8)
+        devices, call = devices_meant(ask, self._memory.names), asker or secrets.token_hex(8)
         ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices)
         lease = await self._store.acquire(ask, call)
         try:
-            missing = await self._room_for({DeviceId(device): mib for device, mib in lease.claim.items()}, ROOM_S)
+            missing = await self._memory.watch.room_for(
+                {DeviceId(device): mib for device, mib in lease.claim.items()}, ROOM_S
+            )
         except BaseException:
             await self._take_back(lease.id, call)
             raise

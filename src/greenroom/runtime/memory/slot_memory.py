@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from greenroom.core.events import ConfigChanged, Event
-from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, Move, Need, SlotId
+from greenroom.core.events import ConfigChanged
+from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, DeviceKind, ModelId, Move, Need, SlotId
 from greenroom.core.view import HoldingFacts, SchedulerView, SlotFacts
 from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
+from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB, none_there
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Owner, Reading, away
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
@@ -53,21 +54,18 @@ class Held:
 class SlotMemory:
     def __init__(
         self,
-        state: SchedulerView,
+        loop: SchedulerLoop,
         catalog: Catalog,
         needs: Needs,
         watch: MemoryWatch,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
         timeouts: MemoryTimeouts = TIMEOUTS.memory,
     ) -> None:
         self._timeouts = timeouts
-        self._state = state
+        self._loop = loop
+        self._state = loop.view
         self._catalog = catalog
         self._needs = needs
         self._watch = watch
-        self._post = post
-        self._clock = clock
 
     def gpus_for(self, entry: Entry, claim: Claim) -> tuple[DeviceId, ...] | None:
         """The GPUs that this engine may see; None if there are none to plan with."""
@@ -78,6 +76,11 @@ class SlotMemory:
         total = tuple(self._state.ledger.devices[gpu].capacity_mib for gpu in gpus)
         used = {gpu.uuid: gpu.used_mib for gpu in self._watch.last.reading.gpus}
         return total, tuple(max(0, mib - used.get(gpu, 0)) for gpu, mib in zip(gpus, total, strict=True))
+
+    def no_device(self, model: ModelId) -> str:
+        """That this model may use only devices that are not there, and what to do; empty if that is not so."""
+        entry, there = self._catalog.find(model), self._state.ledger.devices
+        return "" if entry is None else none_there(entry, there, self._watch.last.reading.gpus)
 
     async def lacks(self, claim: Claim) -> Claim:
         """MiB of this claim that are not really free on GPUs, after waiting for them up to `room_s`."""
@@ -105,7 +108,7 @@ class SlotMemory:
             return
         account = self._needs.account_of(entry)
         if self._catalog.revision(entry.id, entry.spec.revision) is not None:
-            self._post(ConfigChanged(self._clock(), needs={entry.id: account.need}))
+            self._loop.post(ConfigChanged(self._loop.clock(), needs={entry.id: account.need}))
         need = account.need
         _log.info("need", model=entry.id, gpu_mib=need.gpu_mib, host_mib=need.host_mib, source=account.source)
 
@@ -121,7 +124,7 @@ class SlotMemory:
             return
         free = self._state.ledger.free_mib(frozenset({move.slot}))
         least = Need(max(max(0, free.get(gpu, 0)) for gpu in gpus) + 1, record.need.host_mib)
-        self._post(ConfigChanged(self._clock(), needs={entry.id: least}))
+        self._loop.post(ConfigChanged(self._loop.clock(), needs={entry.id: least}))
 
     def ran_out(self, move: Move, entry: Entry) -> None:
         """A load ran out of memory and the scheduler has raised the need: store it, so that it outlasts a restart."""
@@ -151,12 +154,12 @@ class SlotMemory:
 
     async def slept(self, slot: SlotId, held: Held) -> None:
         """The same for a slot that fell asleep, which may keep more than planned: until use fell and falls no more."""
-        deadline, whole_mib = self._clock() + self._timeouts.back_s, sum(held.seen.values())
+        deadline, whole_mib = self._loop.clock() + self._timeouts.back_s, sum(held.seen.values())
         left_mib = whole_mib
         while left_mib and self._watch.failure is None:
             before_mib = left_mib
             left_mib = sum((await self._watch.back(held.at, held.seen, self._timeouts.settled_s)).values())
-            if self._clock() >= deadline or whole_mib > left_mib >= before_mib:
+            if self._loop.clock() >= deadline or whole_mib > left_mib >= before_mib:
                 break
         if left_mib:
             _log.info("keeps more asleep than planned", slot=slot, beyond_mib=left_mib)
@@ -164,9 +167,9 @@ class SlotMemory:
             await self._settled(held.unseen)
 
     async def _settled(self, devices: frozenset[DeviceId]) -> None:
-        deadline = self._clock() + self._timeouts.back_s
+        deadline = self._loop.clock() + self._timeouts.back_s
         used = _used_mib(await self._watch.look_now(), devices)
-        while self._watch.failure is None and self._clock() < deadline:
+        while self._watch.failure is None and self._loop.clock() < deadline:
             await asyncio.sleep(self._timeouts.settled_s)
             before, used = used, _used_mib(await self._watch.look_now(), devices)
             if used >= before:
@@ -211,19 +214,18 @@ def _used_mib(reading: Reading, devices: frozenset[DeviceId]) -> int:
 class HostedMemory:
     def __init__(
         self,
-        state: SchedulerView,
+        loop: SchedulerLoop,
         table: HostedSlots,
         watch: MemoryWatch,
-        clock: Callable[[], float],
         host: HostProbe = THIS_MACHINE,
         timeouts: MemoryTimeouts = TIMEOUTS.memory,
     ) -> None:
         self._timeouts = timeouts
         self._host = host
-        self._state = state
+        self._loop = loop
+        self._state = loop.view
         self._table = table
         self._watch = watch
-        self._clock = clock
 
     def gpus_for(self, entry: Entry, slot: SlotId) -> tuple[DeviceId, ...] | None:
         """The GPUs on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with.
@@ -272,10 +274,10 @@ class HostedMemory:
 
     async def lacks(self, claim: Claim) -> Claim:
         """The same, after waiting for it up to `room_s`."""
-        deadline = self._clock() + self._timeouts.room_s
+        deadline = self._loop.clock() + self._timeouts.room_s
         while True:
             missing = await self.missing(claim)
-            if not missing or self._clock() >= deadline:
+            if not missing or self._loop.clock() >= deadline:
                 return missing
             await asyncio.sleep(AGAIN_S)
 
@@ -284,11 +286,11 @@ class HostedMemory:
         # Use that was never seen cannot be seen to end: a GPU that is only a budget shows none.
         if before is None or not 0 < released_mib <= before.used_mib:
             return
-        stirs, deadline = dict(self._table.stirs), self._clock() + self._timeouts.slept_s
+        stirs, deadline = dict(self._table.stirs), self._loop.clock() + self._timeouts.slept_s
         while (now := await self.glance(gpu)) is not None and (away_mib := away(before, now, released_mib)):
             if gpu in self._table.stirred_since(stirs):
                 return
-            if self._clock() >= deadline:
+            if self._loop.clock() >= deadline:
                 _log.warning(
                     "memory has not come back", slot=slot, gpu=gpu, after_s=self._timeouts.slept_s, missing_mib=away_mib
                 )
@@ -297,9 +299,9 @@ class HostedMemory:
 
     async def gone(self, pid: int, gpus: Collection[DeviceId]) -> None:
         """Wait, up to `back_s`, until nothing of an ended process is seen on these GPUs."""
-        deadline = self._clock() + self._timeouts.back_s
+        deadline = self._loop.clock() + self._timeouts.back_s
         used_mib: int | None = None
-        while gpus and self._clock() < deadline:
+        while gpus and self._loop.clock() < deadline:
             now = await self._watch.look_now()
             if self._watch.failure is not None:
                 return

@@ -30,6 +30,7 @@ from greenroom.runtime.memory.readings import (
     not_back,
     short_of,
 )
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
@@ -74,8 +75,7 @@ class MemoryWatch:
         self,
         probe: Probe,
         owners: Owners,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
+        loop: SchedulerLoop,
         every_s: float,
         first: Reading,
         hosted: HostedSlots | None = None,
@@ -84,13 +84,12 @@ class MemoryWatch:
         self._timeouts = timeouts
         self._probe = probe
         self._owners = owners
-        self._post = post
-        self._clock = clock
+        self._loop = loop
         self._every_s = every_s
         self._hosted = hosted or HostedSlots()
         # What plans keep free for workers on each GPU; only their use beyond it is reported.
         self.set_aside_mib: Mapping[DeviceId, int] = {}
-        self.last = MemoryLook(clock(), first)
+        self.last = MemoryLook(loop.clock(), first)
         # Called after each look, which may have shown new peaks.
         self.on_look: Callable[[], None] = lambda: None
         # Why the probe fails; None while it works.
@@ -139,7 +138,7 @@ class MemoryWatch:
 
     def post_and_look(self, event: Event) -> None:
         """For moves, lost engines and leases, which change what is used: post the event, and look soon."""
-        self._post(event)
+        self._loop.post(event)
         self.nudge()
 
     def host_available_mib(self) -> int:
@@ -203,7 +202,7 @@ class MemoryWatch:
         pids = {pid for gpu in reading.gpus for pid in gpu.processes or ()}
         shares = attribute(reading, owners, proc.owners_of(pids, roots, by_identity) if pids else {})
         shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
-        return MemoryLook(self._clock(), reading, shares, _names(shares))
+        return MemoryLook(self._loop.clock(), reading, shares, _names(shares))
 
     def _settled(self, look: MemoryLook, stirred: frozenset[DeviceId]) -> MemoryLook:
         """Keep the last figures of GPUs where workers mapped or unmapped memory during the look."""
@@ -239,7 +238,7 @@ class MemoryWatch:
         self._told = Attribution(others, known | news)
         if foreign or news:
             seen = {SlotId(owner): claim for owner, claim in news.items()}
-            self._post(MemoryChanged(self._clock(), foreign, seen or None))
+            self._loop.post(MemoryChanged(self._loop.clock(), foreign, seen or None))
 
     async def glance(self, gpu: DeviceId) -> GpuReading | None:
         """The current use of this GPU alone; nothing is posted. None if it cannot be seen."""
@@ -277,12 +276,12 @@ class MemoryWatch:
 
     async def _until_there(self, missing_at: Callable[[Reading], Claim], timeout_s: float) -> Claim:
         """Poll until nothing is missing. Where memory cannot be looked at, nothing counts as missing."""
-        deadline = self._clock() + timeout_s
+        deadline = self._loop.clock() + timeout_s
         while True:
             missing = missing_at(await self.look_now())
             if self.failure is not None:
                 return NO_CLAIM
-            if not missing or self._clock() >= deadline:
+            if not missing or self._loop.clock() >= deadline:
                 return missing
             await asyncio.sleep(AGAIN_S)
 
@@ -348,31 +347,36 @@ class Noted:
     at: float
 
 
+class Peaks(Protocol):
+    def grew(self, slot: SlotId, entry: Entry) -> None:
+        """Store the peak of this slot for its model."""
+
+
 class Growth:
-    """Stores peaks that grow while slots serve. `peak_of` is the peak of a slot; `remember` stores it for its model."""
+    """Stores peaks that grow while slots serve."""
 
     def __init__(
         self,
         slots: LiveSlots,
-        peak_of: Callable[[SlotId], Claim],
-        remember: Callable[[SlotId, Entry], None],
-        clock: Callable[[], float],
+        watch: MemoryWatch,
+        memory: Peaks,
+        loop: SchedulerLoop,
     ) -> None:
         self._slots = slots
-        self._peak_of = peak_of
-        self._remember = remember
-        self._clock = clock
+        self._watch = watch
+        self._memory = memory
+        self._loop = loop
         self._noted: dict[SlotId, Noted] = {}
 
     def look(self) -> None:
         """Called after each look at memory."""
-        now, live = self._clock(), self._slots.live
+        now, live = self._loop.clock(), self._slots.live
         self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
         for slot, one in list(live.items()):
-            peak_mib = sum(self._peak_of(slot).values())
+            peak_mib = sum(self._watch.peak_of(slot).values())
             if _is_worth_it(peak_mib, self._noted.get(slot), now):
                 self._noted[slot] = Noted(peak_mib, now)
-                self._remember(slot, one.entry)
+                self._memory.grew(slot, one.entry)
 
 
 def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:

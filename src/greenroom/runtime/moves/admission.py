@@ -31,6 +31,7 @@ from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError, OutsideRoots
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.observer import Observer
 from greenroom.telemetry.logs import get_logger
 
 
@@ -172,19 +173,19 @@ class Prefetch:
         self,
         state: SchedulerView,
         available_mib: Callable[[], int],
-        tell: Callable[[str, int, float], None],
+        observer: Observer,
         *,
         read: Callable[[FileRange], int] | None = None,
         piece_bytes: int = PIECE_BYTES,
         piece_max_s: float = PIECE_MAX_S,
     ) -> None:
-        """`tell` is called with the model, the bytes and the seconds of each read; `read` reads a piece, and blocks."""
+        """`read` reads a piece, and blocks."""
         self._read_piece = read or read_ahead
         self._piece_bytes = piece_bytes
         self._piece_max_s = piece_max_s
         self._state = state
         self._available_mib = available_mib
-        self._tell = tell
+        self._observer = observer
         self._queue: dict[ModelId, Entry] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -237,7 +238,7 @@ class Prefetch:
                 break
             read_bytes += got
         if read_bytes:
-            self._tell(entry.id, read_bytes, time.monotonic() - began)
+            self._observer.prefetched(entry.id, read_bytes, time.monotonic() - began)
 
     async def _detached(self, work: Callable[[], _Result]) -> _Result | None:
         """None if there is no thread, or the disk does not answer in time; the thread is left behind then."""

@@ -24,6 +24,7 @@ from greenroom.runtime.moves.admission import Admission
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.observer import Observer
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.standstill import running_timeout
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
@@ -57,7 +58,7 @@ class HostedMoves:
         admission: Admission,
         lost: LostSlots,
         observer: Observer,
-        clock: Callable[[], float],
+        loop: SchedulerLoop,
     ) -> None:
         self.table = table
         self._slots = slots
@@ -69,7 +70,7 @@ class HostedMoves:
         self._cleanup = admission.cleanup
         self._lost = lost
         self._observer = observer
-        self._clock = clock
+        self._loop = loop
 
     # --- the moves --------------------------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class HostedMoves:
     async def _woken(self, move: Move, slot: HostedSlot) -> SeenMove:
         answer = await self._twice(move, slot, lambda: self._wake_once(move, slot))
         arrives_s = seconds(answer, "expected_s")
-        return SeenMove(slot.told, self._clock() - move.started + arrives_s)
+        return SeenMove(slot.told, self._loop.clock() - move.started + arrives_s)
 
     async def _wake_once(self, move: Move, slot: HostedSlot) -> Answer:
         if slot.worker is None:
@@ -221,9 +222,9 @@ class HostedMoves:
         # A worker that ended during the check is still set here, and raises WorkerLost when asked.
         worker = slot.worker
         assert worker is not None and slot.pool is not None and slot.socket is not None
-        began = self._clock()
+        began = self._loop.clock()
         answer = await self._wake_in(move, slot, worker)
-        child, ready_since = worker.child, self._clock()
+        child, ready_since = worker.child, self._loop.clock()
         self._slots.live[slot.id] = LiveSlot(
             slot.id,
             slot.entry,
@@ -234,7 +235,7 @@ class HostedMoves:
             stop=lambda: child.stop(STOP_S),
             others_answer=lambda: self._slots.answers(child),
         )
-        took_s = self._clock() - began + seconds(answer, "expected_s")
+        took_s = self._loop.clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
         return answer
 

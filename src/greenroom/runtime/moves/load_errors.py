@@ -11,17 +11,19 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from greenroom.core.events import Event, SlotsLost
+from greenroom.core.events import SlotsLost
 from greenroom.core.model import ModelId, Move, SlotId, Tier
-from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, UnusableModel
+from greenroom.errors import GreenroomError, LoadFailed, UnusableModel
 from greenroom.process.logs import START_LINES_MAX, telling_line
 from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.slot_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory, SlotMemory
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.observer import Observer
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -39,10 +41,9 @@ def failed(said: str, why: str, reason: str | None, lines: Sequence[str]) -> Loa
 class LoadErrors(dict[ModelId, GreenroomError]):
     """The last error of each model."""
 
-    def __init__(self, state_dir: StateDir, catalog: Catalog, is_going: Callable[[SlotId], bool]) -> None:
-        """`is_going` tells whether a slot is leaving anyway."""
+    def __init__(self, state_dir: StateDir, catalog: Catalog, loop: SchedulerLoop) -> None:
         super().__init__()
-        self._is_going = is_going
+        self._loop = loop
         self._state_dir = state_dir
         self._catalog = catalog
 
@@ -55,7 +56,9 @@ class LoadErrors(dict[ModelId, GreenroomError]):
 
     def ended(self, entry: Entry, slot: SlotId, program: str, exit: Exit, lines: Sequence[str]) -> None:
         """A serving process ended by itself: callers that are rejected for it are told how, as after a failed load."""
-        if self._catalog.revision(entry.id, entry.spec.revision) is None or self._is_going(slot):
+        known = self._loop.view.slots.get(slot)
+        is_going = known is not None and known.is_going
+        if is_going or self._catalog.revision(entry.id, entry.spec.revision) is None:
             # The model was changed or removed, or the slot was told to leave: its end is no error.
             return
         said, why = f"{entry.id} was lost", f"its {program} ended ({exit})"
@@ -65,13 +68,11 @@ class LoadErrors(dict[ModelId, GreenroomError]):
 class LostSlots:
     """Reports slots that were lost because their process ended without being asked to."""
 
-    def __init__(
-        self, errors: LoadErrors, observer: Observer, post: Callable[[Event], None], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, errors: LoadErrors, observer: Observer, watch: MemoryWatch, loop: SchedulerLoop) -> None:
         self._errors = errors
         self._observer = observer
-        self._post = post
-        self._clock = clock
+        self._watch = watch
+        self._loop = loop
 
     def report(self, entry: Entry, slot: SlotId, exit: Exit) -> None:
         """Log the loss of one slot."""
@@ -83,7 +84,7 @@ class LostSlots:
 
     def post(self, slots: Sequence[SlotId], left_in: Tier, exit: Exit) -> None:
         """Tell the scheduler, in one event for all slots of the process."""
-        self._post(SlotsLost(self._clock(), tuple(slots), left_in, str(exit)))
+        self._watch.post_and_look(SlotsLost(self._loop.clock(), tuple(slots), left_in, str(exit)))
 
 
 # --- whether memory ran out -----------------------------------------------------------------------------------------
@@ -152,20 +153,17 @@ def memory_complaint(lines: Iterable[str]) -> str | None:
 
 # --- errors of workers ----------------------------------------------------------------------------------------------
 
-# Makes the error of a load that ran out of memory, with the numbers.
-Shortage = Callable[[Move, Entry, str, str], LoadOutOfMemory]
-
 
 class HostedErrors:
     """Translates what workers report into errors of ours."""
 
-    def __init__(self, memory: HostedMemory, shortage: Shortage) -> None:
+    def __init__(self, memory: HostedMemory, slot_memory: SlotMemory) -> None:
         self._memory = memory
-        self._shortage = shortage
+        self._slot_memory = slot_memory
 
     def load_error(self, move: Move, entry: Entry, error: OpFailed) -> LoadFailed:
         if error.kind == "out_of_memory":
-            return self._shortage(move, entry, error.message.rstrip("."), "")
+            return self._slot_memory.shortage(move, entry, error.message.rstrip("."), "")
         kind = UnusableModel if error.kind == "bad_model" else LoadFailed
         return kind(f"{entry.id} could not be loaded: {error.message}")
 
@@ -180,6 +178,6 @@ class HostedErrors:
         """The error of a load during which the worker ended."""
         lines = worker.lines_of(move.slot, START_LINES_MAX)
         if complaint := evidence_of_no_memory(worker.child, lines, kills_before):
-            return self._shortage(move, entry, complaint, "\n".join(lines[-LAST_LINES:]))
+            return self._slot_memory.shortage(move, entry, complaint, "\n".join(lines[-LAST_LINES:]))
         said, why = f"{entry.id} could not be loaded", f"its worker ended ({worker.child.exit})"
         return failed(said, why, telling_line(lines), lines)

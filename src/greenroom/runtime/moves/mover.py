@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
 
 import greenroom
 from greenroom.base.detached import run_detached
+from greenroom.config.live import GatewayState
 from greenroom.config.problems import is_empty_folder
 from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Remote
-from greenroom.core.events import Event, MoveDone
+from greenroom.core.events import MoveDone
 from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId
 from greenroom.engines.base import ConnectedEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove
 from greenroom.runtime.moves.load_errors import LoadErrors
 from greenroom.runtime.moves.process_moves import ProcessMoves
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.remote.spending import Spending
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
@@ -53,8 +55,8 @@ class Mover:
         memory: SlotMemory,
         failures: LoadErrors,
         observer: Observer,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
+        watch: MemoryWatch,
+        loop: SchedulerLoop,
     ) -> None:
         self._catalog = catalog
         self._processes = processes
@@ -63,8 +65,8 @@ class Mover:
         self._memory = memory
         self.failures = failures
         self._observer = observer
-        self._post = post
-        self._clock = clock
+        self._watch = watch
+        self._loop = loop
         self._tasks: dict[MoveId, asyncio.Task[SeenMove]] = {}
         self._aborted: set[MoveId] = set()
 
@@ -73,7 +75,7 @@ class Mover:
         name = f"{move.kind.value} {move.model} {move.id}"
         task = asyncio.get_running_loop().create_task(self._carry_out(move), name=name)
         self._tasks[move.id] = task
-        began = self._clock()
+        began = self._loop.clock()
         # A callback rather than a `finally`: a task cancelled before its first step never enters its body.
         task.add_done_callback(lambda task: self._ended(move, task, began))
 
@@ -104,9 +106,9 @@ class Mover:
             outcome, result = Outcome.DONE, task.result()
         else:
             outcome = self._outcome_of(move, error)
-        took_s = self._clock() - began if result.took_s is None else result.took_s
+        took_s = self._loop.clock() - began if result.took_s is None else result.took_s
         self._observer.moved(move, outcome, round(took_s, 3))
-        self._tell(move, MoveDone(self._clock(), move.id, outcome, result.seen, took_s=result.took_s))
+        self._tell(move, MoveDone(self._loop.clock(), move.id, outcome, result.seen, took_s=result.took_s))
         if move.slot in self._hosted.table.there:
             self._hosted.reconcile(move.slot)
 
@@ -130,7 +132,7 @@ class Mover:
         ran_out = done.outcome is Outcome.NO_MEMORY
         if entry is not None and ran_out:
             self._memory.running_out(move, entry)
-        self._post(done)
+        self._watch.post_and_look(done)
         if entry is not None and ran_out:
             self._memory.ran_out(move, entry)
         elif entry is not None and done.outcome is Outcome.DONE and move.kind is MoveKind.LOAD:
@@ -200,12 +202,10 @@ class Mover:
 
 
 class RemoteMoves:
-    """`remotes` are the providers as they are configured now."""
-
-    def __init__(self, slots: LiveSlots, remotes: Callable[[], Mapping[str, Remote]], spending: Spending) -> None:
+    def __init__(self, slots: LiveSlots, gateway: GatewayState, spending: Spending) -> None:
         self._slots = slots
         self._spending = spending
-        self._remotes = remotes
+        self._gateway = gateway
 
     def has(self, slot: SlotId) -> bool:
         live = self._slots.live.get(slot)
@@ -214,7 +214,7 @@ class RemoteMoves:
     async def load(self, move: Move, entry: Entry) -> None:
         """Make the slot of a remote model. Raises LoadFailed if its key or its certificates cannot be read."""
         name = entry.config.remote or ""
-        remote = self._remotes().get(name)
+        remote = self._gateway.config.remotes.get(name)
         if remote is None:
             raise LoadFailed(f"{entry.id} could not be made ready: there is no {name} in remotes.")
         try:

@@ -8,19 +8,33 @@ for an update, which has ended with the gateway, does not. Fetches nothing itsel
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from greenroom.base.detached import run_detached
+from greenroom.config.environment import hub_cache
+from greenroom.config.live import GatewayState
 from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
-from greenroom.library.fetcher import Done, Failed, FetchPlan, FetchProcess, FetchProgress, Report, start_fetch
+from greenroom.library.fetched_marks import disown
+from greenroom.library.fetcher import (
+    Done,
+    Failed,
+    FetchPlan,
+    FetchProcess,
+    FetchProgress,
+    Report,
+    fetched_files,
+    fetched_paths,
+    start_fetch,
+)
+from greenroom.library.library import Library
 from greenroom.library.orders import DownloadOrder, FetchPlace, OrderRules, expect_listed, place_of
-from greenroom.library.roots import Roots
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
@@ -30,11 +44,14 @@ _log = get_logger("downloads")
 
 ROUTE: Final = "/v1/models/download"
 PRIORITY: Final = 0
+# By which downloads of updates are known: no key of a caller has an empty name.
+NO_KEY: Final = ""
 # A program that ended without a word is started again, so often in a row without a byte in between.
 LOST_MAX: Final = 3
 # The rate is that of the last seconds.
 RATE_WINDOW_S: Final = 10.0
 TELL_EVERY_S: Final = 1.0
+MIB: Final = 1024 * 1024
 # Of a download, in what is kept of it; the sums are of all.
 FILES_KEPT_MAX: Final = 200
 _LOST: Final = Failed("fetcher_lost", "The program that fetches ended without a word, again and again.")
@@ -68,46 +85,11 @@ class DownloadFacts(msgspec.Struct, frozen=True):
         return None if not self.rate or self.total_bytes is None else (self.total_bytes - self.bytes) / self.rate
 
 
-class DownloadEvents(Protocol):
-    """Tells dashboards and the like how far downloads are."""
-
-    @property
-    def listeners(self) -> int: ...
-
-    def publish(self, row: Operation, progress: float | None) -> None: ...
-
-
-class StartFetch(Protocol):
-    def __call__(self, order: DownloadOrder, place: FetchPlace, rate_bytes_s: float | None) -> Awaitable[FetchProcess]:
-        """Raises OSError."""
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadServices:
-    """What all downloads use, as the configuration has it now.
-
-    `found` is told of what was fetched for a row and lets the library find it, `fetched` where that came from.
-    """
-
-    roots: Callable[[], Roots]
-    cache: Callable[[], str | None]
-    rules: Callable[[], OrderRules]
-    at_once_max: Callable[[], int]
-    rate_bytes_s: Callable[[], float | None]
-    is_draining: Callable[[], bool]
-    events: DownloadEvents
-    found: Callable[[Operation | None, FetchPlan | None, Done], Awaitable[None]]
-    fetched: Callable[[DownloadOrder, FetchPlan | None, Done], None]
-    start_fetch: StartFetch = start_fetch
-    clock: Callable[[], float] = time.monotonic
-
-
 @dataclass(slots=True)
 class LiveDownload:
     """A download that runs."""
 
     id: str
-    clock: Callable[[], float]
     process: FetchProcess | None = None
     is_cancelled: bool = False
     place: str = ""
@@ -126,7 +108,7 @@ class LiveDownload:
             case FetchProgress():
                 self.have |= report.files
                 self.waits = report.waiting
-                now = self.clock()
+                now = time.monotonic()
                 self._seen.append((now, self.bytes))
                 while now - self._seen[0][0] > RATE_WINDOW_S:
                     self._seen.popleft()
@@ -177,9 +159,10 @@ class LiveDownload:
 
 
 class Downloads:
-    def __init__(self, table: OperationTable, services: DownloadServices) -> None:
+    def __init__(self, table: OperationTable, library: Library, gateway: GatewayState) -> None:
         self._table = table
-        self._services = services
+        self._library = library
+        self._gateway = gateway
         self._live: dict[str, LiveDownload] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -191,7 +174,8 @@ class Downloads:
     @property
     def rules(self) -> OrderRules:
         """What may be ordered now."""
-        return self._services.rules()
+        config = self._gateway.config
+        return OrderRules.of(config.library.hosts, os.environ, exact_names=config.governance.is_on)
 
     async def submit(self, order: DownloadOrder, *, tenant: str, key: str, retry: bool = True) -> Operation:
         """Keep this order; it is carried out when its turn comes. Raises BadRequest if it has no place to go to.
@@ -199,7 +183,7 @@ class Downloads:
         Without `retry` it does not go on after a restart; a later order does, with what it has fetched. Also raises
         ShuttingDown, OperationsFull and OperationStoreFull.
         """
-        if self._services.is_draining():
+        if self._gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
         await self._place(order)
         row = await self._table.add(
@@ -218,7 +202,7 @@ class Downloads:
         return row
 
     async def _place(self, order: DownloadOrder) -> FetchPlace:
-        roots, cache = self._services.roots(), self._services.cache()
+        roots, cache = self._library.roots, hub_cache(os.environ)
         return await run_detached(lambda: place_of(order, roots, cache), "look at a destination")
 
     async def cancel(self, id: str) -> Operation:
@@ -282,24 +266,24 @@ class Downloads:
 
     def pump(self) -> None:
         """Run the oldest that wait, as many as may run; share the bandwidth among all. Also after a reload."""
-        if self._is_closed or self._services.is_draining():
+        if self._is_closed or self._gateway.is_draining:
             return
-        room = self._services.at_once_max() - len(self._live)
+        room = self._gateway.config.library.downloads_max - len(self._live)
         waiting = [
             row
             for row in self._table
             if row.kind is OperationKind.DOWNLOAD and row.status is OperationStatus.QUEUED and row.id not in self._live
         ]
         for row in waiting[: max(0, room)]:
-            live = self._live[row.id] = LiveDownload(row.id, self._services.clock)
+            live = self._live[row.id] = LiveDownload(row.id)
             self._own(self._run(live))
         for live in self._live.values():
             if live.process is not None:
                 live.process.set_rate(self._rate())
 
     def _rate(self) -> float | None:
-        whole = self._services.rate_bytes_s()
-        return None if whole is None else whole / max(1, len(self._live))
+        mib_s = self._gateway.config.library.bandwidth_mib_s
+        return None if mib_s is None else mib_s * MIB / max(1, len(self._live))
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -328,7 +312,7 @@ class Downloads:
             )
             for _ in rest:
                 pass
-            expect_listed(order, self._services.rules())
+            expect_listed(order, self.rules)
             place = await self._place(order)
             live.place = place.path
             if live.is_cancelled or self._is_closed:
@@ -346,7 +330,7 @@ class Downloads:
             before = live.bytes
             end = await self._fetch(live, order, place)
             if isinstance(end, Done):
-                self._services.fetched(order, live.plan, end)
+                self._library.fetched(*fetched_files(order, live.plan, end))
             if end is not None:
                 return end
             lost = 1 if live.bytes > before else lost + 1
@@ -354,7 +338,7 @@ class Downloads:
 
     async def _fetch(self, live: LiveDownload, order: DownloadOrder, place: FetchPlace) -> Done | Failed | None:
         """One run of the program. None if it ended without a word."""
-        process = live.process = await self._services.start_fetch(order, place, self._rate())
+        process = live.process = await start_fetch(order, place, self._rate())
         end: Done | Failed | None = None
         try:
             # It may have been cancelled while the program was started.
@@ -374,10 +358,10 @@ class Downloads:
         return end
 
     def _tell(self, live: LiveDownload) -> None:
-        now, row = self._services.clock(), self._table.get(live.id)
-        if row is not None and self._services.events.listeners and now - live.told_at >= TELL_EVERY_S:
+        now, row = time.monotonic(), self._table.get(live.id)
+        if row is not None and self._table.events.listeners and now - live.told_at >= TELL_EVERY_S:
             live.told_at = now
-            self._services.events.publish(row, live.facts().progress)
+            self._table.events.publish(row, live.facts().progress)
 
     async def _finish(self, live: LiveDownload, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):
@@ -394,7 +378,11 @@ class Downloads:
     async def _let_library_find(self, live: LiveDownload, done: Done) -> None:
         """What is said to be here can be asked for. It is here even if the library breaks."""
         try:
-            await self._services.found(self._table.get(live.id), live.plan, done)
+            row = self._table.get(live.id)
+            if row is None or row.key != NO_KEY:
+                # A user has ordered it, even if an update fetched it before.
+                await run_detached(lambda: disown(fetched_paths(live.plan, done)), "keep what was ordered")
+            await self._library.refresh()
         except Exception as bug:
             _log.bug("the library did not look", bug)
 

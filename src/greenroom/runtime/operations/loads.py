@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from greenroom.base.names import public_name
-from greenroom.core.model import ModelId, MoveKind, SlotId
-from greenroom.core.view import SchedulerView
+from greenroom.config.live import GatewayState
+from greenroom.core.model import DeviceKind, ModelId, MoveKind
 from greenroom.errors import (
     BadRequest,
     GatewayBug,
@@ -33,12 +33,14 @@ from greenroom.errors import (
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.resolver import Asker, Resolver
+from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("loads")
@@ -86,25 +88,26 @@ class MoveOrders(Protocol):
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadServices:
-    """`hosted` tells how far a worker is, `starting` an engine with a process of its own."""
-
-    resolver: Resolver
-    downloads: Downloads
-    moves: MoveOrders
-    may_download: Callable[[], bool]
-    view: Callable[[], SchedulerView]
-    gpu_mib: Callable[[ModelId], int]
-    hosted: Callable[[ModelId], float | None]
-    starting: Callable[[SlotId], Starting | None]
-    clock: Callable[[], float]
-
-
 class Loads:
-    def __init__(self, table: OperationTable, services: LoadServices) -> None:
+    def __init__(
+        self,
+        table: OperationTable,
+        resolver: Resolver,
+        downloads: Downloads,
+        moves: MoveOrders,
+        gateway: GatewayState,
+        loop: SchedulerLoop,
+        slots: LiveSlots,
+        hosted_slots: HostedSlots,
+    ) -> None:
         self._table = table
-        self._services = services
+        self._resolver = resolver
+        self._downloads = downloads
+        self._moves = moves
+        self._gateway = gateway
+        self._loop = loop
+        self._slots = slots
+        self._hosted_slots = hosted_slots
         # What those load that have not ended; their rows have the names that were asked for.
         self._models: dict[str, ModelId] = {}
         self._fetches: dict[str, str] = {}
@@ -112,7 +115,7 @@ class Loads:
 
     def order_for(self, name: str, options: ModelOptions) -> DownloadOrder:
         """The order to fetch a model of this name. Raises BadRequest if it is none of the hub."""
-        return read_order(self._services.downloads.rules, model=name, quantization=options.quantization)
+        return read_order(self._downloads.rules, model=name, quantization=options.quantization)
 
     async def submit(
         self,
@@ -130,11 +133,11 @@ class Loads:
 
         `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
         """
-        resolver = self._services.resolver
+        resolver = self._resolver
         leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)
         if not force:
-            self._services.moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
+            self._moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
         given = resolver.adhoc.order_of(name, options, asker.sees)
         row = await self._row(OperationKind.LOAD, name, tenant, key)
         if entry is not None:
@@ -159,9 +162,9 @@ class Loads:
 
     async def _replaced(self, order: Order | None, by: Entry, force: bool) -> None:
         """What was ordered before leaves. Raises Unloaded if the new order does not stand any more either."""
-        if order is not None and order.model != by.id and self._services.view().slots_of(order.model):
-            await self._services.moves.move(MoveKind.UNLOAD, order.model, force=force)
-        if not self._services.resolver.adhoc.orders_of([by.id]):
+        if order is not None and order.model != by.id and self._loop.view.slots_of(order.model):
+            await self._moves.move(MoveKind.UNLOAD, order.model, force=force)
+        if not self._resolver.adhoc.orders_of([by.id]):
             raise Unloaded(f"{by.public_id} was unloaded or ordered otherwise meanwhile.")
 
     async def load(
@@ -180,7 +183,7 @@ class Loads:
 
     def here(self, model: ModelId) -> list[ModelId]:
         """This model, and other configurations of its name that are in memory or on their way."""
-        view, known = self._services.view(), self._services.resolver.catalog.configurations(model)
+        view, known = self._loop.view, self._resolver.catalog.configurations(model)
         return [model, *(one for one in known if one != model and view.slots_of(one))]
 
     async def _ordered(
@@ -210,11 +213,10 @@ class Loads:
         self, name: str, options: ModelOptions, asker: Asker, fetch: Callable[[], DownloadOrder]
     ) -> tuple[Entry | None, DownloadOrder | None]:
         """The model, or the order to fetch it."""
-        services = self._services
         try:
-            return await services.resolver.named(name, options, asker), None
+            return await self._resolver.named(name, options, asker), None
         except ModelNotFound as missing:
-            if not services.may_download() or not asker.sees(name):
+            if not self._gateway.config.library.download or not asker.sees(name):
                 raise ModelNotFound(
                     f"{missing.message} It is not on disk; POST /v1/models/download fetches it, and library.download: "
                     "true lets a load do so.",
@@ -252,26 +254,26 @@ class Loads:
             self._fetches.pop(row.id, None)
 
     async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...], force: bool) -> LoadFacts:
-        services, began = self._services, self._services.clock()
+        began = self._loop.clock()
         # It never leaves for itself.
         leaving = tuple(one for one in evict if one != model)
-        await services.moves.move(MoveKind.LOAD, model, evict=leaving, force=force)
-        return LoadFacts(services.gpu_mib(model), services.clock() - began)
+        await self._moves.move(MoveKind.LOAD, model, evict=leaving, force=force)
+        return LoadFacts(self.gpu_mib(model), self._loop.clock() - began)
 
     async def _unloaded(self, model: ModelId, grace_s: float | None, force: bool) -> LoadFacts:
-        services, began = self._services, self._services.clock()
+        began = self._loop.clock()
         models = self.here(model)
-        orders = services.resolver.adhoc.orders_of(models)
-        held_mib = sum(map(services.gpu_mib, models))
+        orders = self._resolver.adhoc.orders_of(models)
+        held_mib = sum(map(self.gpu_mib, models))
         for one in models:
-            await services.moves.move(MoveKind.UNLOAD, one, grace_s=grace_s, force=force)
-        services.resolver.adhoc.end(orders)
-        freed_mib = max(0, held_mib - sum(map(services.gpu_mib, models)))
-        return LoadFacts(freed_mib, services.clock() - began)
+            await self._moves.move(MoveKind.UNLOAD, one, grace_s=grace_s, force=force)
+        self._resolver.adhoc.end(orders)
+        freed_mib = max(0, held_mib - sum(map(self.gpu_mib, models)))
+        return LoadFacts(freed_mib, self._loop.clock() - began)
 
     async def _fetched(self, row: Operation, order: DownloadOrder) -> None:
         """Wait until the model is on disk. Raises LoadFailed."""
-        downloads = self._services.downloads
+        downloads = self._downloads
         fetch = await downloads.submit(order, tenant=row.tenant, key=row.key)
         self._fetches[row.id] = fetch.id
         state = await downloads.ended(fetch.id)
@@ -307,25 +309,25 @@ class Loads:
         """How far it is. Where it is fetched first, that is the first half."""
         if row.status.is_over:
             return LoadProgress(1.0 if row.status is OperationStatus.DONE else 0.0, None, False)
-        fetch = self._services.downloads.get(self._fetches.get(row.id, ""))
+        fetch = self._downloads.get(self._fetches.get(row.id, ""))
         if fetch is None:
             return self.progress_of(self._models.get(row.id, ModelId(row.model)))
         if not fetch.status.is_over:
-            (facts,) = await self._services.downloads.facts([fetch])
+            (facts,) = await self._downloads.facts([fetch])
             return LoadProgress((facts.progress or 0.0) / 2, facts.eta_s, False)
         loading = self.progress_of(self._models.get(row.id, ModelId(row.model)))
         return LoadProgress(0.5 + loading.share / 2, loading.eta_s, loading.is_estimated)
 
     def progress_of(self, model: ModelId) -> LoadProgress:
         """How far a load of this model is, whatever began it."""
-        services, view = self._services, self._services.view()
+        view = self._loop.view
         move = next((slot.move for slot in view.slots_of(model) if slot.move is not None), None)
         record = view.models.get(model)
         learned_s = None if record is None else record.learned_s.get(MoveKind.LOAD if move is None else move.kind)
-        since_s = 0.0 if move is None else max(0.0, services.clock() - move.started)
+        since_s = 0.0 if move is None else max(0.0, self._loop.clock() - move.started)
         eta_s = None if learned_s is None else max(0.0, learned_s - since_s)
-        starting = None if move is None else services.starting(move.slot)
-        told = services.hosted(model) if starting is None else starting.told()
+        starting = None if move is None else self._slots.starting.get(move.slot)
+        told = self._hosted_slots.progress_of(model) if starting is None else starting.told()
         if told is None and learned_s is None and starting is not None:
             told = starting.read()
         by_time = 0.0 if not learned_s else since_s / learned_s
@@ -336,6 +338,13 @@ class Loads:
             # At the rate at which it has come so far.
             eta_s = since_s * (1 - share) / share
         return LoadProgress(share, eta_s, told is None)
+
+    def gpu_mib(self, model: ModelId) -> int:
+        """What its slots hold on GPUs now."""
+        view = self._loop.view
+        gpus = {device.id for device in view.ledger.devices.values() if device.kind is DeviceKind.GPU}
+        held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
+        return sum(mib for claim in held for device, mib in claim.items() if device in gpus)
 
     async def close(self) -> None:
         """What still runs is forgotten: the next start calls it failed."""

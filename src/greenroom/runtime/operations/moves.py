@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from greenroom.core.effects import OpOutcome
-from greenroom.core.events import Event, MoveAsked
+from greenroom.core.events import MoveAsked
 from greenroom.core.model import ARRIVING, ModelId, MoveKind, OpId
 from greenroom.core.view import Shortfall
 from greenroom.errors import (
@@ -25,8 +25,11 @@ from greenroom.errors import (
     Unloaded,
     Unsupported,
 )
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects
+from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 # As for callers. The store itself is tried more often.
 RETRY_AFTER_S = 1.0
@@ -37,23 +40,15 @@ class OperatorMoves:
         self,
         effects: AsyncEffects,
         mover: Mover,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-        engine_of: Callable[[ModelId], str],
-        shortfall: Callable[[ModelId], Shortfall | None],
-        no_device: Callable[[ModelId], str],
-        is_kept: Callable[[ModelId], bool],
+        loop: SchedulerLoop,
+        catalog: Catalog,
+        memory: SlotMemory,
     ) -> None:
-        """`engine_of` names the engine of a model that is known; `shortfall` says why the green room cannot take it,
-        and `no_device` that none of its devices is there, if so. `is_kept` is true of pinned models in memory."""
-        self._no_device = no_device
-        self._is_kept = is_kept
-        self._shortfall = shortfall
-        self._engine_of = engine_of
         self._effects = effects
         self._mover = mover
-        self._post = post
-        self._clock = clock
+        self._loop = loop
+        self._catalog = catalog
+        self._memory = memory
         self._numbers = itertools.count(1)
 
     def expect_leavable(self, models: Iterable[ModelId]) -> None:
@@ -63,6 +58,12 @@ class OperatorMoves:
                 f"{', '.join(kept)} is pinned. Ask with force=true to have it leave all the same, or unpin it first.",
                 param="force",
             )
+
+    def _is_kept(self, model: ModelId) -> bool:
+        """True for a pinned model that is in memory. Remote ones, which are always there, take none."""
+        entry = self._catalog.find(model)
+        is_pinned = entry is not None and entry.spec.pinned and not entry.spec.is_remote
+        return is_pinned and bool(self._loop.view.slots_of(model))
 
     async def move(
         self,
@@ -82,7 +83,7 @@ class OperatorMoves:
         op = OpId(f"op-{next(self._numbers)}")
         future: asyncio.Future[OpOutcome] = asyncio.get_running_loop().create_future()
         self._effects.operations[op] = future
-        self._post(MoveAsked(self._clock(), op, kind, model, evict, grace_s))
+        self._loop.post(MoveAsked(self._loop.clock(), op, kind, model, evict, grace_s))
         outcome = await asyncio.shield(future)
         if outcome is not OpOutcome.DONE:
             raise self._error(kind, model, outcome)
@@ -96,15 +97,15 @@ class OperatorMoves:
                 return ModelNotFound.named(model)
             case OpOutcome.REFUSED:
                 what = "prepare it" if kind is MoveKind.PREPARE else "put it to sleep"
-                engine = self._engine_of(model)
+                engine = self._catalog.engine_of(model)
                 return Unsupported(
                     f"{model} runs on {engine}, which cannot {what} here. `load` and `unload` work for it.",
                     param="model",
                 )
-            case OpOutcome.TOO_LARGE if said := self._no_device(model):
+            case OpOutcome.TOO_LARGE if said := self._memory.no_device(model):
                 return TooLarge(said, public=TooLarge.no_device_words)
             case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:
-                return _too_large_asleep(model, self._shortfall(model))
+                return _too_large_asleep(model, self._loop.view.green_room_shortfall(model))
             case OpOutcome.TOO_LARGE:
                 return TooLarge(
                     f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."

@@ -16,7 +16,7 @@ from typing import Final
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
-from greenroom.config.schema import Config
+from greenroom.config.live import GatewayState
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.library.desired import DesiredState, read_state
 from greenroom.library.versions import NamedVersions, Version
@@ -33,9 +33,9 @@ RETRY_MAX_S: Final = 120.0
 
 
 class StateFollower:
-    def __init__(self, updates: Updates, config: Callable[[], Config]) -> None:
+    def __init__(self, updates: Updates, gateway: GatewayState) -> None:
         self._updates = updates
-        self._config = config
+        self._gateway = gateway
         self._following = Repeated(self._follow, "following the desired state", self._pause_s, _log.failed)
         self._watch = FileWatch(self._following.wake)
         # The state that failed last, and how long to wait before it is tried again.
@@ -47,7 +47,7 @@ class StateFollower:
         self.is_catching_up = False
 
     def start(self) -> None:
-        self.is_catching_up = self._config().versions.state_file is not None
+        self.is_catching_up = self._gateway.config.versions.state_file is not None
         self._following.wake()
         self._following.start()
 
@@ -60,7 +60,7 @@ class StateFollower:
         self._watch.close()
 
     async def _follow(self) -> None:
-        path = self._config().versions.state_file
+        path = self._gateway.config.versions.state_file
         # Before the file is read: what is written meanwhile is told.
         self._watch.watch(path)
         try:
@@ -95,7 +95,7 @@ class StateFollower:
             return None
 
     def _meant(self, state: DesiredState) -> str | None:
-        config = self._config()
+        config = self._gateway.config
         ours = [name for name, model in config.models.items() if model.versions is not None]
         if (name := state.model or config.versions.default) in ours:
             return name

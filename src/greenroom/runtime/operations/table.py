@@ -24,6 +24,7 @@ import msgspec
 
 from greenroom.base.detached import run_detached
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
+from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
     RETRY_AFTER_S,
@@ -72,19 +73,36 @@ class JobLimits(KeepLimits):
     unfinished_max: int
 
 
+class OperationEvents:
+    """Tells dashboards and the like each new status of a row, and while it runs how far it is."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    @property
+    def listeners(self) -> int:
+        return self._hub.listeners
+
+    def publish(self, row: Operation, progress: float | None = None) -> None:
+        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
+        error = None if row.error is None else row.error.code
+        # `load` and `unload` are the events of the moves themselves.
+        what = "operation" if row.kind.is_move else row.kind.value
+        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
+
+
 class OperationTable:
     def __init__(
         self,
         stored: OperationFiles,
         limits: Callable[[], JobLimits],
-        publish: Callable[[Operation], None],
+        events: OperationEvents,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`publish` is called for each status that a row gets."""
         self._files = stored
         self._limits = limits
-        self._publish = publish
+        self.events = events
         self._wall = wall
         self._clock = clock
         self._steady = SteadyClock(wall, clock)
@@ -422,7 +440,7 @@ class OperationTable:
         self._used_bytes += _weight(row) - (0 if before is None else _weight(before))
         self._rows[row.id] = row
         self._changed_at[row.id] = self._clock()
-        self._publish(row)
+        self.events.publish(row)
 
     def _drop(self, row: Operation) -> None:
         del self._rows[row.id]

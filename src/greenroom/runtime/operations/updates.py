@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -108,7 +109,7 @@ class Updates:
     def start(self) -> None:
         """Fetch the first version of models that have none and name a repository. Also after a reload."""
         self._using = asyncio.get_running_loop().create_task(self._use_weights(self._using), name="use weights")
-        for name, model in self._services.config().models.items():
+        for name, model in self._services.gateway.config.models.items():
             repo_id = None if model.versions is None else model.versions.repo_id
             if repo_id is None or self.of(name).current is not None:
                 continue
@@ -136,7 +137,7 @@ class Updates:
             except GreenroomError:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
-            model = self._services.config().models.get(name)
+            model = self._services.gateway.config.models.get(name)
             wanted = None if model is None or model.versions is None else model.versions.repo_id
             if wanted != repo_id or self.of(name).current is not None:
                 return
@@ -145,7 +146,7 @@ class Updates:
 
     def options(self, model: str) -> ModelVersions:
         """Raises BadRequest or ModelNotFound for one that is not under version control."""
-        found = self._services.config().models.get(model)
+        found = self._services.gateway.config.models.get(model)
         if found is None:
             raise ModelNotFound.named(model)
         if found.versions is None:
@@ -191,7 +192,7 @@ class Updates:
     async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
         """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""
         self.options(model)
-        if self._services.is_draining():
+        if self._services.gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
         await self._expect_rest(model)
         asked, owner = order.weights, {"tenant": tenant, "key": key}
@@ -291,7 +292,7 @@ class Updates:
 
     async def _run(self, row: Operation, running: _Running, order: UpdateOrder) -> Version | GreenroomError:
         """What came of it, which is also in its row."""
-        model, began = row.model, self._services.clock()
+        model, began = row.model, self._services.loop.clock()
         try:
             with contextlib.suppress(OperationStoreFull):
                 await self._table.start(row.id)
@@ -304,7 +305,7 @@ class Updates:
             failure = GatewayBug(repr(bug))
             await self._failed(row, running, failure)
             return failure
-        took_s = self._services.clock() - began
+        took_s = self._services.loop.clock() - began
         facts = msgspec.structs.replace(
             running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
         )
@@ -337,7 +338,7 @@ class Updates:
             del self._ending[row.id]
 
     async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
-        model = self._services.config().models.get(name)
+        model = self._services.gateway.config.models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
         if self._using is not None and (await asyncio.wait((self._using,), timeout=USING_MAX_S))[1]:
@@ -367,7 +368,7 @@ class Updates:
 
     def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
         known = self.of(name)
-        number, since = max(known.last_number + 1, order.number or 0), round(self._services.wall(), 3)
+        number, since = max(known.last_number + 1, order.number or 0), round(time.time(), 3)
         earlier = (one for one in (known.current, *known.kept) if one is not None)
         is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
@@ -398,7 +399,7 @@ class Updates:
 
     def _known(self) -> list[Version]:
         """All versions of all models."""
-        models = map(self.of, self._services.config().models)
+        models = map(self.of, self._services.gateway.config.models)
         return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
 
     async def _use_weights(self, after: asyncio.Task[None] | None) -> None:
@@ -408,7 +409,7 @@ class Updates:
             with contextlib.suppress(Exception):
                 # Not by `asyncio.wait`: the end of the gateway cancels this task, and thereby the one before it.
                 await after
-        weights, config, is_busy = self._services.weights, self._services.config(), bool(self._running)
+        weights, config, is_busy = self._services.weights, self._services.gateway.config, bool(self._running)
         with contextlib.suppress(TimeoutError, SystemShort):
             # The disk of some other model may hang.
             async with asyncio.timeout(KEEP_MAX_S):

@@ -9,33 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from greenroom.base.detached import run_detached
-from greenroom.config.schema import Config, Model
-from greenroom.core.events import ConfigChanged, Event, Learned, VersionPromoted
+from greenroom.config.live import GatewayState
+from greenroom.config.schema import Model
+from greenroom.core.events import ConfigChanged, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, MoveKind
-from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
 from greenroom.library.versions import NamedVersions, Version, VersionStore
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.operations.files import disk_failed
 from greenroom.runtime.operations.loads import MoveOrders
 from greenroom.runtime.operations.warm_up import WarmUp
 from greenroom.runtime.operations.weights import VersionWeights
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateServices:
-    """`unchanging` is held while the configuration must stay as it is; `forgotten` is called when a model has left."""
+    """`unchanging` is held while the configuration must stay as it is."""
 
-    config: Callable[[], Config]
+    gateway: GatewayState
     catalog: Catalog
     store: VersionStore
     weights: VersionWeights
@@ -43,15 +44,9 @@ class UpdateServices:
     warm_up: WarmUp
     slots: LiveSlots
     hosted_slots: HostedSlots
-    post: Callable[[Event], None]
-    clock: Callable[[], float]
-    learned: Callable[[], Mapping[ModelId, Learned]]
+    loop: SchedulerLoop
+    models: KnownModels
     unchanging: asyncio.Lock
-    is_draining: Callable[[], bool]
-    forgotten: Callable[[], None]
-    view: Callable[[], SchedulerView]
-    until: Callable[[Callable[[], bool]], Awaitable[None]]
-    wall: Callable[[], float] = time.time
 
 
 class VersionChanges:
@@ -86,7 +81,7 @@ class VersionChanges:
 
     def still_held(self, spec: ModelSpec) -> ModelSpec:
         """What a reload makes of a model that is held: it stays so, unless it has other processes now."""
-        record = self._services.view().models.get(spec.id)
+        record = self._services.loop.view.models.get(spec.id)
         is_held = record is not None and record.spec.held and record.spec.revision == spec.revision
         return replace(spec, held=True) if is_held else spec
 
@@ -121,10 +116,8 @@ class VersionChanges:
         services, name = self._services, coming.spec.version_of
         assert name is not None
         services.slots.coming(coming.id, name)
-        services.catalog.add(coming)
-        known = services.learned().get(name)
-        learned = None if known is None else {coming.id: known}
-        services.post(ConfigChanged(services.clock(), models=(coming.spec,), learned=learned))
+        known = services.loop.view.learned().get(name)
+        services.models.add(coming, None if known is None else {coming.id: known})
 
     async def _ready(self, coming: Entry, told: Callable[[str], None], allow_gap: bool) -> None:
         """Load it beside the old version, or in its place where both do not fit. Raises why it is not ready."""
@@ -161,10 +154,10 @@ class VersionChanges:
         if entry is None or entry.config.versions is None:
             return
         limit_s = entry.config.versions.drain_s
-        services.post(ConfigChanged(services.clock(), models=(replace(entry.spec, held=True),)))
+        services.loop.post(ConfigChanged(services.loop.clock(), models=(replace(entry.spec, held=True),)))
         try:
             async with asyncio.timeout(limit_s):
-                await services.until(lambda: all(not slot.in_flight for slot in services.view().slots_of(name)))
+                await services.loop.until(lambda: all(not slot.in_flight for slot in services.loop.view.slots_of(name)))
         except TimeoutError:
             raise WouldInterrupt(
                 f"Answers of {name} took longer than {limit_s:g} s (versions.drain_s), so that it could not leave for "
@@ -173,10 +166,10 @@ class VersionChanges:
 
     def _release(self, name: str) -> None:
         """The model is no longer held. What waits for it brings it back."""
-        services, record = self._services, self._services.view().models.get(ModelId(name))
+        services, record = self._services, self._services.loop.view.models.get(ModelId(name))
         entry = services.catalog.find(name)
         if record is not None and record.spec.held and entry is not None:
-            services.post(ConfigChanged(services.clock(), models=(entry.spec,)))
+            services.models.tell(entry)
             # It was there before, so it comes back also if nothing waits for it now.
             coming_back = services.moves.move(MoveKind.LOAD, ModelId(name))
             task = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
@@ -189,7 +182,7 @@ class VersionChanges:
         assert model.versions is not None
         async with services.unchanging:
             now = services.catalog.find(coming.id)
-            if services.config().models.get(name) != model or now is None or now.spec.version_of is None:
+            if services.gateway.config.models.get(name) != model or now is None or now.spec.version_of is None:
                 raise BadRequest(
                     f"The configuration of {name} was changed during its update. Ask again.", param="model"
                 )
@@ -213,17 +206,15 @@ class VersionChanges:
         services.slots.promoted(entry, coming.id)
         services.hosted_slots.promoted(entry, coming.id)
         services.slots.ended(coming.id)
-        services.post(VersionPromoted(services.clock(), coming.id, entry.spec))
+        services.loop.post(VersionPromoted(services.loop.clock(), coming.id, entry.spec))
 
     def _give_up(self, coming: Entry) -> None:
         """Take a version away that did not make it. Does nothing for one that was promoted."""
         services = self._services
         if (known := services.catalog.find(coming.id)) is None or known.spec.version_of is None:
             return
-        services.catalog.remove(coming.id)
         services.slots.ended(coming.id)
-        services.post(ConfigChanged(services.clock(), removed=(coming.id,)))
-        services.forgotten()
+        services.models.remove(coming.id)
 
 
 async def _quietly(work: Awaitable[None]) -> None:

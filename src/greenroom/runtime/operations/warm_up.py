@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,15 +19,16 @@ from greenroom.errors import GreenroomError, WarmUpFailed
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.process_moves import EngineCall
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 # Of an engine's own words in the error.
 SAID_CHARS_MAX: Final = 500
 
 
 class WarmUp:
-    def __init__(self, tickets: Tickets, clock: Callable[[], float]) -> None:
+    def __init__(self, tickets: Tickets, loop: SchedulerLoop) -> None:
         self._tickets = tickets
-        self._clock = clock
+        self._loop = loop
         self._numbers = itertools.count(1)
 
     async def __call__(self, entry: Entry, asked: ModelVersions) -> None:
@@ -36,7 +36,7 @@ class WarmUp:
         request = _request(entry, asked)
         if request is None:
             return
-        now, limit_s = self._clock(), asked.warm_up_timeout_s
+        now, limit_s = self._loop.clock(), asked.warm_up_timeout_s
         id = RequestId(f"warm-up-{next(self._numbers)}")
         ticket = self._tickets.arrive(RequestArrived(now, id, (entry.id,), give_up_at=now + limit_s))
         try:

@@ -26,7 +26,7 @@ from greenroom.library.roots import is_below, link_steps, pinned
 from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import files_of
-from greenroom.runtime.operations.downloads import DownloadFacts, Downloads
+from greenroom.runtime.operations.downloads import NO_KEY, DownloadFacts, Downloads
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.telemetry.logs import get_logger
 
@@ -34,8 +34,6 @@ _log = get_logger("versions")
 
 # In whose name weights are fetched.
 TENANT: Final = "versions"
-# By which downloads of updates are known: no key of a caller has an empty name.
-NO_KEY: Final = ""
 # While another gateway deletes weights, nothing is fetched.
 BEGIN_TRIES: Final = 600
 BEGIN_EVERY_S: Final = 0.1

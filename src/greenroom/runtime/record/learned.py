@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("learned")
@@ -53,19 +54,19 @@ def identity_of(model: Model) -> str:
 
 
 class LearnedTimes:
-    """`learned` asks the scheduler; `entries` are the models there are now."""
+    """`entries` are the models there are now."""
 
     def __init__(
         self,
         folder: Path,
-        learned: Callable[[], Mapping[ModelId, Learned]],
+        loop: SchedulerLoop,
         entries: Iterable[Entry],
         *,
         write_every_s: float = WRITE_EVERY_S,
         models_max: int = MODELS_MAX,
     ) -> None:
         self._path = folder / FILE_NAME
-        self._learned = learned
+        self._loop = loop
         self._entries = entries
         self._models_max = models_max
         self._known = _read(self._path)
@@ -99,7 +100,7 @@ class LearnedTimes:
         self._written = await run_detached(lambda: _write_if_new(self._path, known, written), "write learned times")
 
     def _take(self) -> None:
-        learned = self._learned()
+        learned = self._loop.view.learned()
         there = {entry.id for entry in self._entries}
         self._identities = {model: known for model, known in self._identities.items() if model in there}
         for entry in self._entries:

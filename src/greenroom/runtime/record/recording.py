@@ -14,7 +14,7 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -105,7 +105,7 @@ class Recording:
 
 
 class EventRecorder:
-    """Wraps the gateway's `post` by `posting`, and the core's effects by `watching`."""
+    """Is given every event, and wraps the core's effects by `watching`."""
 
     def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX, waiting_max: int = WAITING_MAX) -> None:
         self._path = path
@@ -127,25 +127,17 @@ class EventRecorder:
                 self._path.unlink()
         self._file.open()
 
-    def posting(self, post: Callable[[Event], None]) -> Callable[[Event], None]:
-        """The same `post`, recorded. Events are handled in the order in which they are posted."""
-
-        def recorded(event: Event) -> None:
-            self._add(event)
-            post(event)
-
-        return recorded
-
     def watching(self, effects: Effects) -> Effects:
         """The same effects, recorded."""
-        return WatchedEffects(effects, self._add)
+        return WatchedEffects(effects, self)
 
     async def close(self) -> None:
         if not self._ended:
             self._end(WHOLE)
         await self._file.close()
 
-    def _add(self, line: Event | Asked) -> None:
+    def add(self, line: Event | Asked) -> None:
+        """An event, in the order in which it is posted, or an effect."""
         if self._ended:
             return
         self._written += 1
@@ -163,40 +155,40 @@ class EventRecorder:
 class WatchedEffects:
     """Records every effect, then passes it on."""
 
-    def __init__(self, effects: Effects, tell: Callable[[Asked], None]) -> None:
+    def __init__(self, effects: Effects, recorder: EventRecorder) -> None:
         self._effects = effects
-        self._tell = tell
+        self._recorder = recorder
 
     def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
-        self._tell(("grant", (request, slot, reason)))
+        self._recorder.add(("grant", (request, slot, reason)))
         self._effects.grant(request, slot, reason)
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
-        self._tell(("reject", (request, rejection, reason)))
+        self._recorder.add(("reject", (request, rejection, reason)))
         self._effects.reject(request, rejection, reason)
 
     def cut(self, request: RequestId, reason: Reason) -> None:
-        self._tell(("cut", (request, reason)))
+        self._recorder.add(("cut", (request, reason)))
         self._effects.cut(request, reason)
 
     def move(self, move: Move, reason: Reason) -> None:
-        self._tell(("move", (move, reason)))
+        self._recorder.add(("move", (move, reason)))
         self._effects.move(move, reason)
 
     def abort(self, move: MoveId, reason: Reason) -> None:
-        self._tell(("abort", (move, reason)))
+        self._recorder.add(("abort", (move, reason)))
         self._effects.abort(move, reason)
 
     def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
-        self._tell(("answer", (op, outcome, reason)))
+        self._recorder.add(("answer", (op, outcome, reason)))
         self._effects.answer(op, outcome, reason)
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        self._tell(("recall", (lease, deadline, reason)))
+        self._recorder.add(("recall", (lease, deadline, reason)))
         self._effects.recall(lease, deadline, reason)
 
     def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
-        self._tell(("set_timer", (timer, at, reason)))
+        self._recorder.add(("set_timer", (timer, at, reason)))
         self._effects.set_timer(timer, at, reason)
 
 

@@ -6,17 +6,16 @@ scheduler. They take no memory, so they cost nothing but their names; those that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.config.kinds import id_problem
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Model, Remote
-from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId
-from greenroom.core.view import SchedulerView
 from greenroom.errors import BadRequest, NotAllowed, TooManyModels
 from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.known_models import KnownModels
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("models")
@@ -44,20 +43,13 @@ class RemoteNames:
     def __init__(
         self,
         catalog: Catalog,
-        remotes: Callable[[], Mapping[str, Remote]],
-        view: Callable[[], SchedulerView],
-        post: Callable[[ConfigChanged], None],
-        clock: Callable[[], float],
-        forgotten: Callable[[], None],
+        gateway: GatewayState,
+        models: KnownModels,
         names_max: int = NAMES_MAX,
     ) -> None:
-        """`remotes` are the providers as they are configured now."""
         self._catalog = catalog
-        self._remotes = remotes
-        self._view = view
-        self._post = post
-        self._clock = clock
-        self._forgotten = forgotten
+        self._gateway = gateway
+        self._models = models
         self._max = names_max
         self._known: dict[ModelId, _NamedRemote] = {}
         self._uses = 0
@@ -68,7 +60,7 @@ class RemoteNames:
         Raises NotAllowed, BadRequest for what cannot be a name, and TooManyModels.
         """
         prefix, colon, rest = name.partition(":")
-        remote = self._remotes().get(prefix) if colon else None
+        remote = self._gateway.config.remotes.get(prefix) if colon else None
         if remote is None or not asker.sees(name):
             return None
         if not asker.may_ask_remote:
@@ -89,7 +81,7 @@ class RemoteNames:
 
     def reloaded(self) -> None:
         """Forget models of providers that were removed or changed, and those that a configuration has taken over."""
-        remotes = self._remotes()
+        remotes = self._gateway.config.remotes
         for model, known in list(self._known.items()):
             entry = self._catalog.find(model)
             if entry is None or not entry.is_adhoc:
@@ -110,26 +102,19 @@ class RemoteNames:
         )
         entry = self._catalog.adhoc_entry(model_id, model, model_id)
         self._known[model_id] = known = _NamedRemote(remote)
-        self._catalog.add(entry)
-        self._post(ConfigChanged(self._clock(), models=(entry.spec,)))
+        self._models.add(entry)
         _log.info("remote model named", model=model_id, name_there=model.use_model_name)
         return known, entry
 
     def _expect_room(self) -> None:
         while len(self._known) >= self._max:
-            idle = [(known.used, model) for model, known in self._known.items() if not self._is_busy(model)]
+            idle = [(known.used, model) for model, known in self._known.items() if not self._models.is_busy(model)]
             if not idle:
                 raise TooManyModels(
                     f"{self._max:,} remote models may be asked for by name at once.", retry_after_s=RETRY_AFTER_S
                 )
             self._forget(min(idle)[1])
 
-    def _is_busy(self, model: ModelId) -> bool:
-        view = self._view()
-        return view.is_waited_for(model) or any(slot.in_flight or slot.move for slot in view.slots_of(model))
-
     def _forget(self, model: ModelId) -> None:
         del self._known[model]
-        self._catalog.remove(model)
-        self._post(ConfigChanged(self._clock(), removed=(model,)))
-        self._forgotten()
+        self._models.remove(model)

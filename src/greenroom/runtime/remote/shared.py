@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 from redis.exceptions import RedisError
 
 from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
 from greenroom.base.repeated import Repeated
+from greenroom.config.live import GatewayState
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import SharedSpending, Spending
 from greenroom.telemetry.logs import get_logger
@@ -56,18 +56,18 @@ class SharedRemote:
         gateway: str,
         spending: Spending,
         fallback: CloudFallback,
-        is_used: Callable[[], bool] = lambda: True,
+        state: GatewayState,
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """`is_used`: there are remote models. The store is not asked while there are none.
+        """The store is not asked while there are no remote models.
 
         Raises ConfigError for an address with unknown options.
         """
         self._gateway = gateway
         self._spending = spending
         self._fallback = fallback
-        self._is_used = is_used
+        self._state = state
         self._client = connected(url, "limits.store:", repeats=0, decode_responses=True)
         # What the URL says of these must not let requests wait longer for a store that is away.
         for name in ("socket_timeout", "socket_connect_timeout"):
@@ -86,7 +86,7 @@ class SharedRemote:
 
     async def open(self) -> None:
         """Ask the store once, and go on asking."""
-        if self._is_used():
+        if self._state.config.remotes:
             await self._talk()
         self._is_open = True
         self._asking.start()
@@ -97,7 +97,7 @@ class SharedRemote:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(3 * ANSWER_MAX_S):
                     await self._asking.stop()
-            if self._waiting or (self._is_used() and not self._spending.is_store_away):
+            if self._waiting or (self._state.config.remotes and not self._spending.is_store_away):
                 # What the last answers have cost.
                 await self._ask_again()
             with contextlib.suppress(RedisError, OSError):
@@ -123,7 +123,7 @@ class SharedRemote:
         waiting, self._waiting = self._waiting, []
         is_heard = False
         try:
-            is_heard = (self._is_used() or bool(waiting)) and await self._talk()
+            is_heard = bool(self._state.config.remotes or waiting) and await self._talk()
         except Exception:
             self._spending.is_store_away = True
             raise

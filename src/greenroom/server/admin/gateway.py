@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.catalogue import Catalog, Entry
     from greenroom.runtime.leases.local import LocalLeasing
     from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
-    from greenroom.runtime.loop import SchedulerLoop, Tickets
+    from greenroom.runtime.loop import Tickets
     from greenroom.runtime.memory.watch import MemoryWatch
     from greenroom.runtime.moves.mover import Mover
     from greenroom.runtime.observer import Hub, Observer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.remote.fallback import CloudFallback
     from greenroom.runtime.remote.spending import Spending
     from greenroom.runtime.resolver import Resolver
+    from greenroom.runtime.scheduler_loop import SchedulerLoop
     from greenroom.runtime.slots import LiveSlots
     from greenroom.server.inference.jobs.jobs import Jobs
     from greenroom.server.inference.prefix_cache import CacheSalts
@@ -50,16 +51,12 @@ if TYPE_CHECKING:
 class Gateway(Protocol):
     """Everything is read afresh at each request: a reload replaces the configuration as a whole."""
 
-    config: Config
     path: Path | None
     """The configuration file; None without one."""
     started_at: float
     """Wall clock, for people."""
     clock: Callable[[], float]
     """The scheduler's clock."""
-    is_draining: bool
-    is_starting: bool
-    """Until models can be asked for."""
     catalog: Catalog
     resolver: Resolver
     library: Library
@@ -94,6 +91,17 @@ class Gateway(Protocol):
     cloud_fallback: CloudFallback
     salts: CacheSalts
     """By which engines keep prefixes apart that take a salt."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def is_starting(self) -> bool:
+        """Until models can be asked for."""
+        ...
 
     @property
     def is_catching_up(self) -> bool:

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from greenroom.base.names import public_name
+from greenroom.config.live import GatewayState
 from greenroom.config.schema import Ability
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
@@ -80,11 +81,14 @@ _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
 
 
 class AskReader:
-    def __init__(self, resolver: Resolver, catalog: Catalog, tenants: Tenants, salts: CacheSalts) -> None:
+    def __init__(
+        self, resolver: Resolver, catalog: Catalog, tenants: Tenants, salts: CacheSalts, gateway: GatewayState
+    ) -> None:
         self._resolver = resolver
         self._catalog = catalog
         self._tenants = tenants
         self._salts = salts
+        self._gateway = gateway
         # By model, so that a new revision takes the place of the old one.
         self._rewrites: dict[ModelId, _Rewrites] = {}
         # None while nothing is limited, and while there are no profiles.
@@ -94,7 +98,6 @@ class AskReader:
         self.tasks: Tasks | None = None
         # The model under version control that a call means which names this one, or none.
         self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
-        self.default_model: Callable[[], str | None] = lambda: None
         # Without it engines are asked for what the caller asked for.
         self.picture_urls: PictureUrls | None = None
 
@@ -229,7 +232,7 @@ class AskReader:
             return profile.default_model
         if not route.is_native:
             return None
-        if (name := self.default_model()) is None:
+        if (name := self._gateway.config.server.default_model) is None:
             raise BadRequest("The body names no model, and there is no server.default_model.", param="model")
         return name
 

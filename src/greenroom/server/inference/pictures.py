@@ -19,6 +19,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from greenroom.base.detached import run_detached
+from greenroom.config.live import GatewayState
 from greenroom.errors import BadRequest, EngineFault, NotFound, shown
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.headers import Headers
@@ -53,11 +54,9 @@ _text: Final = msgspec.json.Decoder(str | None)
 
 @dataclass(frozen=True, slots=True)
 class PictureServices:
-    """`public_url` is how callers reach this server; None: by the Host that they send."""
-
     store: PictureStore
     bodies: BodyBudget
-    public_url: Callable[[], str | None]
+    gateway: GatewayState
 
 
 class PictureAnswers:
@@ -68,8 +67,8 @@ class PictureAnswers:
         self._turn = asyncio.Lock()
 
     def for_request(self, head: Head, tenant: str, model: str) -> UrlAnswer:
-        """Raises BadRequest if the request does not tell how its caller reaches this server."""
-        base = self._services.public_url() or _base_url(head)
+        """Raises BadRequest if neither the configuration nor the request tells how callers reach this server."""
+        base = self._services.gateway.config.server.public_url or _base_url(head)
         return UrlAnswer(self._services, self._turn, base.rstrip("/"), tenant, model)
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from greenroom.config.schema import Heartbeat
-from greenroom.core.model import RequestId
 from greenroom.dialects.translation import JSON, ChatTranslation
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
 from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange, RequestIds
 from greenroom.http.request import Head
-from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.loop import SchedulerLoop, Tickets
+from greenroom.runtime.loop import Tickets
+from greenroom.runtime.moves.admission import Prefetch
 from greenroom.runtime.remote.spending import settle
 from greenroom.runtime.resolver import Resolver, Unresolved
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, client_named
 from greenroom.server.inference.ask_reader import AskReader
@@ -28,15 +28,12 @@ from greenroom.server.inference.body.long_body import SHORT_BYTES, LongBodies, L
 from greenroom.server.inference.request_log import RequestLog, tokens_used, version_headers
 from greenroom.server.inference.routes import UPSTREAM, Route, dialect_of, expect_route
 from greenroom.server.inference.running import RequestServices, Running
+from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller, Permission
 from greenroom.tenancy.limits import Charge
 
 _log = get_logger("server")
-
-# Bounds of the sweep's period: fine enough for the shortest heartbeat, rare enough to cost nothing.
-SWEEP_MIN_S: Final = 0.05
-SWEEP_MAX_S: Final = 0.5
 
 
 class Inference:
@@ -48,30 +45,24 @@ class Inference:
         tickets: Tickets,
         log: RequestLog,
         settings: Settings,
-        clock: Callable[[], float],
-        waits: Callable[[Entry], None] | None = None,
+        prefetch: Prefetch,
     ) -> None:
-        """`waits` is called for every request that must wait for a model."""
         self._reader = reader
         self._resolver = resolver
         self._loop = loop
         self._log = log
         self.settings = settings
-        self._clock = clock
-        self._waits = waits
+        self._prefetch = prefetch
         self._tickets = tickets
         self._long_bodies = LongBodies()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ids = RequestIds()
-        self.sweep = RequestSweep(self._sweep_s, clock)
+        self.sweep = RequestSweep(settings, loop)
         self._shared = RequestServices(
             tickets,
-            self.sweep.add,
-            self.sweep.remove,
-            clock,
-            self.outlook,
-            loop.scheduler.view.candidates_left,
-            reader.version_of,
+            self.sweep,
+            loop,
+            reader,
             self._spawn,
             self._ended,
         )
@@ -125,6 +116,7 @@ class Inference:
     def configure(self, settings: Settings) -> None:
         """Apply changed settings to all requests that begin from now on."""
         self.settings = settings
+        self.sweep.configure(settings)
 
     def check_open(self, head: Head, caller: Caller) -> None:
         """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
@@ -200,8 +192,8 @@ class Inference:
             raise
         is_hit = running.ticket.granted_at == running.ticket.arrived
         self._log.looked_up(ask, is_hit)
-        if not is_hit and self._waits is not None:
-            self._waits(ask.entry)
+        if not is_hit:
+            self._prefetch.waits(ask.entry)
 
     def _charge(self, exchange: Exchange, ask: Ask, charge: Charge) -> None:
         """Count what the body tells: model, tokens, a place among the requests at once. Raises RateLimited."""
@@ -287,16 +279,6 @@ class Inference:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _sweep_s(self) -> float:
-        settings = self.settings
-        idle_s = settings.answer_idle_max_s or 3600.0
-        return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
-
-    def outlook(self, request_id: str) -> tuple[int | None, float | None]:
-        """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
-        outlook = self._loop.scheduler.view.outlook(RequestId(request_id), self._clock())
-        return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
-
 
 def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable[None]]:
     name, options, asker = wanted.name, wanted.options, wanted.asker
@@ -305,45 +287,3 @@ def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable
         await resolver.named(name, options, asker)
 
     return resolve
-
-
-class RequestSweep:
-    """Looks at every running request from time to time: for heartbeats, and for engines that hang.
-
-    One timer for all requests, and none while there is no request.
-    """
-
-    def __init__(self, period_s: Callable[[], float], clock: Callable[[], float]) -> None:
-        self._period_s = period_s
-        self._clock = clock
-        self._running: set[Running] = set()
-        self._next: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def add(self, request: Running) -> None:
-        self._running.add(request)
-        if self._next is None:
-            self._arm()
-
-    def remove(self, request: Running) -> None:
-        self._running.discard(request)
-
-    def _arm(self) -> None:
-        period_s = min(max(self._period_s(), SWEEP_MIN_S), SWEEP_MAX_S)
-        self._next = asyncio.get_running_loop().call_later(period_s, self._sweep)
-
-    def _sweep(self) -> None:
-        self._next = None
-        if self._running:
-            # First, so that one look that fails is not the last.
-            self._arm()
-        now = self._clock()
-        for request in list(self._running):
-            request.look(now)
-
-    def close(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None

@@ -17,7 +17,7 @@ from typing import Final
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
-from greenroom.core.model import ModelId, RequestId
+from greenroom.core.model import RequestId
 from greenroom.errors import (
     BudgetPassed,
     EngineFault,
@@ -43,9 +43,11 @@ from greenroom.library.versions import Version
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, Settings, arrival
+from greenroom.server.inference.ask_reader import AskReader
 from greenroom.server.inference.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.server.inference.request_log import (
     NOT_KNOWN,
@@ -58,6 +60,7 @@ from greenroom.server.inference.request_log import (
     version_headers,
 )
 from greenroom.server.inference.routes import UPSTREAM, is_open
+from greenroom.server.inference.sweep import RequestSweep
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -78,15 +81,9 @@ class RequestServices:
     """What all requests use. `ended` is called exactly once for each."""
 
     tickets: Tickets
-    watch: Callable[[Running], None]
-    """Have `look` called from time to time, until `unwatch`."""
-    unwatch: Callable[[Running], None]
-    clock: Callable[[], float]
-    outlook: Callable[[str], tuple[int | None, float | None]]
-    candidates_left: Callable[[RequestId, float], tuple[ModelId, ...]]
-    """The models that can serve a request for a task at this time, beside the one that it was granted."""
-    version_of: Callable[[str], Version | None]
-    """The version that a model serves now."""
+    sweep: RequestSweep
+    loop: SchedulerLoop
+    reader: AskReader
     spawn: Callable[[Running], asyncio.Task[None]]
     ended: Callable[[Running, GreenroomError | None], None]
 
@@ -139,10 +136,10 @@ class Running(Served):
         Once it holds a ticket, the request ends by itself, whatever goes wrong.
         """
         shared = self._shared
-        event = self._arrival(shared.clock())
+        event = self._arrival(shared.loop.clock())
         self._beat_at = event.now + self._settings.heartbeat_after_s
         self.ticket = shared.tickets.arrive(event)
-        shared.watch(self)
+        shared.sweep.add(self)
         slot = self.ticket.slot
         try:
             if slot is None or not self._send_now(slot):
@@ -303,7 +300,7 @@ class Running(Served):
 
     def _busy_at(self, slot: LiveSlot) -> frozenset[int]:
         """The statuses by which its engine says that it has no room now."""
-        return BUSY_IF_BROKEN if slot.is_unavailable(self._shared.clock()) else BUSY
+        return BUSY_IF_BROKEN if slot.is_unavailable(self._shared.loop.clock()) else BUSY
 
     def _has_other(self, slot: LiveSlot, *, is_busy: bool = False) -> bool:
         """True if another model of its task can serve it.
@@ -314,7 +311,8 @@ class Running(Served):
         if rungs is None:
             return False
         avoided = rungs.choice.last_resort if is_busy and slot.remote is None else ()
-        return any(model not in avoided for model in self._shared.candidates_left(self.ticket.id, self._shared.clock()))
+        loop = self._shared.loop
+        return any(model not in avoided for model in loop.view.candidates_left(self.ticket.id, loop.clock()))
 
     def _turn_away(self, why: GreenroomError | None, *, was_busy: bool = False) -> None:
         """This model does not serve it: it waits for the next one of its task, or again."""
@@ -369,7 +367,7 @@ class Running(Served):
         slot = self.ticket.slot
         if slot is not None and relay.status and (relay.status == 503 or slot.unavailable_since is not None):
             is_at_work = self._shared.tickets.works_on_another(self.ticket)
-            slot.answered(relay.status, self._shared.clock(), is_at_work=is_at_work)
+            slot.answered(relay.status, self._shared.loop.clock(), is_at_work=is_at_work)
 
     def _pinned(self, prompts: PromptSlots) -> bool:
         """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
@@ -458,11 +456,11 @@ class Running(Served):
     def _version(self) -> Version | None:
         """The version that answers, or that would answer now."""
         slot = self.ticket.slot
-        return self._shared.version_of(self.ask.entry.id) if slot is None else slot.entry.version
+        return self._shared.reader.version_of(self.ask.entry.id) if slot is None else slot.entry.version
 
     def _wait_ms(self) -> int:
         """How long it waited for its slot, or has waited so far."""
-        until = self.ticket.granted_at or self._shared.clock()
+        until = self.ticket.granted_at or self._shared.loop.clock()
         return max(0, round((until - self.ticket.arrived) * 1000))
 
     async def _enter_cost(self, meter: SpendingMeter, payload: Payload) -> None:
@@ -504,7 +502,7 @@ class Running(Served):
         finally:
             try:
                 self._unpin()
-                self._shared.unwatch(self)
+                self._shared.sweep.remove(self)
                 if self.relay is not None:
                     self._note_status(self.relay)
                 self._shared.tickets.close(self.ticket)
@@ -527,7 +525,7 @@ class Running(Served):
         budget_s = self.ask.budget_s
         if budget_s is None:
             return False
-        return self._shared.clock() - self.ticket.arrived >= budget_s - min(TIMER_EARLY_S, budget_s / 2)
+        return self._shared.loop.clock() - self.ticket.arrived >= budget_s - min(TIMER_EARLY_S, budget_s / 2)
 
     def _tell(self, error: GreenroomError) -> None:
         """Send the error: as a status if nothing was sent, as an event in a stream, else by cutting the answer."""
@@ -598,7 +596,7 @@ class Running(Served):
         exchange.write(self._heartbeat())
 
     def _heartbeat(self) -> bytes:
-        position, eta_s = self._shared.outlook(self.request_id)
+        position, eta_s = self._shared.loop.outlook(self.request_id)
         return heartbeat(
             _KINDS[self.ask.heartbeat],
             model=self.ask.asked_as,

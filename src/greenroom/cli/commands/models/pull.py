@@ -135,7 +135,7 @@ async def _directly(order: Mapping[str, Any], to: str | None) -> View:
     typed = urlsplit(order["model"]).netloc if "://" in order["model"] else ""
     asked = read_order(OrderRules.of((typed,) if typed else (), os.environ), **order)
     place = _place(to, is_file=asked.repo is None)
-    live = LiveDownload("pull", time.monotonic)
+    live = LiveDownload("pull")
     live.place = place.path
     end: Done | Failed | None = None
     process = await start_fetch(asked, place, None)

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
-from greenroom.core.model import DeviceKind, ModelId
 from greenroom.errors import Unsupported
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
@@ -277,14 +276,6 @@ def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
         error=None if row.error is None else OperationFault(code=row.error.code, message=row.error.message),
         result=None if took_s is None or mib is None else MoveResult(gpu_mib=mib, took_s=round(took_s, 3)),
     )
-
-
-def gpu_mib(gateway: Gateway, model: ModelId) -> int:
-    """What its slots hold on GPUs now."""
-    view = gateway.loop.scheduler.view
-    gpus = {device.id for device in view.ledger.devices.values() if device.kind is DeviceKind.GPU}
-    held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
-    return sum(mib for claim in held for device, mib in claim.items() if device in gpus)
 
 
 MODELS: Final = "/api/v1/models"

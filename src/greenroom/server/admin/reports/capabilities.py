@@ -23,7 +23,6 @@ from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.models.loads import gpu_mib
 from greenroom.server.admin.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import StatusWord, View
@@ -178,7 +177,7 @@ class CapabilityRoutes(Routes):
             quantization=entry.facts.quantization,
             contextLength=(entry.config.ctx_size or None) if reads else None,
             loadedAt=self._loaded_at(entry.id),
-            gpuMemoryMB=gpu_mib(self._gateway, entry.id),
+            gpuMemoryMB=self._gateway.loads.gpu_mib(entry.id),
         )
 
     def _loaded_at(self, model: ModelId) -> int | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from greenroom.config.live import GatewayState
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId
 from greenroom.errors import (
@@ -27,9 +28,9 @@ from greenroom.errors import (
     RateLimited,
     ShuttingDown,
 )
-from greenroom.http.body import Body, BodyBudget
+from greenroom.http.body import Body
+from greenroom.http.edge import Edge
 from greenroom.http.exchange import Exchange
-from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import (
     Operation,
@@ -40,6 +41,7 @@ from greenroom.runtime.operations.files import (
     disk_failed,
 )
 from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
@@ -49,6 +51,7 @@ from greenroom.server.inference.jobs.progress import ASK_EVERY_S, JobProgress
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import Route
 from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.key_ring import KeyRing
 from greenroom.tenancy.keys import Caller
 
 _log = get_logger("jobs")
@@ -77,34 +80,6 @@ class JobFacts:
     request_id: str | None = None
 
 
-class ProgressEvents(Protocol):
-    """Tells dashboards and the like how far jobs are."""
-
-    @property
-    def listeners(self) -> int: ...
-
-    def publish(self, row: Operation, progress: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class JobServices:
-    """What all jobs use. `caller_named` finds the holder of a key by its name; `keep_s` is the longest wait.
-
-    `queue_depth_max` is how many requests may wait in the scheduler, jobs and others.
-    """
-
-    inference: Inference
-    bodies: BodyBudget
-    edge: EdgeState
-    caller_named: Callable[[str], Caller | None]
-    keep_s: Callable[[], float]
-    queue_depth_max: Callable[[], int]
-    is_draining: Callable[[], bool]
-    learned: Callable[[], Mapping[ModelId, Learned]]
-    events: ProgressEvents
-    clock: Callable[[], float]
-
-
 class Job:
     """A job that was handed over: it waits in the scheduler's queue, runs, or is just ending."""
 
@@ -117,7 +92,7 @@ class Job:
         self.is_ending = False
         self.answer = AnswerFile(lambda: table.result(row.id), self._leave)
         self.over = asyncio.Event()
-        self.progress = JobProgress(jobs.clock)
+        self.progress = JobProgress()
         self.told_progress = 0.0
         self._table = table
         self._jobs = jobs
@@ -152,17 +127,29 @@ class Job:
 
 
 class Jobs:
-    def __init__(self, table: OperationTable, services: JobServices, *, tidy_every_s: float = TIDY_EVERY_S) -> None:
+    def __init__(
+        self,
+        table: OperationTable,
+        inference: Inference,
+        edge: Edge,
+        keys: KeyRing,
+        gateway: GatewayState,
+        loop: SchedulerLoop,
+        *,
+        tidy_every_s: float = TIDY_EVERY_S,
+    ) -> None:
         self._table = table
+        self._inference = inference
+        self._edge = edge
+        self._keys = keys
+        self._gateway = gateway
+        self._loop = loop
         self._tidy_every_s = tidy_every_s
-        self._services = services
-        self._inference = services.inference
         self._live: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_watched = False
         self._is_closed = False
-        self.clock = services.clock
 
     # --- asked for by callers -----------------------------------------------------------------------------------------
 
@@ -174,10 +161,10 @@ class Jobs:
         Raises what the request itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull.
         """
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
-        reading = Exchange(unwritten(), self._services.edge, kept.head, body)
+        reading = Exchange(unwritten(), self._edge.state, kept.head, body)
         ask: Ask | None = None
         try:
-            if self._services.is_draining():
+            if self._gateway.is_draining:
                 raise ShuttingDown("The gateway is shutting down and takes no more jobs.")
             retry = _retry(head) if retry is None else retry
             ask = await self._inference.read_job(reading, route, caller)
@@ -242,7 +229,7 @@ class Jobs:
         await asyncio.gather(*(progress.look() for progress in asked[:LOOKED_AT_MAX]))
 
     def facts(self, rows: Iterable[Operation]) -> list[tuple[Operation, JobFacts]]:
-        learned, places, counts = self._services.learned(), dict[str, int](), Counter[str]()
+        learned, places, counts = self._loop.view.learned(), dict[str, int](), Counter[str]()
         for row in self._queued():
             counts[row.model] += 1
             places[row.id] = counts[row.model]
@@ -253,7 +240,7 @@ class Jobs:
         job, usual_s = self._live.get(row.id), None if learned is None else learned.service_s
         request_id = row.request_id if job is None else job.request_id
         if row.status is OperationStatus.QUEUED:
-            position, begins_s = (None, None) if request_id is None else self._inference.outlook(request_id)
+            position, begins_s = (None, None) if request_id is None else self._loop.outlook(request_id)
             return JobFacts(place if position is None else position, 0.0, _sum(begins_s, usual_s), request_id)
         ran_s = self._table.ran_s(row)
         if row.status is OperationStatus.RUNNING and ran_s is not None and job is not None:
@@ -279,12 +266,12 @@ class Jobs:
 
     def pump(self) -> None:
         """Hand over the jobs whose turn it is: by priority, then from the tenant with fewest at work, then by age."""
-        if self._services.is_draining():
+        if self._gateway.is_draining:
             return
         handed = Counter(job.model for job in self._live.values())
         at_work = Counter((job.model, job.tenant) for job in self._live.values())
         in_queue = sum(not job.is_started for job in self._live.values())
-        room = max(1, self._services.queue_depth_max() // QUEUE_PARTS) - in_queue
+        room = max(1, self._gateway.config.scheduler.queue_depth_max // QUEUE_PARTS) - in_queue
         of_model = self._waiting()
         age = {row.id: place for place, row in enumerate(self._table)}
         while room > 0 and (models := [one for one in of_model if of_model[one] and handed[one] < HANDED_OVER_MAX]):
@@ -317,16 +304,16 @@ class Jobs:
 
     async def _run(self, job: Job, row: Operation) -> None:
         """Begin the request. `ended` is told of its end, whatever becomes of it."""
-        body = Body(self._services.bodies)
+        body = Body(self._edge.bodies)
         try:
             kept = await self._read(row.id, body)
             head = kept.head
-            job.exchange = exchange = Exchange(job.answer, self._services.edge, head, body)
+            job.exchange = exchange = Exchange(job.answer, self._edge.state, head, body)
             ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
             ask.job = job
             job.request_id = self._inference.ids.next()
             if not job.is_cancelled:
-                self._inference.begin_job(exchange, ask, job.request_id, self._services.keep_s())
+                self._inference.begin_job(exchange, ask, job.request_id, self._gateway.config.jobs.keep_s)
                 return
             self.ended(job, None)
         except GreenroomError as error:
@@ -338,7 +325,7 @@ class Jobs:
 
     def caller_of(self, job: Job) -> Caller:
         """The holder of its key. Raises InvalidKey if the key was removed meanwhile."""
-        caller = self._services.caller_named(job.key)
+        caller = self._keys.keys.named(job.key)
         if caller is None:
             raise InvalidKey(f"The key {job.key}, with which this job was started, is no longer one of this server's.")
         return caller
@@ -368,7 +355,7 @@ class Jobs:
         try:
             if self.is_put_back(job, error):
                 answer.discard()
-                if not self._services.is_draining():
+                if not self._gateway.is_draining:
                     self._later(AGAIN_S, self._pump_soon)
                 return
             status, told, result = _outcome(job, error)
@@ -390,7 +377,7 @@ class Jobs:
             return True
         if isinstance(error, OperationStoreFull) and job.exchange is None:
             return True
-        return self._services.is_draining() and (error is not None or not job.answer.is_complete)
+        return self._gateway.is_draining and (error is not None or not job.answer.is_complete)
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
@@ -419,13 +406,13 @@ class Jobs:
 
     async def _tell_progress(self) -> None:
         rows = [row for id in self._live if (row := self.get(id)) is not None]
-        if self._services.events.listeners:
+        if self._table.events.listeners:
             await self.look(rows)
             for row in rows:
                 job = self._live.get(row.id)
                 if job is not None and (done := job.progress.reported or 0.0) > job.told_progress:
                     job.told_progress = done
-                    self._services.events.publish(row, done)
+                    self._table.events.publish(row, done)
         self._is_watched = False
         self.watch()
 

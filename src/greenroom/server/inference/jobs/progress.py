@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import time
 from typing import Final
 
 import msgspec
@@ -36,8 +36,7 @@ _reported: Final = msgspec.json.Decoder(_Reported)
 class JobProgress:
     """Of one job."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._slot: LiveSlot | None = None
         self._request_id = ""
         self._asked_at: float | None = None
@@ -58,7 +57,7 @@ class JobProgress:
     async def look(self) -> None:
         """Ask the engine, if that is due, and wait a moment for its answer. Never raises."""
         if self._asking is None and self._is_due():
-            self._asked_at = self._clock()
+            self._asked_at = time.monotonic()
             self._asking = asyncio.get_running_loop().create_task(self._ask())
             self._asking.add_done_callback(self._asked)
         if self._asking is not None:
@@ -66,7 +65,7 @@ class JobProgress:
             await asyncio.wait((self._asking,), timeout=ANSWER_MAX_S)
 
     def _is_due(self) -> bool:
-        return self.is_reported and (self._asked_at is None or self._clock() - self._asked_at >= ASK_EVERY_S)
+        return self.is_reported and (self._asked_at is None or time.monotonic() - self._asked_at >= ASK_EVERY_S)
 
     async def _ask(self) -> None:
         slot = self._slot
