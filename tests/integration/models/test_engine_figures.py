@@ -34,7 +34,7 @@ async def serving(folder: Path, kind: str, faults: str = "") -> AsyncIterator[tu
 async def often(app: App) -> None:
     """Not every five seconds, so that the test need not wait."""
     await app.figures.close()
-    app.figures = type(app.figures)(app.slots, app.is_ready, every_s=0.05, hosted=app.hosted_moves.figures)
+    app.figures = type(app.figures)(app.slots, app.loop, app.hosted_moves, every_s=0.05)
     app.figures.start()
 
 
