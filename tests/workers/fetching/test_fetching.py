@@ -50,6 +50,10 @@ def last(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return reports[-1]
 
 
+def completed(reports: list[dict[str, Any]]) -> None:
+    assert last(reports)["event"] == "done", reports
+
+
 def failed(reports: list[dict[str, Any]]) -> str:
     assert last(reports)["event"] == "error", reports
     return str(last(reports)["code"])
@@ -72,7 +76,7 @@ def named_right(folder: Path, files: dict[str, bytes]) -> None:
 
 def test_repository_lies_in_the_cache_as_huggingface_hub_has_it(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
     reports = fetch(hub, tmp_path, repo=REPO, cache=str(cache))
-    assert last(reports)["event"] == "done"
+    completed(reports)
     assert reports[0]["commit"] == hub.commit(REPO)
     whole(cache)
     # Without asking for a byte, the package finds it.
@@ -92,12 +96,12 @@ def test_files_that_are_here_are_not_fetched_again(hub: StandinHub, cache: Path,
 
 def test_plain_folder_has_the_files_and_nothing_else(hub: StandinHub, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "mine"
-    assert last(fetch(hub, tmp_path, repo=REPO, folder=str(folder), root=str(tmp_path / "models")))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, folder=str(folder), root=str(tmp_path / "models")))
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert found == {name: FILES[name] for name in WANTED}
     sent = hub.sent
     hub.repos[REPO]["config.json"] = b"{}"
-    assert last(fetch(hub, tmp_path, repo=REPO, folder=str(folder)))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, folder=str(folder)))
     assert (folder / "config.json").read_bytes() == b"{}"
     assert hub.sent == sent + 2
 
@@ -107,7 +111,7 @@ def test_names_that_begin_alike_do_not_harm_each_other(hub: StandinHub, tmp_path
         name: name.encode() for name in ("LICENSE", "LICENSE.txt", "LICENSE.txt.part", "a/LICENSE")
     }
     folder = tmp_path / "f"
-    assert last(fetch(hub, tmp_path, repo=REPO, folder=str(folder)))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, folder=str(folder)))
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert found == files
 
@@ -119,7 +123,7 @@ def test_parts_of_an_older_content_go_when_the_new_one_is_there(hub: StandinHub,
     assert failed(fetch(hub, tmp_path, repo=REPO, folder=str(folder), include=["*.safetensors"])) == "hub_unreachable"
     assert list(folder.glob(".model.safetensors.*.part"))
     hub.repos[REPO]["model.safetensors"], hub.faults.cut = b"new", 0
-    assert last(fetch(hub, tmp_path, repo=REPO, folder=str(folder), include=["*.safetensors"]))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, folder=str(folder), include=["*.safetensors"]))
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
@@ -137,7 +141,7 @@ def test_names_that_begin_with_a_dot_are_not_fetched(hub: StandinHub, tmp_path: 
     hub.repos[REPO] = {name: name.encode() for name in (*planted, *own, "a.gguf", "a/b.gguf")}
     asked = {"repo": REPO, where: str(tmp_path / "f"), "include": ["*"]}
     reports = fetch(hub, tmp_path, **asked)
-    assert last(reports)["event"] == "done"
+    completed(reports)
     place = Path(last(reports)["path"])
     assert {str(path.relative_to(place)) for path in place.rglob("*")} == {"a.gguf", "a", "a/b.gguf"}
     assert failed(fetch(hub, tmp_path, url=f"{hub.url}/x/.greenroom", folder=str(tmp_path / "g"))) == "bad_url"
@@ -193,14 +197,14 @@ def test_faults_that_pass_are_outlived(hub: StandinHub, cache: Path, tmp_path: P
     for name, value in fault.items():
         setattr(hub.faults, name, value)
     reports = fetch(hub, tmp_path, repo=REPO, cache=str(cache), stall_s=0.5)
-    assert last(reports)["event"] == "done", reports
+    completed(reports)
     whole(cache)
 
 
 def test_retry_after_is_obeyed(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
     hub.faults.refuse, hub.faults.refuse_with, hub.faults.retry_after = 1, 429, "1"
     began = time.monotonic()
-    assert last(fetch(hub, tmp_path, repo=REPO, cache=str(cache), include=["config.json"]))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, cache=str(cache), include=["config.json"]))
     assert time.monotonic() - began >= 1.0
 
 
@@ -243,7 +247,7 @@ def test_faults_that_stay_are_typed_and_name_nothing(
         assert blob.suffix == ".part" or blob.name in (hashlib.sha256(data).hexdigest(), _git(data))
     # What was fetched so far is of use.
     hub.faults.__init__()  # type: ignore[misc]
-    assert last(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))
     whole(cache)
 
 
@@ -357,7 +361,7 @@ def test_quantization_picks_gguf_files_and_include_adds_to_them(hub: StandinHub,
 
 
 def test_pickles_come_where_there_is_nothing_better_or_by_name(hub: StandinHub, tmp_path: Path) -> None:
-    assert last(fetch(hub, tmp_path, repo=REPO, folder=str(tmp_path / "a"), include=["*.bin"]))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, folder=str(tmp_path / "a"), include=["*.bin"]))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["pytorch_model.bin"]
     del hub.repos[REPO]["model.safetensors"]
     fetch(hub, tmp_path, repo=REPO, folder=str(tmp_path / "b"))
@@ -387,9 +391,9 @@ def test_a_repository_in_a_folder_passes_for_no_other_one(hub: StandinHub, cache
     asked = {"repo": REPO, "folder": str(tmp_path / "f")}
     assert failed(fetch(hub, tmp_path, **asked)) == "bad_repo"
     assert not (tmp_path / "f").exists() and hub.sent == 0
-    assert last(fetch(hub, tmp_path, **asked, exclude=["models--*"]))["event"] == "done"
+    completed(fetch(hub, tmp_path, **asked, exclude=["models--*"]))
     # In a snapshot of the cache it is a folder of this repository.
-    assert last(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))
 
 
 def test_no_byte_is_asked_for_without_room(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
@@ -409,7 +413,7 @@ def test_token_opens_the_hub_and_never_leaves_it(hub: StandinHub, cache: Path, t
         fetcher = Fetcher(hub, tmp_path, token=TOKEN, repo=REPO, cache=str(cache))
         assert TOKEN.encode() not in Path(f"/proc/{fetcher.process.pid}/cmdline").read_bytes()
         reports = fetcher.reports()
-        assert last(reports)["event"] == "done", reports
+        completed(reports)
         assert TOKEN not in json.dumps(reports)
         assert {one.headers.get("authorization") for one in hub.asked_for(".safetensors")} == {f"Bearer {TOKEN}"}
         assert elsewhere.seen
@@ -450,10 +454,10 @@ def test_a_file_that_changed_or_cannot_be_told_apart_begins_anew(hub: StandinHub
     asked = {"url": f"{hub.url}/m.gguf", "folder": str(tmp_path / "f")}
     assert failed(fetch(hub, tmp_path, **asked)) == "hub_unreachable"
     hub.plain["/m.gguf"], hub.faults.cut = b"b" * 90_000, 0
-    assert last(fetch(hub, tmp_path, **asked))["event"] == "done"
+    completed(fetch(hub, tmp_path, **asked))
     assert (tmp_path / "f" / "m.gguf").read_bytes() == b"b" * 90_000
     hub.plain["/n.gguf"], hub.faults.cut, hub.faults.etag = b"c" * 100_000, 1, 'W/"weak"'
-    assert last(fetch(hub, tmp_path, **asked | {"url": f"{hub.url}/n.gguf"}))["event"] == "done"
+    completed(fetch(hub, tmp_path, **asked | {"url": f"{hub.url}/n.gguf"}))
     assert hub.asked_for("n.gguf")[-1].headers.get("range") is None
 
 
@@ -475,7 +479,7 @@ def test_a_range_of_another_content_is_not_added_to_what_is_here(
     assert failed(fetch(hub, tmp_path, **asked)) == "hub_unreachable"
     hub.plain["/m.gguf"], hub.faults.cut = b"b" * size, 0
     hub.faults.etag, hub.faults.ignores_if_range = after, True
-    assert last(fetch(hub, tmp_path, **asked))["event"] == "done"
+    completed(fetch(hub, tmp_path, **asked))
     assert (tmp_path / "f" / "m.gguf").read_bytes() == b"b" * size
 
 
@@ -519,7 +523,7 @@ def test_the_hubs_own_client_and_ours_fetch_once(
         until_now(lambda: hub.sent > 0)
         ours = Fetcher(hub, tmp_path, **asked)
     assert theirs.wait(60) == 0
-    assert last(ours.reports())["event"] == "done"
+    completed(ours.reports())
     assert hub.sent == len(FILES["model.safetensors"])
     whole(cache, ["model.safetensors"])
 
@@ -527,7 +531,7 @@ def test_the_hubs_own_client_and_ours_fetch_once(
 def test_a_repository_that_was_renamed_answers_to_its_old_name(hub: StandinHub, cache: Path, tmp_path: Path) -> None:
     hub.renamed[REPO], hub.token = "org/new", TOKEN
     hub.repos["org/new"] = hub.repos.pop(REPO)
-    assert last(fetch(hub, tmp_path, token=TOKEN, repo=REPO, cache=str(cache)))["event"] == "done"
+    completed(fetch(hub, tmp_path, token=TOKEN, repo=REPO, cache=str(cache)))
     whole(cache)
 
 
@@ -561,7 +565,7 @@ def test_rate_is_that_of_all_files_together_and_can_be_changed(hub: StandinHub, 
     changed = time.monotonic()
     fetcher.process.stdin.write(b"null\n")
     fetcher.process.stdin.flush()
-    assert last(fetcher.reports())["event"] == "done"
+    completed(fetcher.reports())
     assert time.monotonic() - changed < 20, "what is left would take 29 s at the first rate"
     assert (blobs / hashlib.sha256(data).hexdigest()).read_bytes() == data
 
@@ -586,7 +590,7 @@ def test_killed_at_any_point_it_is_resumed(hub: StandinHub, tmp_path: Path, wher
         kills += 1
         if where == "folder" and place.exists():
             named_right(place, files)
-    assert last(fetch(hub, tmp_path, **asked))["event"] == "done"
+    completed(fetch(hub, tmp_path, **asked))
     if where == "cache":
         whole(place)
     else:
@@ -606,7 +610,7 @@ def test_a_killed_download_goes_on_where_it_was(hub: StandinHub, cache: Path, tm
     assert part.read_bytes() == data[:have]
     assert have > 100_000
     hub.faults.drip_s = 0.0
-    assert last(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))["event"] == "done"
+    completed(fetch(hub, tmp_path, repo=REPO, cache=str(cache)))
     assert hub.asked_for("model.gguf")[-1].headers["range"] == f"bytes={have}-"
     whole(cache, ["model.gguf"], {"model.gguf": data})
 
