@@ -653,6 +653,30 @@ async def test_closing_lets_running_answers_finish(serve: Serve, connect: Connec
     assert await busy.is_closed()
 
 
+async def test_client_that_accepts_nothing_is_cut(dial: Dial) -> None:
+    server, client = await dial(write_timeout_s=0.3)
+    gone: list[int] = []
+
+    def handle(exchange: Exchange) -> None:
+        exchange.on_gone = lambda: gone.append(1)
+        exchange.start(200, [], None)
+        exchange.write(b"x" * 20_000_000)
+
+    server.handle = handle
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(get())
+    await until(lambda: gone == [1])
+    assert server.edge.stats.write_timeouts == 1
+    client.reset()
+
+
+async def test_chunked_body_is_refused_when_it_passes_the_limit(dial: Dial) -> None:
+    server, client = await dial()
+    server.body_max = 100
+    assert (await client.ask(CHUNKED + b"64\r\n" + b"x" * 100 + b"\r\n1\r\nx\r\n")).status == 413
+    assert server.seen == []
+
+
 async def test_aborting_cuts_everything(dial: Dial) -> None:
     server, client = await dial()
     held: list[Exchange] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -167,6 +168,21 @@ async def test_ambiguous_request_behind_a_good_one_is_refused_after_its_answer(d
 
 async def test_connection_without_a_byte_is_closed_by_the_deadline(dial: Dial) -> None:
     server, client = await dial(header_timeout_s=0.2)
+    assert await client.is_closed()
+    assert server.edge.stats.header_timeouts == 1
+
+
+async def test_trickled_header_is_refused_by_the_deadline(dial: Dial) -> None:
+    """It counts from the first byte: every byte would re-arm one that counted from the last."""
+    server, client = await dial(header_timeout_s=0.3)
+    for byte in get("/" + "a" * 10_000):
+        client.writer.write(bytes([byte]))
+        with contextlib.suppress(ConnectionError):
+            await client.writer.drain()
+        if server.edge.stats.header_timeouts:
+            break
+        await asyncio.sleep(0.01)
+    assert (await client.response()).status == 408
     assert await client.is_closed()
     assert server.edge.stats.header_timeouts == 1
 
