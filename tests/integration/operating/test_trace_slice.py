@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, Event, MoveDone
 from greenroom.core.model import MoveId, MoveKind, Outcome
 from greenroom.core.scheduler import DefaultScheduler
-from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
+from greenroom.runtime.record.recording import Asked, EventRecorder, Recording, WatchedEffects, read
 from greenroom.sim.cases import simulate
 from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.results.stats import Stats
@@ -101,7 +102,8 @@ class Nothing:
 def replayed(events: Sequence[Event]) -> list[Asked]:
     """What a fresh scheduler asks for when it is told these events."""
     asked: list[Asked] = []
-    scheduler = DefaultScheduler(WatchedEffects(cast(Effects, Nothing()), asked.append))
+    recorder = cast(EventRecorder, SimpleNamespace(add=asked.append))
+    scheduler = DefaultScheduler(WatchedEffects(cast(Effects, Nothing()), recorder))
     for event in events:
         scheduler.handle(event)
     return asked
