@@ -95,13 +95,7 @@ class App:
         self._wire(config, probe, seen)
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
-        common = self._common = wire_common(
-            self.state,
-            self.state_dir,
-            self.clock,
-            self._is_named,
-            self._timeouts,
-        )
+        common = self._common = wire_common(self.state, self.state_dir, self.clock, self._is_named, self._timeouts)
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects
