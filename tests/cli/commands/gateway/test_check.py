@@ -214,6 +214,15 @@ def test_a_store_without_its_client_is_warned_of_with_what_to_type(
     assert "leases.store" not in check(GOOD).out
 
 
+@pytest.mark.parametrize("section", ["leases", "limits"])
+def test_a_store_with_an_option_that_stops_the_start_is_warned_of(check: Check, section: str) -> None:
+    address = "redis://:hunter2@127.0.0.1:6379/0"
+    assert f"{section}.store" not in check(GOOD + f"{section}: {{store: '{address}?health_check_interval=5'}}\n").out
+    out = check(GOOD + f"{section}: {{store: '{address}?client_nmae=x'}}\n").out
+    assert f"warning: {section}.store: redis://127.0.0.1:6379/0 has an option behind ?" in out
+    assert "does not start" in out and "hunter2" not in out
+
+
 def test_a_python_without_what_hosted_models_need_is_warned_of_once(check: Check, tmp_path: Path) -> None:
     whole = python_with(tmp_path / "whole", torch="2.13.0", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
     old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")

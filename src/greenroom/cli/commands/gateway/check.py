@@ -90,7 +90,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
         *_unusable_files(loaded),
         *_earlier_activity(loaded.config),
         *_too_large(loaded.config, there, needs),
-        *_no_store_client(loaded.config),
+        *_unusable_stores(loaded.config),
         *_no_packages(loaded.config),
         *_no_engine(loaded),
         *_short_waits(loaded.config),
@@ -204,14 +204,28 @@ def _room(size_mib: int, where: str, *, is_budget: bool) -> str:
     return f"the budget of {size_mib:,} MiB" if is_budget else f"the {size_mib:,} MiB of {where}"
 
 
-def _no_store_client(config: Config) -> list[str]:
-    """Warnings if something is kept in Redis and its client is missing: `serve` would not start."""
-    stores = {"leases.store": config.leases.store, "governance.store": config.governance.store}
-    if importlib.util.find_spec("redis") is not None:
-        return []
-    install = f"{sys.executable} -m pip install 'greenroom[redis]'"
-    told = f"the Python client of Redis is not installed here; type: {install}"
-    return [f"{key}: {told}" for key, store in stores.items() if store is not None]
+def _unusable_stores(config: Config) -> list[str]:
+    """Warnings for stores with which `serve` would not start: Redis' client is missing, or an option is not known."""
+    stores = {
+        "leases.store": config.leases.store,
+        "limits.store": config.limits.store,
+        "governance.store": config.governance.store,
+    }
+    named = {key: store for key, store in stores.items() if store is not None}
+    if importlib.util.find_spec("redis") is None:
+        install = f"{sys.executable} -m pip install 'greenroom[redis]'"
+        return [f"{key}: the Python client of Redis is not installed here; type: {install}" for key in named]
+    return [why for key, store in named.items() if (why := _wrong_option(key, store))]
+
+
+def _wrong_option(key: str, store: str) -> str | None:
+    from greenroom.base.redis_link import connected
+
+    try:
+        connected(store, f"{key}:")
+    except ConfigError as error:
+        return f"{error}; `greenroom serve` does not start"
+    return None
 
 
 def _short_waits(config: Config) -> list[str]:
