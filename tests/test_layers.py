@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import tree_of
+
 SOURCE = Path(__file__).parent.parent / "src" / "greenroom"
 
 # What each part may import of ours, besides itself. `errors` and `base` are leaves that every part may import.
@@ -134,7 +136,7 @@ WORKER_PACKAGES = {
 def looked_at(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Attribute]:
     """What the tests below look at in a file. To read all takes seconds, and to walk every expression as many again."""
     text = path.read_text()
-    tree = ast.parse(text)
+    tree = tree_of(text)
     may_take_state = "scheduler" in text and ".state" in text
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if may_take_state else []
     return [*import_statements(tree), *attributes]

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -54,7 +56,7 @@ def awaits_while_handling(source: str) -> list[int]:
     """The lines that wait inside of `except` or `finally`."""
     handling = [
         part
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Try)
         for part in (*node.handlers, *node.finalbody)
     ]
@@ -75,7 +77,7 @@ def test_no_compiled_coroutine_waits_while_it_handles_an_exception(build: Module
 
 def slices_of_expressions(source: str) -> list[int]:
     """The lines that take the first few of a generator expression, written there or bound to a name before."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(tree_of(source)))
     bound = {
         target.id
         for node in nodes

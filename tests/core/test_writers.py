@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import greenroom.core
+from tests.syntax import tree_of
 
 # These read sources and run none of them.
 pytestmark = pytest.mark.untraced
@@ -28,7 +29,7 @@ MEMORY_CHANGES = {"hold", "promise", "unpromise", "leave", "stay", "release"}
 
 def changed(path: Path) -> Iterator[tuple[str, str]]:
     """Every attribute that is set or deleted, with the name of what has it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield _name(node.value), node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and _is_changed(node):
@@ -40,7 +41,7 @@ def _is_changed(node: ast.Subscript) -> bool:
 
 
 def called(path: Path, of: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _name(node.func.value) == of:
             yield node.func.attr
 

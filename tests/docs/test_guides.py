@@ -13,6 +13,7 @@ import pytest
 from greenroom.cli.parser import parser
 from greenroom.config import loader
 from tests.docs.pages import ROOT, blocks, section, text_of
+from tests.syntax import tree_of
 
 WHERE = ("*.md", "docs/**/*.md", "deploy/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 PAGES = sorted(str(file.relative_to(ROOT)) for pattern in WHERE for file in ROOT.glob(pattern))
@@ -97,7 +98,7 @@ def test_operating_explains_each_reason_for_which_a_model_leaves() -> None:
     calls = [
         node
         for file in (ROOT / "src/greenroom/core").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "because"
     ]
     words = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
