@@ -26,17 +26,20 @@ def _be_as_in_the_foreground() -> None:
 _be_as_in_the_foreground()
 
 
-def _let_examples_take_their_time() -> None:
-    """By default Hypothesis fails an example that takes 0.2 s, which any does on a busy machine now and then."""
+def _draw_the_same_examples() -> None:
+    """A change is judged by the same examples every time; `HYPOTHESIS_PROFILE=long` draws others at each run.
+
+    An example may take its time: by default one fails that takes 0.2 s, which any does on a busy machine now and then.
+    """
     # The environment with torch has no Hypothesis.
     with contextlib.suppress(ImportError):
         from hypothesis import settings
 
-        settings.register_profile("greenroom", deadline=None)
+        settings.register_profile("greenroom", deadline=None, derandomize="HYPOTHESIS_PROFILE" not in os.environ)
         settings.load_profile("greenroom")
 
 
-_let_examples_take_their_time()
+_draw_the_same_examples()
 # What a process says at its end must not be lost, so it goes where nothing is captured.
 _UNCAPTURED = pytest.StashKey[int]()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import MoveKind, Outcome
+from greenroom.core.plain import PlainScheduler
+from greenroom.core.scheduler import DefaultScheduler
 from tests.core.queue.test_order import ready
 from tests.core.world import Fate, World, gpu, model
 
@@ -117,3 +121,20 @@ def test_a_choosy_request_counts_only_for_the_model_in_whose_queue_it_stands() -
     ) == ["r"]
     world.go("r")
     assert not world.scheduler.state.waitlist.with_choice
+
+
+@pytest.mark.parametrize("scheduler", [DefaultScheduler, PlainScheduler])
+def test_a_request_stays_with_the_candidate_it_turned_to_while_the_store_is_down(
+    scheduler: type[PlainScheduler],
+) -> None:
+    world = World([model("a", 3_000), model("b", 7_000), model("loading", 5_000)], scheduler=scheduler)
+    world.outcome_of = lambda move: Outcome.STORE_DOWN if move.model == "a" else Outcome.DONE
+    world.arrive("waits for a", "a")
+    world.run(4.0)
+    world.arrive("slow", "loading", takes_s=60.0)
+    world.run(1.5)
+    waitlist = world.scheduler.state.waitlist
+    for name in ("either", "or"):
+        assert world.arrive(name, "a", "b").fate is Fate.WAITING
+        assert waitlist["either"].model == "b" and waitlist[name].model == "b"
+    assert waitlist["waits for a"].model == "a"

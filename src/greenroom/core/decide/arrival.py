@@ -65,6 +65,8 @@ def choose(options: list[Option], waiter: Waiter) -> int:
     """The position of the candidate that it gets; if none can serve, of the one that it waits for or else the first."""
     choice = waiter.choice or _BY_POSITION
     usable = [place for place, one in enumerate(options) if not isinstance(one.plan, Refuse)]
+    # One that waits for the store would be refused if it came now, so another candidate may have it.
+    usable = [place for place in usable if not _waits_for_store(options[place].plan)] or usable
     if not usable:
         return next((place for place, one in enumerate(options) if one.model == waiter.model), 0)
     preferred = [place for place in usable if not options[place].is_last_resort]
@@ -124,6 +126,10 @@ def _is_late(state: State, waiter: Waiter, model: ModelId, plan: Plan, now: floa
 
 def _is_warm(plan: Plan) -> bool:
     return isinstance(plan, Serve | Join) or _is_busy(plan) or (isinstance(plan, Swap) and plan.wakes is not None)
+
+
+def _waits_for_store(plan: Plan) -> bool:
+    return isinstance(plan, Wait) and plan.why is WaitReason.STORE_DOWN
 
 
 def _is_busy(plan: Plan) -> bool:
