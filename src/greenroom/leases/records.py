@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from greenroom.core.model import cuda_name
+from greenroom.core.model import LeaseId, OtherLease, cuda_name
 from greenroom.errors import LeaseTaken
 
 # The name of the device that is the host's memory.
@@ -152,3 +152,17 @@ def _pid_ns(me: int) -> int | None:
 def is_alive(holder: Holder) -> bool:
     """Whether this very process lives. Valid only if it `is_here`."""
     return holder_of(holder.pid) == holder
+
+
+def core_id(lease: str) -> LeaseId:
+    """The scheduler's id of this lease. The prefix keeps it apart from request ids: a caller may choose any id."""
+    return LeaseId(f"lease:{lease}")
+
+
+def lease_names(known: Iterable[Lease], others: Iterable[OtherLease], own: str = "") -> dict[LeaseId, str]:
+    """What programs call their leases, here and through other gateways, by the scheduler's ids.
+
+    Only those whose id in the store begins with `own`.
+    """
+    ours = {core_id(lease.id): lease.name for lease in known if lease.id.startswith(own)}
+    return {other.id: other.holder for other in others if other.id.startswith(own)} | ours

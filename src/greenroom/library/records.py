@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+import msgspec
+
 from greenroom.engines.estimates.llama_model import PROJECTOR
 
 
@@ -141,3 +143,23 @@ def as_text(name: str) -> str:
     if name.isprintable():
         return name
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
+class Version(msgspec.Struct, frozen=True):
+    """`repo_id` is told to callers, see `told_as`; `path` is what the key `path` of a model takes."""
+
+    number: int
+    repo_id: str
+    path: str
+    commit: str | None = None
+    # An update fetched it, so its files may be deleted when it is no longer kept.
+    is_fetched: bool = False
+    since: float = 0.0
+    # The number of the desired state that asked for it; 0 if none did.
+    state: int = 0
+
+
+def told_as(repo_id: str, *, to_operator: bool) -> str:
+    """What a caller is told of where weights come from: of an absolute path, only operators see more than its name."""
+    is_path = repo_id.startswith(("/", "~"))
+    return os.path.basename(repo_id.rstrip("/")) if is_path and not to_operator else repo_id

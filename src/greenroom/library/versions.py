@@ -18,23 +18,10 @@ import msgspec
 from greenroom.base.plain_file import replace_file, sync_folder
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.library.records import Version
 from greenroom.library.roots import Roots, pinned
 
 FILE_NAME: Final = "versions.json"
-
-
-class Version(msgspec.Struct, frozen=True):
-    """`repo_id` is told to callers, see `told_as`; `path` is what the key `path` of a model takes."""
-
-    number: int
-    repo_id: str
-    path: str
-    commit: str | None = None
-    # An update fetched it, so its files may be deleted when it is no longer kept.
-    is_fetched: bool = False
-    since: float = 0.0
-    # The number of the desired state that asked for it; 0 if none did.
-    state: int = 0
 
 
 class NamedVersions(msgspec.Struct, frozen=True):
@@ -72,12 +59,6 @@ def _first_path(path: str, roots: Roots) -> str:
     """Where the configured weights lie now. Below no root only what is configured may be loaded, so that stays."""
     real = pinned(path)
     return real if os.path.isabs(path) and roots.holds(real) else path
-
-
-def told_as(repo_id: str, *, to_operator: bool) -> str:
-    """What a caller is told of where weights come from: of an absolute path, only operators see more than its name."""
-    is_path = repo_id.startswith(("/", "~"))
-    return os.path.basename(repo_id.rstrip("/")) if is_path and not to_operator else repo_id
 
 
 class _Stored(msgspec.Struct, frozen=True):

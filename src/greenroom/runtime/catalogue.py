@@ -18,8 +18,8 @@ from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Engine, EngineFacts
 from greenroom.engines.registry import engine_for, facts_of, split_keys, spread
 from greenroom.library.facts import quantization_of
+from greenroom.library.records import Version
 from greenroom.library.roots import is_below
-from greenroom.library.versions import Version
 from greenroom.runtime.memory.needs import Needs, Subject
 
 

@@ -26,9 +26,8 @@ from greenroom.errors import (
     TooLarge,
     Unloaded,
 )
-from greenroom.leases.records import Lease
+from greenroom.leases.records import Lease, lease_names
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.leases.entry import lease_names
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.workers.hosted_slots import HostedSlots

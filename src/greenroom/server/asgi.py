@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from starlette.requests import Request
 
@@ -90,6 +90,17 @@ def caller_of(request: Request) -> Caller:
     """The caller, also of the open paths, which have none to know."""
     caller = request.scope.get("state", {}).get("caller")
     return caller if isinstance(caller, Caller) else STRANGER
+
+
+class OperationOwner(TypedDict):
+    tenant: str
+    key: str
+
+
+def owner_of(request: Request) -> OperationOwner:
+    """In whose name an operation is kept."""
+    caller = caller_of(request)
+    return OperationOwner(tenant=caller.tenant or caller.name, key=caller.name)
 
 
 def order_to_fetch(request: Request, read: Callable[[], DownloadOrder]) -> DownloadOrder:

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.library.versions import Version
+from greenroom.library.records import Version
 from greenroom.server.admin.management import make_management
 from greenroom.tenancy.governance.audit import verify
 from greenroom.tenancy.governance.canonical_json import sha256_of

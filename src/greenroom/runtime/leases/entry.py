@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.core.effects import RejectCode, Rejection
-from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLease, SlotId
+from greenroom.core.model import Claim, DeviceId, DeviceKind, SlotId
 from greenroom.core.view import LedgerFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseTooLarge, ShuttingDown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk, taken
@@ -23,20 +23,6 @@ from greenroom.runtime.scheduler_loop import SchedulerLoop
 
 # The lease was reported to several calls, or to one without a name: if one of them leaves, another may hold it.
 SEVERAL: Final = ""
-
-
-def core_id(lease: str) -> LeaseId:
-    """The scheduler's id of this lease. The prefix keeps it apart from request ids: a caller may choose any id."""
-    return LeaseId(f"lease:{lease}")
-
-
-def lease_names(known: Iterable[Lease], others: Iterable[OtherLease], own: str = "") -> dict[LeaseId, str]:
-    """What programs call their leases, here and through other gateways, by the scheduler's ids.
-
-    Only those whose id in the store begins with `own`.
-    """
-    ours = {core_id(lease.id): lease.name for lease in known if lease.id.startswith(own)}
-    return {other.id: other.holder for other in others if other.id.startswith(own)} | ours
 
 
 @dataclass(slots=True, eq=False)

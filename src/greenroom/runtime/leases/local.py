@@ -19,13 +19,12 @@ from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.leases import records as holders
-from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.leases.records import Lease, LeaseAsk, core_id
 from greenroom.runtime.leases.entry import (
     SEVERAL,
     LeasableMemory,
     LeaseEntry,
     ask_again,
-    core_id,
     devices_meant,
     is_behind,
     lasts_s,

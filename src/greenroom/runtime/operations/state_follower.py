@@ -19,7 +19,8 @@ from greenroom.base.repeated import Repeated
 from greenroom.config.live import GatewayState
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.library.desired import DesiredState, read_state
-from greenroom.library.versions import NamedVersions, Version
+from greenroom.library.records import Version
+from greenroom.library.versions import NamedVersions
 from greenroom.runtime.operations.updates import UpdateOrder, Updates
 from greenroom.runtime.operations.weights import TENANT, WeightsOrder
 from greenroom.telemetry.logs import get_logger

@@ -29,7 +29,8 @@ from greenroom.errors import (
     ShuttingDown,
     UpdateInProgress,
 )
-from greenroom.library.versions import NamedVersions, Version
+from greenroom.library.records import Version
+from greenroom.library.versions import NamedVersions
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import OperationTable

@@ -20,7 +20,8 @@ from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, MoveKind
 from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
-from greenroom.library.versions import NamedVersions, Version, VersionStore
+from greenroom.library.records import Version
+from greenroom.library.versions import NamedVersions, VersionStore
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.operations.files import disk_failed

@@ -20,10 +20,9 @@ from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFou
 from greenroom.library.fetched_marks import FetchedMarks, close_all, disown
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
-from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind
+from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Version
 from greenroom.library.removal import removed_paths
 from greenroom.library.roots import is_below, link_steps, pinned
-from greenroom.library.versions import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import files_of
 from greenroom.runtime.operations.downloads import NO_KEY, DownloadFacts, Downloads

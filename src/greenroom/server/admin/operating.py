@@ -29,7 +29,7 @@ from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
-from greenroom.server.admin.models.loads import LoadTaken, begin, owner_of
+from greenroom.server.admin.models.loads import LoadTaken, begin
 from greenroom.server.admin.reports.memory import kv_bytes
 from greenroom.server.admin.reports.snapshot import Snapshot, tier_of
 from greenroom.server.admin.reports.streams import (
@@ -43,7 +43,7 @@ from greenroom.server.admin.reports.streams import (
     shown_line,
 )
 from greenroom.server.admin.views import FromList, GovernedOrder, View
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.server.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
 from greenroom.server.inference.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.telemetry.logs import get_logger

@@ -22,7 +22,7 @@ from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, BodyTooLarge, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
-from greenroom.library.versions import Version
+from greenroom.library.records import Version
 from greenroom.routing.tasks import TaskRoute, Tasks
 from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions
 from greenroom.runtime.catalogue import Catalog, Entry

@@ -19,7 +19,7 @@ from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay, RelayOutcome
-from greenroom.library.versions import Version, told_as
+from greenroom.library.records import Version, told_as
 from greenroom.runtime.loop import Ticket
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask

@@ -39,7 +39,7 @@ from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 from greenroom.http.relays.translated import Renamed, Translated
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
-from greenroom.library.versions import Version
+from greenroom.library.records import Version
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.prompt_slots import Pin, PromptSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle

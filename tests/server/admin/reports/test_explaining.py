@@ -31,7 +31,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy import Policy, PriorityClass
 from greenroom.core.scheduler import DefaultScheduler
-from greenroom.runtime.leases.entry import core_id
+from greenroom.leases.records import core_id
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.server.admin.reports.explaining import RECALLED
 from greenroom.tenancy.keys import Caller, Permission

@@ -28,10 +28,9 @@ from greenroom.runtime.moves.admission import files_of
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway, refuse_while_draining
 from greenroom.server.admin.models.listing import MODELS, ModelPath
-from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.views import View
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.server.declared import NeededOperation, Routes, SignedCall, delete, get
 from greenroom.telemetry.history import ModelCounts
 from greenroom.telemetry.logs import get_logger

@@ -21,12 +21,12 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
 from greenroom.server.admin.gateway import Gateway, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed
-from greenroom.server.admin.models.loads import Force, owner_of
+from greenroom.server.admin.models.loads import Force
 from greenroom.server.admin.operating import ForceOrder, NoHistory, is_forced
 from greenroom.server.admin.reports.snapshot import Snapshot
 from greenroom.server.admin.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
 from greenroom.server.admin.views import StatusWord
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.server.declared import NeededOperation, Routes, SignedCall, get, of_all, post
 from greenroom.tenancy.keys import Permission
 

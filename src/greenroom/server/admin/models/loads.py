@@ -8,7 +8,7 @@ operations.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Final, Literal, TypedDict
+from typing import Annotated, Final, Literal
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,7 +26,7 @@ from greenroom.runtime.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
 from greenroom.server.admin.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
 from greenroom.server.admin.models.listing import ModelPath, addressed, refuse_task
 from greenroom.server.admin.views import GovernedOrder, View
-from greenroom.server.asgi import caller_of, order_to_fetch
+from greenroom.server.asgi import caller_of, order_to_fetch, owner_of
 from greenroom.server.declared import NeededOperation, SignedCall, by_body, get, of_all, post
 from greenroom.tenancy.keys import Permission
 
@@ -247,17 +247,6 @@ async def begin(
     row = await gateway.loads.submit(name, options, evict, caller_of(request), fetch, force=force, **owner)
     progress = await gateway.loads.progress(row)
     return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
-
-
-class OperationOwner(TypedDict):
-    tenant: str
-    key: str
-
-
-def owner_of(request: Request) -> OperationOwner:
-    """In whose name an operation is kept."""
-    caller = caller_of(request)
-    return OperationOwner(tenant=caller.tenant or caller.name, key=caller.name)
 
 
 def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:

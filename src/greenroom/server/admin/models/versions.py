@@ -17,14 +17,13 @@ from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, ModelNotFound
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
-from greenroom.library.versions import Version, told_as
+from greenroom.library.records import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.operations.updates import ROUTE, UpdateFacts, UpdateOrder
 from greenroom.runtime.operations.weights import WeightsOrder
 from greenroom.server.admin.gateway import GatewayRoutes
-from greenroom.server.admin.models.loads import owner_of
 from greenroom.server.admin.views import GovernedOrder
-from greenroom.server.asgi import asked_by_admin, caller_of
+from greenroom.server.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.server.declared import NeededOperation, SignedCall, get, name_in_path, post
 from greenroom.tenancy.keys import Caller, Permission
 

@@ -21,8 +21,8 @@ from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId, lease_name
 from greenroom.errors import PolicyFailed
+from greenroom.leases.records import lease_names
 from greenroom.routing.tasks import Ladder
-from greenroom.runtime.leases.entry import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
 from greenroom.server.admin.gateway import GatewayRoutes

@@ -12,8 +12,8 @@ from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.engines.estimates.estimate import MIB
 from greenroom.engines.estimates.estimate import mib as mib_of
+from greenroom.leases.records import core_id
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.readings import SIMULATED, GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots

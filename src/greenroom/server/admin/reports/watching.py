@@ -20,7 +20,7 @@ from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import NotFound
-from greenroom.library.versions import told_as
+from greenroom.library.records import told_as
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.reports.live import LiveState, StateFeed
