@@ -69,10 +69,9 @@ class PlainScheduler:
         mechanism.take(_as_equal(event) if isinstance(event, ev.RequestArrived) else event)
         mechanism.advance(now)
         # Each change may make room for an older one, so it begins anew.
-        while (until := self._bring(now)) is None:
+        while (until := self._bring(now)) is None or mechanism.slots.trim(now):
             pass
         mechanism.look_again_at(until)
-        mechanism.slots.trim(now)
 
     def _bring(self, now: float) -> float | None:
         """Ask for every waiting model that is away, up to the first for which something can be done.

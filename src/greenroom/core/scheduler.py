@@ -37,7 +37,7 @@ class DefaultScheduler:
         else:
             mechanism.take(event)
             self._settle(now)
-            self._slots.trim(now)
+            self._trim(now)
 
     def _arrived(self, event: ev.RequestArrived, plan: Plan | None) -> Dirty:
         if isinstance(plan, Swap):
@@ -68,7 +68,12 @@ class DefaultScheduler:
             self._mechanism.fill(now)
         # Dirty.GREEN_ROOM: nothing waits.
         if moved:
-            self._slots.trim(now)
+            self._trim(now)
+
+    def _trim(self, now: float) -> None:
+        """Evict sleepers that exceed the green room, and see which waiting models may come into their memory."""
+        while self._slots.trim(now):
+            self._settle(now)
 
     def _settle(self, now: float) -> None:
         """Start planned moves, fill free places, then see which waiting models may come."""

@@ -351,12 +351,14 @@ class SlotWriter:
         slot.leaving_to = slot.leaving_for = None
         self._state.ledger.stay(slot.id)
 
-    def trim(self, now: float) -> None:
-        """Evict sleepers that exceed the green room."""
+    def trim(self, now: float) -> bool:
+        """Evict sleepers that exceed the green room. True if any was: others may come into their memory."""
         if (limit_mib := self._state.limits.green_room_mib) is None:
-            return
-        for slot in green_room.excess(self._state, limit_mib, now):
+            return False
+        leaving = green_room.excess(self._state, limit_mib, now)
+        for slot in leaving:
             self.leave(slot, Tier.COLD, None, because("green_room", model=slot.model), now)
+        return bool(leaving)
 
     def _cut_after(self, slot: Slot, grace_s: float | None, reason: Reason, now: float) -> None:
         if grace_s is None:

@@ -11,6 +11,8 @@ from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Tier
+from greenroom.core.plain import PlainScheduler
+from greenroom.core.scheduler import DefaultScheduler
 from tests.core.queue.test_order import ready
 from tests.core.world import HOST, Engine, Fate, World, gpu, host, model
 
@@ -499,3 +501,19 @@ def test_without_a_limit_a_model_can_lack_the_hosts_memory_alone() -> None:
         64_001, 64_000, 0
     )
     assert green_room.shortfall(World([], DEVICES[:1]).scheduler.state, sleeper("a", 64_001)) is None
+
+
+@pytest.mark.parametrize("scheduler", [DefaultScheduler, PlainScheduler])
+def test_what_leaves_the_green_room_makes_room_for_what_waits_at_once(scheduler: type[PlainScheduler]) -> None:
+    models = (model("old", 6_000, asleep=Need(500, 4_000), concurrency=1), model("large", 7_000), model("other", 800))
+    world = World(models, DEVICES, plays=False, scheduler=scheduler, limits=Limits(policy="fifo"))
+    world.arrive("first", "old")
+    world.end_move(next(iter(world.moving)), Outcome.DONE)
+    world.arrive("second", "large")
+    world.arrive("third", "other")
+    world.config(limits=Limits(policy="fifo", green_room_mib=3_000))
+    # Its last answer is not reported as ended yet, so its sleeping copy stays for now; and it exceeds the green room.
+    world.lose(next(iter(world.places)), left_in=Tier.ASLEEP)
+    assert {world.tier(name) for name in ("large", "other")} == {Tier.COLD}
+    coming = {slot.model for slot in world.scheduler.state.slots.values() if slot.is_arriving}
+    assert coming == {"large", "other"}
