@@ -54,8 +54,8 @@ SLOW := slow and not soak and not gpu
 PROGRAM_TESTS := tests/cli tests/docs tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim \
   tests/chaos \
   tests/config/test_described.py tests/engines/estimates/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
-  tests/runtime/remote/test_shared.py tests/server/inference/test_running.py tests/tenancy/test_shared_limits.py \
-  tests/tenancy/governance/test_shared_nonces.py
+  tests/runtime/remote/test_shared.py tests/serving/test_running.py tests/access/test_shared_limits.py \
+  tests/features/governance/test_shared_nonces.py
 # Units are what no other stage of `make test` runs: layers are part of `check`, tests of the core are traced for its
 # coverage (but for its long runs), and a running gateway comes late because a unit that is broken explains it.
 GATEWAY_TESTS := tests/integration
@@ -78,7 +78,7 @@ $(STAMP): pyproject.toml constraints.txt
 # The image is built by mmdebstrap. All come from the system; where we cannot install them, say what to type.
 SYSTEM := redis-server libfaketime espeak-ng chromium mmdebstrap
 # The dashboard is built by Node, which only its developers need: what it builds is in the repository.
-UI_ASSETS := src/greenroom/server/ui/assets
+UI_ASSETS := src/greenroom/api/ui/assets
 UI_STAMP := ui/node_modules/.ready-$(shell cat ui/package.json ui/package-lock.json | cksum | cut -d' ' -f1)
 system:
 	@if { command -v redis-server || command -v valkey-server; } >/dev/null && command -v espeak-ng >/dev/null && \
@@ -184,12 +184,12 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT)"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
 	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
-	$(COMPILED)/bin/python -c 'from greenroom.server.admin.reports.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
+	$(COMPILED)/bin/python -c 'from greenroom.api.reports.snapshot import BUILD; assert BUILD == "compiled", BUILD'; \
 	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
 	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu and not pure' $(SPREAD) $(SLOW_JOBS) \
-	  tests/core tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
+	  tests/core tests/http tests/api tests/serving tests/features tests/access tests/runtime tests/telemetry tests/integration \
   tests/docs/test_served.py \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
 	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile

@@ -5,7 +5,7 @@ import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const target = process.argv[2] ?? join(here, "../src/greenroom/server/ui/assets");
+const target = process.argv[2] ?? join(here, "../src/greenroom/api/ui/assets");
 
 mkdirSync(target, { recursive: true });
 const { metafile } = await build({

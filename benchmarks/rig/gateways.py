@@ -95,5 +95,5 @@ def gateway(
 
 def build_of(python: str) -> str:
     """The build that this interpreter runs: pure or compiled."""
-    argv = [python, "-c", "from greenroom.server.admin.reports.snapshot import BUILD; print(BUILD)"]
+    argv = [python, "-c", "from greenroom.api.reports.snapshot import BUILD; print(BUILD)"]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()

@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from greenroom.access.key_ring import Look
+from greenroom.api.reports.history import sample
+from greenroom.api.reports.snapshot import BUILD
 from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
@@ -22,38 +25,35 @@ from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
+from greenroom.features.governance.gate import Rules
+from greenroom.features.operations.loads import Loads
+from greenroom.features.operations.moves import OperatorMoves
+from greenroom.features.versions.state_follower import StateFollower
+from greenroom.features.versions.store import VersionStore, begin_versions
+from greenroom.features.versions.updates import Updates
+from greenroom.features.versions.version_changes import UpdateServices
+from greenroom.features.versions.warm_up import WarmUp
+from greenroom.features.versions.weights import VersionWeights
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
-from greenroom.library.versions import VersionStore, begin_versions
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
-from greenroom.routing.tasks import Tasks
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.engine_figures import EngineFigures
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.operations.loads import Loads
-from greenroom.runtime.operations.moves import OperatorMoves
-from greenroom.runtime.operations.state_follower import StateFollower
-from greenroom.runtime.operations.updates import Updates
-from greenroom.runtime.operations.version_changes import UpdateServices
-from greenroom.runtime.operations.warm_up import WarmUp
-from greenroom.runtime.operations.weights import VersionWeights
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
-from greenroom.server.admin.reports.history import sample
-from greenroom.server.admin.reports.snapshot import BUILD
-from greenroom.server.inference.prefix_cache import CacheSalts
-from greenroom.server.inference.rungs import model_facts
+from greenroom.serving.prefix_cache import CacheSalts
+from greenroom.serving.rungs import model_facts
+from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.tenancy.governance.gate import Rules
-from greenroom.tenancy.key_ring import Look
 from greenroom.wiring.common import wire_common, wire_memory
 from greenroom.wiring.front import wire_front
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote

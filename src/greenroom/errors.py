@@ -1,7 +1,7 @@
 """The error tree: what happened, which side is at fault, and what to do about it.
 
 Owns every error that can reach a caller. The class says what happened; its base says which side is at fault. Never
-builds a response: `server/render.py` does, in the dialect of the caller, and decides what that caller sees. A leaf.
+builds a response: `serving/render.py` does, in the dialect of the caller, and decides what that caller sees. A leaf.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ sys.exit(main(["serve", "--config", {file!r}, "--port", "0"]))
 
 
 @pytest.mark.parametrize(
-    "module", ["argparse", "greenroom.cli.commands.models.chat", "pydantic_core", "datetime", "yaml", "uvloop"]
+    "module", ["argparse", "greenroom.cli.commands.chat", "pydantic_core", "datetime", "yaml", "uvloop"]
 )
 def test_an_interrupt_while_a_command_begins_ends_it_without_a_word(tmp_path: Path, module: str) -> None:
     file = tmp_path / "greenroom.yaml"

@@ -28,10 +28,10 @@ from greenroom.process import proc
 from tests.deploy.image_root import MAKE, ROOT, Image, build, cannot
 from tests.deploy.kustomize import KUBERNETES, render
 from tests.deploy.test_kubernetes import KEYS, SECRET, container, named, pods
+from tests.features.governance.token_rig import key_file, shared_token
 from tests.harness import FAKE_ENGINE
 from tests.models import tiny
 from tests.ports import free_port
-from tests.tenancy.governance.token_rig import key_file, shared_token
 from tests.waiting import until_now
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -17,12 +17,12 @@ import pytest
 import yaml
 
 from greenroom import __version__
-from greenroom.cli.commands.models.trainer import FILE_NAME, HOST_NAME, SERVICE_NAME
+from greenroom.api.front import HostRule
 from greenroom.cli.parser import parser
 from greenroom.config import environment, loader
 from greenroom.config.schema import Config, Server
+from greenroom.features.versions.cli_trainer import FILE_NAME, HOST_NAME, SERVICE_NAME
 from greenroom.runtime.timeouts import STOP_MAX_S
-from greenroom.server.front import HostRule
 from greenroom.telemetry import table
 from greenroom.telemetry.table import MetricSpec
 from tests.deploy.kustomize import KUBERNETES, Object, real_kustomize, render

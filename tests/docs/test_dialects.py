@@ -14,7 +14,7 @@ from greenroom.dialects import anthropic_answer, ollama_answer, responses_answer
 from greenroom.dialects.neutral import Fields, Frame
 from greenroom.dialects.translation import ChatTranslation
 from greenroom.errors import BadRequest
-from greenroom.server.inference.routes import MODEL_ROUTES
+from greenroom.serving.routes import MODEL_ROUTES
 from tests.docs.pages import section, text_of
 
 PAGE = "docs/dialects.md"

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from greenroom.errors import StoreDown
+from greenroom.features.leases.renewer import RenewerProcess
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.renewer import NAME_IN_PS
 from greenroom.process import proc
-from greenroom.runtime.leases.renewer import RenewerProcess
 from tests.leases.redis_rig import DEVICES, Opener, ask, claims, slot, until_claims
 from tests.redis_server import RedisServer
 from tests.waiting import until

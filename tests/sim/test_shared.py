@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core.model import Claim, Move, SlotId
-from greenroom.runtime.leases.shared_slots import SharedSlots
+from greenroom.features.leases.shared_slots import SharedSlots
 from greenroom.runtime.moves.admission import AlwaysGranted, Grants
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.gpus import Violation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.library.desired import DesiredState, read_state, write_state
+from greenroom.features.versions.desired import DesiredState, read_state, write_state
 from greenroom.trainer import Outcome, Patience, Report, Trainer
 from tests.standins.dripping import DRIPS, dripping_server
 from tests.trainer.fake_replica import FakeReplica

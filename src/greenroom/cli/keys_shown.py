@@ -14,16 +14,16 @@ from greenroom.errors import ConfigError
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from greenroom.access.key_file import FileKey
     from greenroom.config.schema import Server
     from greenroom.config.sections.keys import ApiKey
-    from greenroom.tenancy.key_file import FileKey
 
 TITLES: Final = ("key", "tenant", "from", "state", "expires", "may")
 
 
 def shown(key: ApiKey) -> dict[str, Any]:
     """All of a key but its hash."""
-    from greenroom.tenancy.key_file import FileKey
+    from greenroom.access.key_file import FileKey
 
     of_file = key if isinstance(key, FileKey) else None
     return {
@@ -46,7 +46,7 @@ def shown(key: ApiKey) -> dict[str, Any]:
 
 def all_keys(server: Server) -> tuple[list[dict[str, Any]], list[str]]:
     """The keys of configuration and key file, without the keys themselves, and what is wrong with the file."""
-    from greenroom.tenancy.key_file import joined, read_keys
+    from greenroom.access.key_file import joined, read_keys
 
     found: tuple[FileKey, ...] = ()
     wrong: list[str] = []
@@ -69,7 +69,7 @@ def row(key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _state(key: ApiKey) -> str:
-    from greenroom.tenancy.keys import is_revoked
+    from greenroom.access.keys import is_revoked
 
     if is_revoked(key):
         return "revoked"

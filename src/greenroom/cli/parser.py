@@ -9,11 +9,22 @@ from typing import Any, Final
 
 from greenroom import __version__
 from greenroom.cli import screen
-from greenroom.cli.commands import Subcommand
-from greenroom.cli.commands.access import audit, key, token, usage
-from greenroom.cli.commands.gateway import check, demo, importing, replicas, serve, simulate
-from greenroom.cli.commands.models import chat, engines, estimate, jobs, models, pull, trainer
-from greenroom.cli.commands.operating import decisions, explain, gpus, leases, logs, moves, orders, ps
+from greenroom.cli.commands import Subcommand, chat, check, demo, engines, gpus, importing, key, ps, serve, usage
+from greenroom.features.governance import cli_audit as audit
+from greenroom.features.governance import cli_token as token
+from greenroom.features.jobs import cli as jobs
+from greenroom.features.leases import cli as leases
+from greenroom.features.library import cli_estimate as estimate
+from greenroom.features.library import cli_models as models
+from greenroom.features.library import cli_pull as pull
+from greenroom.features.operations import cli_logs as logs
+from greenroom.features.operations import cli_moves as moves
+from greenroom.features.operations import cli_orders as orders
+from greenroom.features.planning import cli_decisions as decisions
+from greenroom.features.planning import cli_explain as explain
+from greenroom.features.planning import cli_simulate as simulate
+from greenroom.features.versions import cli_replicas as replicas
+from greenroom.features.versions import cli_trainer as trainer
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(serve.COMMAND, replicas.COMMAND, demo.COMMAND, check.COMMAND, importing.COMMAND),

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from greenroom.config.schema import Config
-    from greenroom.routing.tasks import CandidateFacts
+    from greenroom.serving.tasks import CandidateFacts
 
 TITLES: Final = ("task", "candidates", "note")
 
 
 def all_tasks(config: Config, warnings: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """The tasks, and warnings for candidates that can never serve them. `warnings` are those of models and remotes."""
-    from greenroom.routing.tasks import Tasks
+    from greenroom.serving.tasks import Tasks
 
     ids = {name: name for name in config.models}
     ids |= {alias: name for name, model in config.models.items() for alias in model.aliases}
@@ -65,7 +65,7 @@ def _candidate(one: Mapping[str, Any]) -> str:
 def _facts(id: str, config: Config) -> CandidateFacts:
     from greenroom.core.model import ModelId
     from greenroom.engines.registry import engine_for, facts_of
-    from greenroom.routing.tasks import CandidateFacts
+    from greenroom.serving.tasks import CandidateFacts
 
     model = config.models[id]
     engine, facts = engine_for(model), facts_of(model)

@@ -4,7 +4,7 @@ Owns one record for each request, from arrival to some time after its end: alway
 most recent. Never holds bodies or keys. Only `reason` and `details`, which are for operators, quote an engine.
 
 Also owns the counts of use that are not written yet, and how many names are told apart: names that callers make up
-cannot fill the disk. `runtime/record/usage_store.py` keeps the counts. What no engine told is None, never 0.
+cannot fill the disk. `access/usage_store.py` keeps the counts. What no engine told is None, never 0.
 """
 
 from __future__ import annotations

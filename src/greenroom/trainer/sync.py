@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
-from greenroom.library.desired import NUMBER_MAX, DesiredState, read_state, write_state
+from greenroom.features.versions.desired import NUMBER_MAX, DesiredState, read_state, write_state
 from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed, look
 from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
 from greenroom.trainer.report import Outcome, Result

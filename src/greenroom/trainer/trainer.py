@@ -36,7 +36,7 @@ class Trainer:
 
         `model` is needed where several models are under version control. With `state_file` updates are written there,
         where the replicas find them, instead of asked for. `sign` is needed where the
-        replicas' operations are signed: `greenroom.tenancy.governance.signing.signer` makes one of a key file. Raises
+        replicas' operations are signed: `greenroom.features.governance.signing.signer` makes one of a key file. Raises
         ValueError for an invalid address.
         """
         self._addresses = replicas if callable(replicas) else lambda: replicas

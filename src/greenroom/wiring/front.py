@@ -10,43 +10,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.access.key_ring import KeyRing, Look
+from greenroom.access.keys import Tenants
+from greenroom.access.limits import Limiter
+from greenroom.access.profiles import Profiles
+from greenroom.access.requestors import Requestors
+from greenroom.access.usage_store import UsageStore
+from greenroom.api.asgi import AsgiBridge
+from greenroom.api.front import FrontDoor, HostRule, MetricsDoor
+from greenroom.api.gateway import Gateway
 from greenroom.config.limits import is_named
 from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
+from greenroom.features.jobs.jobs import Jobs
+from greenroom.features.jobs.routes import AsyncRequests
+from greenroom.features.library.downloads import Downloads
+from greenroom.features.pictures.answers import PictureAnswers, PictureServices
+from greenroom.features.pictures.store import PictureStore
+from greenroom.features.versions.routes import meant
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
-from greenroom.routing.tasks import Tasks
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
-from greenroom.runtime.operations.downloads import Downloads
 from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.pictures import PictureStore
 from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationEvents, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
-from greenroom.runtime.record.usage_store import UsageStore
-from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.management import make_management
-from greenroom.server.admin.models.versions import meant
-from greenroom.server.asgi import AsgiBridge
-from greenroom.server.front import FrontDoor, HostRule, MetricsDoor
-from greenroom.server.inference.ask import Settings
-from greenroom.server.inference.ask_reader import AskReader
-from greenroom.server.inference.jobs.jobs import Jobs
-from greenroom.server.inference.jobs.routes import AsyncRequests
-from greenroom.server.inference.pictures import PictureAnswers, PictureServices
-from greenroom.server.inference.request_log import RequestLog
-from greenroom.server.inference.requests import Inference
+from greenroom.serving.ask import Settings
+from greenroom.serving.ask_reader import AskReader
+from greenroom.serving.request_log import RequestLog
+from greenroom.serving.requests import Inference
+from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.activity import UsageCounts
 from greenroom.telemetry.logs import get_logger
-from greenroom.tenancy.key_ring import KeyRing, Look
-from greenroom.tenancy.keys import Tenants
-from greenroom.tenancy.limits import Limiter
-from greenroom.tenancy.profiles import Profiles
-from greenroom.tenancy.requestors import Requestors
 from greenroom.wiring.common import CommonParts, MemoryParts
+from greenroom.wiring.routes import make_management
 
 if TYPE_CHECKING:
-    from greenroom.tenancy.shared_limits import SharedLimits
+    from greenroom.access.shared_limits import SharedLimits
 
 _log = get_logger("server")
 
@@ -219,7 +219,7 @@ def _limits(common: CommonParts) -> tuple[Limiter, SharedLimits | None]:
         return Limiter(), None
     try:
         # Imported only if used: it is slow to import.
-        from greenroom.tenancy.shared_limits import SharedLimits
+        from greenroom.access.shared_limits import SharedLimits
     except ImportError as error:
         raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
 

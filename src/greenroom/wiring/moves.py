@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.features.leases.entry import LeasableMemory
+from greenroom.features.leases.journal import JournalWriter
+from greenroom.features.leases.local import LocalLeasing
+from greenroom.features.leases.making_room import MakingRoom
+from greenroom.features.leases.sharing import SharedLeasing, Sharing
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.leases.entry import LeasableMemory
-from greenroom.runtime.leases.journal import JournalWriter
-from greenroom.runtime.leases.local import LocalLeasing
-from greenroom.runtime.leases.making_room import MakingRoom
-from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants, ModelRoots
 from greenroom.runtime.moves.hosted_moves import HostedMoves
@@ -83,8 +83,8 @@ def _open_store(config: Config, url: str) -> SharedStore:
     """The store at this address. Raises ConfigError if its client is not installed."""
     try:
         # Imported only if used: it is slow to import.
+        from greenroom.features.leases.renewer import RenewerProcess
         from greenroom.leases.shared.redis_store import RedisStore
-        from greenroom.runtime.leases.renewer import RenewerProcess
     except ImportError as error:
         raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
     host, ttl_s = config.leases.host or os.uname().nodename, config.leases.ttl_s

@@ -10,10 +10,10 @@ from typing import Final
 
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.features.governance.audit import AuditLog
+from greenroom.features.governance.gate import GovernanceGate
+from greenroom.features.governance.nonces import NonceJournal, Nonces
 from greenroom.process.state_dir import StateDir
-from greenroom.tenancy.governance.audit import AuditLog
-from greenroom.tenancy.governance.gate import GovernanceGate
-from greenroom.tenancy.governance.nonces import NonceJournal, Nonces
 
 GOVERNANCE_FOLDER: Final = "governance"
 
@@ -28,7 +28,7 @@ def wire_governance(state_dir: StateDir, config: Config) -> GovernanceGate:
             path, is_first = folder / "nonces", state_dir.is_new
             return NonceJournal(path, section.clock_skew_s, is_first=is_first)
         try:
-            from greenroom.tenancy.governance.shared_nonces import SharedNonces
+            from greenroom.features.governance.shared_nonces import SharedNonces
         except ImportError:
             raise ConfigError("governance.store needs the client for Redis: pip install 'greenroom[redis]'") from None
         return SharedNonces(store, section.clock_skew_s)

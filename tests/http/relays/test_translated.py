@@ -18,10 +18,10 @@ from greenroom.errors import EngineLost, ResultTooLarge
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
-from greenroom.http.relays.collected import Collected
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
 from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, Translated
 from greenroom.http.request import Head
+from greenroom.serving.collected import Collected
 
 PIECE_BYTES = 256 * 1024
 

@@ -15,12 +15,12 @@ import yaml
 from greenroom.app import App
 from greenroom.config import loader
 from greenroom.errors import ConfigError
+from greenroom.features.governance.tokens import as_text
 from greenroom.telemetry import logs
-from greenroom.tenancy.governance.tokens import as_text
+from tests.features.governance.token_rig import shared_token
 from tests.harness import fake, gateway, write_config
 from tests.integration.governance.test_governance import with_key
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
-from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until
 
 ADMIN, USER, WRONG = "gr-admin-secret-0001", "gr-user-secret-0002", "gr-wrong-secret-0003"

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from tests.features.governance.token_rig import shared_token
 from tests.harness import fake, gateway_process
 from tests.integration.governance.test_governance import now, with_key
 from tests.integration.raw import asking
 from tests.redis_server import clock_env
-from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until_now
 
 HOUR, YEAR = 3_600, 365 * 86_400

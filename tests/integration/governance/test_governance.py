@@ -18,17 +18,17 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
+from greenroom.features.governance.audit import verify
+from greenroom.features.governance.canonical_json import sha256_of
+from greenroom.features.governance.shared_nonces import AFTER, CALLS
+from greenroom.features.governance.tokens import as_text
 from greenroom.library.records import Version
-from greenroom.server.admin.management import make_management
-from greenroom.tenancy.governance.audit import verify
-from greenroom.tenancy.governance.canonical_json import sha256_of
-from greenroom.tenancy.governance.shared_nonces import AFTER, CALLS
-from greenroom.tenancy.governance.tokens import as_text
+from greenroom.wiring.routes import make_management
+from tests.features.governance.token_rig import PUBLIC, key_file, shared_token, signed_token
 from tests.harness import GatewayProcess, fake, gateway, tiny, write_config
 from tests.integration.raw import Answer, asking, chat, http
 from tests.models import tiny as tiny_model
 from tests.redis_server import redis_server
-from tests.tenancy.governance.token_rig import PUBLIC, key_file, shared_token, signed_token
 from tests.waiting import PATIENCE_S, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "governance.md"

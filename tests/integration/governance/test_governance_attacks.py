@@ -15,13 +15,13 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.tenancy.governance.audit import verify
-from greenroom.tenancy.governance.tokens import as_text
+from greenroom.features.governance.audit import verify
+from greenroom.features.governance.tokens import as_text
+from tests.features.governance.token_rig import shared_token
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
 from tests.integration.governance.test_governance import KEYS, ask, audited, now, with_key
 from tests.integration.raw import Answer, Raw, asking, http
-from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until
 
 COMPOSED = unicodedata.normalize("NFC", "café")

@@ -16,12 +16,12 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.tenancy.governance.tokens import as_text
+from greenroom.features.governance.tokens import as_text
+from tests.features.governance.token_rig import PUBLIC, signed_token
 from tests.harness import fake, gateway, url
 from tests.integration.governance.test_governance import KEYS, audited, now, with_key
 from tests.models import tiny
 from tests.standins.standin_hub import standin_hub
-from tests.tenancy.governance.token_rig import PUBLIC, signed_token
 
 REPO = "org/name"
 SECONDS_MAX = 120.0

@@ -14,6 +14,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.errors import BadRequest
+from tests.features.governance.token_rig import PUBLIC, signed_token
 from tests.harness import fake, gateway
 from tests.harness import tiny as tiny_config
 from tests.integration.governance.test_governance import KEYS, ask, now, with_key
@@ -21,7 +22,6 @@ from tests.integration.raw import Answer
 from tests.library.hub_cache import put
 from tests.models import tiny, tiny_ears
 from tests.standins.standin_hub import StandinHub, standin_hub
-from tests.tenancy.governance.token_rig import PUBLIC, signed_token
 from tests.waiting import until
 
 SECRET, FREE = "org/secret", "org/free"

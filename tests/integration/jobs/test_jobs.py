@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.server.inference.jobs.jobs import HANDED_OVER_MAX
+from greenroom.features.jobs.jobs import HANDED_OVER_MAX
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, is_ready

@@ -17,7 +17,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.dialects.ollama_request import tagged
-from greenroom.runtime.operations.downloads import LOST_MAX
+from greenroom.features.library.downloads import LOST_MAX
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes
 from tests.later import Later

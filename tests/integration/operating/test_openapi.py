@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from greenroom.config.schema import Ability
-from greenroom.server.inference.routes import MODEL_ROUTES
+from greenroom.serving.routes import MODEL_ROUTES
 from tests.harness import GatewayProcess, fake, gateway_process
 from tests.later import Later
 from tests.models import tiny as tiny_model

@@ -17,12 +17,12 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.tenancy.governance.tokens import as_text
+from greenroom.features.governance.tokens import as_text
+from tests.features.governance.token_rig import key_file, shared_token
 from tests.harness import gateway, tiny
 from tests.integration.governance.test_governance import now, with_key
 from tests.integration.raw import Answer, http
 from tests.models import tiny as tiny_model
-from tests.tenancy.governance.token_rig import key_file, shared_token
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

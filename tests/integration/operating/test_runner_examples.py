@@ -21,13 +21,13 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.tenancy.governance.tokens import as_text
+from greenroom.features.governance.tokens import as_text
+from tests.features.governance.token_rig import shared_token
 from tests.harness import gateway, tiny
 from tests.integration.governance.test_governance import now, with_key
 from tests.integration.operating.test_runner_api import HOST, Platform, fits, variables
 from tests.integration.raw import CHAT, Answer, Raw
 from tests.models import tiny as tiny_model
-from tests.tenancy.governance.token_rig import shared_token
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

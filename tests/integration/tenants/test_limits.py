@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from greenroom.api.reports.snapshot import BUILD
 from greenroom.app import App
 from greenroom.runtime.operations.files import OperationStatus
-from greenroom.server.admin.reports.snapshot import BUILD
 from tests.harness import fake, gateway, tiny
 from tests.integration.facts import at_rest
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.access.keys import LIVE_MAX
 from greenroom.app import App
 from greenroom.core.model import MoveKind
 from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
-from greenroom.tenancy.keys import LIVE_MAX
 from tests.harness import fake, gateway, served, tiny
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Raw, asking, chat, http

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.library.desired import DesiredState, read_state, write_state
-from greenroom.runtime.operations import state_follower
-from greenroom.runtime.operations.state_follower import FileWatch
+from greenroom.features.versions import state_follower
+from greenroom.features.versions.desired import DesiredState, read_state, write_state
+from greenroom.features.versions.state_follower import FileWatch
 from greenroom.trainer import Outcome, Trainer
 from tests.harness import gateway, url, write_config
 from tests.integration.raw import http

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.app import App
-from greenroom.tenancy.governance.signing import signer
+from greenroom.features.governance.signing import signer
 from greenroom.trainer import Outcome, Patience, Report, Trainer
 from tests.harness import gateway, url
 from tests.integration.governance.test_governance import with_key

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
+from greenroom.features.versions import updates
 from greenroom.library.fetched_marks import FetchedMarks, close_all
 from greenroom.library.roots import Roots
-from greenroom.runtime.operations import updates
 from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import asking, http
 from tests.integration.versions.test_version_faults import PROGRAM, call, says

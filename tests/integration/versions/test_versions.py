@@ -12,8 +12,8 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
-from greenroom.runtime.operations.updates import UpdateOrder
-from greenroom.runtime.operations.weights import WeightsOrder
+from greenroom.features.versions.updates import UpdateOrder
+from greenroom.features.versions.weights import WeightsOrder
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file

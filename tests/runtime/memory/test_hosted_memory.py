@@ -18,8 +18,8 @@ from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
+from tests.api.management_rig import FakeGateway
 from tests.runtime.memory.readings import gpu, reading, used
-from tests.server.admin.management_rig import FakeGateway
 
 A = DeviceId("GPU-a")
 S = SlotId("s1")

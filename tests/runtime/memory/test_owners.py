@@ -12,7 +12,7 @@ from greenroom.runtime.memory.readings import Owner
 from greenroom.runtime.memory.slot_memory import OTHER_WORD, MemoryOwners
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
-from tests.server.admin.management_rig import FakeGateway
+from tests.api.management_rig import FakeGateway
 
 A = DeviceId("GPU-a")
 S1, S2 = SlotId("s1"), SlotId("s2")

@@ -17,7 +17,7 @@ from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import MIB, FileRange, Prefetch, pieces_of, read_ahead
 from greenroom.runtime.observer import Observer
-from tests.server.admin.management_rig import FakeGateway, model
+from tests.api.management_rig import FakeGateway, model
 from tests.waiting import PATIENCE_S, until
 
 PLENTY_MIB = 1_000_000

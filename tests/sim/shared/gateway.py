@@ -44,8 +44,8 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import StoreDown
+from greenroom.features.leases.sharing import Sharing
 from greenroom.leases.shared.store import Membership, SharedStore
-from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.moves.admission import Grants, NoGrant
 from greenroom.runtime.observer import Hub

@@ -18,10 +18,10 @@ from unittest import mock
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need, RequestId
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, StoreDown
+from greenroom.features.leases import sharing
+from greenroom.features.leases.shared_slots import PENDING_S
 from greenroom.leases.records import Holder, Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore, SlotAsk
-from greenroom.runtime.leases import sharing
-from greenroom.runtime.leases.shared_slots import PENDING_S
 from greenroom.runtime.moves.admission import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once

@@ -1,7 +1,7 @@
 """What a tenant, a key or a model may use: requests and tokens per minute, requests at once, places in the queue.
 
 Owns these keys; TENANT_RATE_LIMIT_<tenant> and DEFAULT_RATE_LIMIT in the environment set some of them. Counts nothing:
-`tenancy/limits.py` does.
+`access/limits.py` does.
 """
 
 import re

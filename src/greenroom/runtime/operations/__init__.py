@@ -1,1 +1,1 @@
-"""Long work that callers and operators start: the moves they order, and the table of what outlives a request."""
+"""What outlives a request: the table of operations, their files, and what is noted of them."""

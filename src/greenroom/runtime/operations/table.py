@@ -1,7 +1,7 @@
 """The table of operations: long work that outlives the request which started it, and the gateway's own restarts.
 
 Owns every row, the only way from one status to the next, and how much is kept. A status is seen only once it is on
-disk, so that no crash takes it back. Never runs anything: jobs are run by `server/inference/jobs/jobs.py`, downloads by
+disk, so that no crash takes it back. Never runs anything: jobs are run by `features/jobs/jobs.py`, downloads by
 `downloads.py`, loads and unloads by `loads.py`. Jobs and all other kinds are counted apart, so that neither pushes out
 the other. Durations, and how old a row of this run is, go by the clock that is never set: of a row that has changed in
 this run, each time is told as the time before it and the seconds since.

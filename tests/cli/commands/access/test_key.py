@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom.cli.commands.access.key import VERBS
+from greenroom.access.key_file import read_keys
+from greenroom.access.keys import Caller, Keys
+from greenroom.cli.commands.key import VERBS
 from greenroom.config.schema import Config
 from greenroom.config.sections.keys import Verb
-from greenroom.tenancy.key_file import read_keys
-from greenroom.tenancy.keys import Caller, Keys
 from tests.cli.command import Cli
 
 

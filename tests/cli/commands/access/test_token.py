@@ -8,15 +8,15 @@ from typing import get_args
 
 import pytest
 
-from greenroom.cli.commands.access.token import OPERATIONS
 from greenroom.cli.main import main
 from greenroom.config.sections.governance import Operation
-from greenroom.tenancy.governance.audit import AuditLog
-from greenroom.tenancy.governance.canonical_json import sha256_of
-from greenroom.tenancy.governance.tokens import BySigners, read_token
+from greenroom.features.governance.audit import AuditLog
+from greenroom.features.governance.canonical_json import sha256_of
+from greenroom.features.governance.cli_token import OPERATIONS
+from greenroom.features.governance.tokens import BySigners, read_token
 from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
-from tests.tenancy.governance.token_rig import in_place, key_file
+from tests.features.governance.token_rig import in_place, key_file
 
 Out = pytest.CaptureFixture[str]
 

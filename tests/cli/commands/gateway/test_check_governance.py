@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from greenroom.config.schema import Model
+from greenroom.features.governance.keyset import key_id
 from greenroom.runtime.record.learned import identity_of
-from greenroom.tenancy.governance.keyset import key_id
 from tests.cli.command import Cli
-from tests.tenancy.governance.token_rig import PUBLIC, SHARED, key_file
+from tests.features.governance.token_rig import PUBLIC, SHARED, key_file
 
 
 def configured(folder: Path, **sections: Any) -> str:

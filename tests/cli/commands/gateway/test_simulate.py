@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.operating import explain
 from greenroom.cli.failures import ExitStatus
+from greenroom.features.planning import cli_explain as explain
 from greenroom.sim.cases import Case
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.command import Cli, Said

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli.commands.gateway import demo
-from greenroom.cli.commands.gateway.serve import Overrides
+from greenroom.cli.commands import demo
+from greenroom.cli.commands.serve import Overrides
 from greenroom.cli.demo_models import DemoModel
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.parser import parser

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.cli.commands.models import chat
+from greenroom.cli.commands import chat
 from greenroom.cli.main import main
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events

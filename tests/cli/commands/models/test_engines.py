@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.models import engines as engines_module
-from greenroom.cli.commands.models.engines import (
+from greenroom.cli.commands import engines as engines_module
+from greenroom.cli.commands.engines import (
     COMFYUI,
     DIFFUSERS,
     LLAMACPP,

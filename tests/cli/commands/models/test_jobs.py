@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.models import jobs
 from greenroom.cli.main import main
+from greenroom.features.jobs import cli as jobs
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import Answer, FakeGateway, answer
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom.cli.commands.models.models import size
 from greenroom.cli.main import main
+from greenroom.features.library.cli_models import size
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer, error
 from tests.library.hub_cache import add_snapshot, folder_files, put

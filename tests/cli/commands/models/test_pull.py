@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.models import pull
 from greenroom.cli.main import main
+from greenroom.features.library import cli_pull as pull
 from greenroom.library.fetched_marks import FetchedMarks
 from greenroom.library.roots import Roots
 from tests.cli.command import Cli, in_terminal

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from greenroom.cli.commands.models.trainer import addresses_of
 from greenroom.cli.main import main
+from greenroom.features.versions.cli_trainer import addresses_of
 from tests.cli.command import Cli
 from tests.trainer.fake_replica import FakeReplica
 from tests.waiting import PATIENCE_S, until_now

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.operating import gpus
+from greenroom.cli.commands import gpus
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.standins import fake_gpu

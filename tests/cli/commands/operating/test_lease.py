@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import pytest
 
 from greenroom.app import App
-from greenroom.cli.leased_program import LeasedProgram
 from greenroom.cli.main import main
+from greenroom.features.leases.cli_program import LeasedProgram
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.commands.operating import ps
+from greenroom.cli.commands import ps
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer
 

@@ -1,0 +1,360 @@
+"""How many requests and tokens tenants, keys and models may use per minute, and how many requests at once.
+
+Owns which tenant, key and model a request counts for. A `Meter` has the budgets (`budgets.py`) of one of them, as
+`LIMITS` lists them; a `Charge` is one request, counted against up to three meters. Requests are counted when they are
+admitted: for tenant and key at the headers, for the model and for tokens when the body has been read. Nothing here
+waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, Literal
+
+from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
+from greenroom.access.keys import Caller
+from greenroom.config.schema import Config, RateLimits
+from greenroom.config.sections.tenants import DEFAULT_TENANT
+from greenroom.errors import RateLimited
+
+# When a place among the requests at once becomes free is not known; asking again this soon is cheap.
+PLACE_RETRY_S: Final = 1.0
+# More requests at once than there can be.
+UNLIMITED: Final = 1 << 60
+
+TENANT: Final = "tenant"
+KEY: Final = "key"
+MODEL: Final = "model"
+Kind = Literal["tenant", "key", "model"]
+
+_LINES: Final = b"x-ratelimit-limit: %d\r\nx-ratelimit-remaining: %d\r\nx-ratelimit-reset: %d\r\n"
+
+# What a request reserved: where, of which budget, how much, and for which minute.
+Reserved = tuple["Meter", Budget, int, int]
+# The budget of a limit that has this name in the store, so much, and this period.
+NewBudget = Callable[[str, int, float], Budget]
+
+
+def in_memory(name: str, limit: int, period_s: float) -> Budget:
+    return Window(limit, period_s)
+
+
+class Meter:
+    """What one tenant, key or model may use, and what it uses."""
+
+    def __init__(self, kind: Kind, name: str) -> None:
+        self.kind = kind
+        self.name = name
+        # Limits per period, by their keys; and those of them that count requests, and those that count tokens.
+        self.budgets: dict[str, Budget] = {}
+        self.requests: tuple[Budget, ...] = ()
+        self.tokens: tuple[Budget, ...] = ()
+        self.concurrent_max = UNLIMITED
+        self.in_flight = 0
+
+    def apply(self, limits: RateLimits, new_budget: NewBudget) -> None:
+        """Go by these limits from now on. What was counted stays counted."""
+        self.concurrent_max = limits.concurrent_max or UNLIMITED
+        scope = "" if self.kind == TENANT else f"_{self.kind}"
+        before, self.budgets, self.requests, self.tokens = self.budgets, {}, (), ()
+        for row in LIMITS:
+            most = getattr(limits, row.key)
+            if not row.period_s or most is None:
+                continue
+            budget = before.get(row.key) or new_budget(f"{row.in_store}{scope}:{self.name}", most, row.period_s)
+            budget.limit, budget.unit = most, row.unit
+            self.budgets[row.key] = budget
+            if row.of_tokens:
+                self.tokens += (budget,)
+            else:
+                self.requests += (budget,)
+
+    def figures(self, now: float) -> dict[str, int | None]:
+        """Its limits, and what is left of each, by the fields of the API."""
+        found: dict[str, int | None] = {}
+        for row in LIMITS:
+            budget = self.budgets.get(row.key)
+            found[row.key], found[row.left] = (None, None) if budget is None else (budget.limit, budget.remaining(now))
+        places = None if self.concurrent_max == UNLIMITED else self.concurrent_max
+        return found | {"concurrent_max": places, "in_flight": self.in_flight}
+
+    def used_share(self, now: float) -> float:
+        """Of the limit of which most is used."""
+        shares = [1 - budget.remaining(now) / budget.limit for budget in self.budgets.values()]
+        if self.concurrent_max != UNLIMITED:
+            shares.append(self.in_flight / self.concurrent_max)
+        return max(shares, default=0.0)
+
+    def used_up(self, budget: Budget, amount: int, now: float) -> RateLimited:
+        """What is left of this budget does not suffice for so much."""
+        wait_s, left = budget.wait_s(amount, now), budget.remaining(now)
+        why = f"exceeded {budget.limit} {budget.unit}"
+        return self._refused(why, wait_s, budget.limit, left, reset_at(now, budget.period_s))
+
+    def no_place(self, now: float) -> RateLimited:
+        """It has as many requests at once as it may."""
+        why = f"has {self.concurrent_max} requests at once, as many as it may"
+        return self._refused(why, PLACE_RETRY_S, self.concurrent_max, 0, math.ceil(now + PLACE_RETRY_S))
+
+    def _refused(self, why: str, wait_s: float, limit: int, left: int, resets_at: int) -> RateLimited:
+        beside = {"limit": limit, "remaining": left, "resetAt": resets_at}
+        return RateLimited(f"{self.kind.capitalize()} {self.name} {why}", retry_after_s=wait_s, beside=beside)
+
+
+class Charge:
+    """One request, and the meters that it is counted against."""
+
+    __slots__ = ("_begun", "_least", "_least_of", "_of_caller", "_reserved", "_wall", "meters", "model", "tokens_asked")
+
+    def __init__(self, meters: tuple[Meter, ...], wall: Callable[[], float]) -> None:
+        """`meters` are those of its tenant and its key."""
+        self.meters = self._of_caller = meters
+        self.model: Meter | None = None
+        # What it says it will use at most; 0 if it says nothing.
+        self.tokens_asked = 0
+        self._wall = wall
+        # The meters at which it has a place, and what it reserved. A reload changes neither.
+        self._begun: tuple[Meter, ...] = ()
+        self._reserved: list[Reserved] = []
+        # Of the limits on requests that it was counted for, the one with the least left.
+        self._least = UNLIMITED
+        self._least_of: Budget | None = None
+
+    def admit(self, meters: tuple[Meter, ...], *, is_job: bool) -> None:
+        """Count a request for these meters. Raises RateLimited, and then nothing is counted.
+
+        A job needs no place at once: it waits for one on disk.
+        """
+        now = self._wall()
+        for meter in meters:
+            for budget in meter.tokens:
+                if budget.left(now) < 1:
+                    raise meter.used_up(budget, 1, now)
+            if meter.in_flight >= meter.concurrent_max and not is_job:
+                raise meter.no_place(now)
+        self._count(meters, now)
+
+    def set_model(self, model: Meter | None) -> None:
+        """Count it against this model, too."""
+        self.model = model
+        self.meters = self._of_caller if model is None else (*self._of_caller, model)
+
+    def admit_to_model(self) -> None:
+        """Count a job for its model. Raises RateLimited, and then nothing is counted."""
+        if self.model is not None:
+            self.admit((self.model,), is_job=True)
+
+    def begin(self, *, is_counted: bool = False) -> None:
+        """Reserve tokens and take a place among the requests at once. Raises RateLimited, and then nothing is counted.
+
+        The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted.
+        """
+        self._enter(self.meters, () if is_counted or self.model is None else (self.model,))
+
+    def serve_by(self, model: Meter | None) -> None:
+        """Count a request that has begun for this model, too, instead of for the one before. Raises RateLimited."""
+        if model is self.model:
+            return
+        if self.model is not None:
+            self._leave(self.model)
+        if model is not None:
+            self._enter((model,), (model,))
+            self.set_model(model)
+
+    def _enter(self, meters: tuple[Meter, ...], counted: tuple[Meter, ...]) -> None:
+        """Take a place and reserve tokens at these meters, and count a request for some of them."""
+        now, reserved = self._wall(), self._reserved
+        for meter in meters:
+            if meter.in_flight >= meter.concurrent_max:
+                raise meter.no_place(now)
+        before = len(reserved)
+        try:
+            for meter in meters:
+                for budget in meter.tokens:
+                    amount = budget.reserve(self.tokens_asked, now)
+                    if amount < 0:
+                        raise meter.used_up(budget, self.tokens_asked or 1, now)
+                    reserved.append((meter, budget, amount, budget.minute))
+            if counted:
+                self._count(counted, now)
+        except RateLimited:
+            _settle(reserved[before:], 0, now)
+            del reserved[before:]
+            raise
+        for meter in meters:
+            meter.in_flight += 1
+        self._begun += meters
+
+    def _count(self, meters: tuple[Meter, ...], now: float) -> None:
+        """Count a request for all of these meters, or for none. Raises RateLimited."""
+        for meter in meters:
+            for budget in meter.requests:
+                left = budget.take_one(now)
+                if left < 0:
+                    asked = [one for each in meters for one in each.requests]
+                    for taken in asked[: asked.index(budget)]:
+                        taken.give_back(1, taken.minute, now)
+                    raise meter.used_up(budget, 1, now)
+                if left < self._least:
+                    self._least, self._least_of = left, budget
+
+    def _leave(self, model: Meter) -> None:
+        """Give back its place and its tokens at this model. It stays counted as a request."""
+        self.set_model(None)
+        if model in self._begun:
+            self._begun = tuple([meter for meter in self._begun if meter is not model])
+            model.in_flight -= 1
+        _settle([one for one in self._reserved if one[0] is model], 0, self._wall())
+        self._reserved = [one for one in self._reserved if one[0] is not model]
+
+    def end(self, tokens_used: int | None) -> None:
+        """Free its place, and count the tokens that were really used. Only the first call after `begin` counts.
+
+        What was reserved and not used is given back to the minute of the reservation; what was used beyond it counts
+        from now on. None: an engine worked and nothing tells how much; what was reserved stays counted.
+        """
+        for meter in self._begun:
+            meter.in_flight -= 1
+        self._begun = ()
+        if self._reserved:
+            if tokens_used is not None:
+                _settle(self._reserved, tokens_used, self._wall())
+            self._reserved.clear()
+
+    def counts_tokens(self) -> bool:
+        for meter in self.meters:  # noqa: SIM110 (a generator for each request costs more than the rest of this)
+            if meter.tokens:
+                return True
+        return False
+
+    def answer_lines(self) -> bytes:
+        """X-RateLimit-*: of its limits on requests, the one that had the least left; else of those on tokens."""
+        now, budget, least = self._wall(), self._least_of, self._least
+        if budget is None:
+            for meter in self.meters:
+                for tokens in meter.tokens:
+                    if (left := tokens.remaining(now)) < least:
+                        budget, least = tokens, left
+        return b"" if budget is None else _LINES % (budget.limit, least, reset_at(now, budget.period_s))
+
+
+def _settle(reserved: list[Reserved], used: int, now: float) -> None:
+    for _, budget, amount, minute in reserved:
+        if used > amount:
+            budget.take(used - amount, now)
+        elif used < amount:
+            budget.give_back(amount - used, minute, now)
+
+
+def reset_at(now: float, period_s: float = MINUTE_S) -> int:
+    """The end of this minute, or of another period, in seconds since 1970."""
+    return int((now // period_s + 1.0) * period_s)
+
+
+class Limiter:
+    """The meters of all tenants, keys and models. `is_on` is False while nothing is limited."""
+
+    def __init__(self, new_budget: NewBudget = in_memory, wall: Callable[[], float] = time.time) -> None:
+        self.is_on = False
+        self._new_budget = new_budget
+        self._wall = wall
+        self._config = Config()
+        self._meters: dict[tuple[Kind, str], Meter] = {}
+        # Of earlier configurations: they limit nothing, and go on counting if their limits come back.
+        self._former: dict[tuple[Kind, str], Meter] = {}
+        # False: the tenants that callers name are ignored.
+        self._are_named = True
+        self._of_model: dict[str, Meter] = {}
+        # The meters of a key's holder, as long as it is the same record; and those of tenants that callers name.
+        self._of_caller: dict[str, tuple[Caller, tuple[Meter, ...]]] = {}
+        self._of_named: dict[bytes, tuple[Meter, ...]] = {}
+        self._of_others: tuple[Meter, ...] = ()
+
+    def configure(self, config: Config, callers: Iterable[Caller] = ()) -> None:
+        """Go by these limits from now on, with what is counted already. `callers` are those that have a key."""
+        self._are_named = config.server.multi_tenant
+        self._config = config
+        # Keys whose limits are not told here come back to theirs; requests that are counted against others still are.
+        self._former = {key: meter for key, meter in self._former.items() if meter.in_flight} | self._meters
+        self._meters = {}
+        self._of_model = {
+            name: self._meter(MODEL, name, model.limits)
+            for name, model in config.models.items()
+            if model.limits is not None
+        }
+        self._of_named = {
+            name.encode(): (self._meter(TENANT, name, limits),) for name, limits in config.tenants.items()
+        }
+        self._of_others = self._of_named.get(DEFAULT_TENANT.encode(), ())
+        self._of_caller = {}
+        for caller in callers:
+            self._meters_of(caller)
+        self.is_on = bool(self._meters)
+
+    @property
+    def meters(self) -> list[Meter]:
+        """Of all tenants, keys and models that are limited."""
+        return list(self._meters.values())
+
+    def now(self) -> float:
+        """By the clock that its minutes go by."""
+        return self._wall()
+
+    def admit(self, caller: Caller, said_tenant: bytes | None, *, is_job: bool = False) -> Charge | None:
+        """Count a request at its headers; None if neither tenant nor key are limited. Raises RateLimited."""
+        meters = self._of(caller, said_tenant)
+        if not meters:
+            return None
+        charge = Charge(meters, self._wall)
+        charge.admit(meters, is_job=is_job)
+        return charge
+
+    def charge_of(
+        self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, model: str
+    ) -> Charge | None:
+        """The charge of a request whose body has been read; None if nothing that it uses is limited."""
+        meter = self._of_model.get(model)
+        if admitted is None:
+            meters = self._of(caller, said_tenant)
+            if meter is None and not meters:
+                return None
+            admitted = Charge(meters, self._wall)
+        admitted.set_model(meter)
+        return admitted
+
+    def charge_of_any(
+        self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
+    ) -> tuple[Charge | None, list[Meter | None]]:
+        """The charge of a request that one of these models will serve (`Charge.serve_by`), and the meter of each."""
+        meters = [self._of_model.get(model) for model in models]
+        if admitted is None and (any(meters) or self._of(caller, said_tenant)):
+            admitted = Charge(self._of(caller, said_tenant), self._wall)
+        return admitted, meters
+
+    def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Meter, ...]:
+        if caller.tenant is None:
+            # Without keys anyone can make up tenants: those that are not configured share one budget.
+            if said_tenant is None or not self._are_named:
+                return self._of_others
+            return self._of_named.get(said_tenant, self._of_others)
+        known = self._of_caller.get(caller.name)
+        return known[1] if known is not None and known[0] is caller else self._meters_of(caller)
+
+    def _meters_of(self, caller: Caller) -> tuple[Meter, ...]:
+        meters: tuple[Meter, ...] = ()
+        tenants, tenant = self._config.tenants, caller.tenant
+        if tenant is not None and (limits := tenants.get(tenant) or tenants.get(DEFAULT_TENANT)) is not None:
+            meters = (self._meter(TENANT, tenant, limits),)
+        if caller.limits is not None:
+            meters = (*meters, self._meter(KEY, caller.name, caller.limits))
+        self._of_caller[caller.name] = (caller, meters)
+        return meters
+
+    def _meter(self, kind: Kind, name: str, limits: RateLimits) -> Meter:
+        key = (kind, name)
+        meter = self._meters.get(key) or self._former.pop(key, None) or Meter(kind, name)
+        meter.apply(limits, self._new_budget)
+        self._meters[key] = meter
+        return meter

@@ -1,0 +1,1 @@
+"""Models as the management API lists and describes them."""

@@ -1,0 +1,359 @@
+"""What the OpenAPI document says of the routes to models, which the framework does not serve.
+
+Made from the table of routes. Engines take more fields than are named here, and answer with more; the gateway reads
+`model`, `stream`, the fields of a form and its own. The paths below /upstream/ are those of each engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from greenroom.access import keys
+from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
+from greenroom.config.kinds import NAME_CHARS_MAX as TENANT_CHARS_MAX
+from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
+from greenroom.config.sections.engine_keys import WITH_PATH
+from greenroom.dialects.shapes import Dialect
+from greenroom.errors import (
+    BadRequest,
+    BodiesFull,
+    BodyTooLarge,
+    BudgetPassed,
+    EngineLost,
+    EngineTimeout,
+    ExpectationFailed,
+    GatewayBug,
+    GreenroomError,
+    HeadersTooLarge,
+    HostNotAllowed,
+    InvalidKey,
+    LoadFailed,
+    MediaRefused,
+    ModelLoading,
+    ModelNotFound,
+    NoAbility,
+    NotAllowed,
+    NotFound,
+    OperationsFull,
+    OperationStoreFull,
+    PictureStoreFull,
+    PostOnly,
+    QueueFull,
+    ShuttingDown,
+    TooLarge,
+    TooManyModels,
+    TooManyUnfinished,
+    TooSlow,
+    Unloaded,
+)
+from greenroom.http.sse import StreamShape
+from greenroom.serving.body.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
+from greenroom.serving.prefix_cache import TAG_CHARS_MAX
+from greenroom.serving.routes import GENERATE, MODEL_ROUTES, Route
+
+Schema = dict[str, Any]
+
+_JSON: Final = "application/json"
+_EVENTS: Final = "text/event-stream"
+_ERROR: Final[Schema] = {"$ref": "#/components/schemas/ErrorBody"}
+_ENGINE_ERROR: Final[Schema] = {"type": "object", "description": "An engine's own error, as the engine sent it."}
+
+
+# Without Ollama's, whose errors and streams have other shapes, and the engines' own, which are theirs to describe.
+_ELSEWHERE: Final = (Dialect.OLLAMA, Dialect.LLAMACPP)
+DOCUMENTED: Final = {
+    path: route for path, route in MODEL_ROUTES.items() if route.dialect not in _ELSEWHERE and not route.is_twin
+}
+
+
+def with_model_routes(document: Schema) -> Schema:
+    """The document with the routes to models, whose errors and jobs have the shapes that it has already."""
+    components = document["components"]
+    schemas = {_body_name(route): _body(route) for route in DOCUMENTED.values()}
+    return {
+        **document,
+        "paths": {**document["paths"], **{path.decode(): _path(route) for path, route in DOCUMENTED.items()}},
+        "components": {**components, "schemas": {**components["schemas"], **schemas}},
+    }
+
+
+def _path(route: Route) -> Schema:
+    api = _APIS[route.name]
+    return {
+        "post": {
+            "operationId": route.name,
+            "summary": api.summary,
+            "description": f"{api.summary} Further fields go to the engine.",
+            "parameters": _HEADERS if route.is_text else [one for one in _HEADERS if "Cache" not in one["name"]],
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "multipart/form-data" if route.form else _JSON: {
+                        "schema": {"$ref": f"#/components/schemas/{_body_name(route)}"}
+                    }
+                },
+            },
+            "responses": {
+                "200": {
+                    "description": "The answer. In a stream, an error is an event too, with the body of an error.",
+                    "headers": {**_ANSWER_HEADERS, **(_CACHE_HEADERS if route.is_text else {})},
+                    "content": _answers(route, api),
+                },
+                "202": {
+                    "description": "The job that will have the answer, where Prefer is respond-async.",
+                    "headers": {"Location": _said("Where the job is.")},
+                    "content": {_JSON: {"schema": {"$ref": "#/components/schemas/JobView"}}},
+                },
+                **dict(_errors()),
+                "default": {"description": "An engine's answer.", "content": {_JSON: {"schema": _ENGINE_ERROR}}},
+            },
+        }
+    }
+
+
+def _answers(route: Route, api: _Api) -> Schema:
+    if api.answer is None:
+        return {"audio/*": {"schema": {"type": "string", "format": "binary"}}, _EVENTS: {}}
+    content: Schema = {_JSON: {"schema": api.answer}}
+    if route.is_text or route.shape is StreamShape.TRANSCRIPT:
+        content[_EVENTS] = {}
+    if route.shape is StreamShape.TRANSCRIPT:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    return content
+
+
+def _errors() -> Iterator[tuple[str, Schema]]:
+    """The statuses of the gateway's own errors, each with its codes."""
+    for status in sorted({error.status for error in _ERRORS}):
+        codes = sorted({f"`{error.code}`" for error in _ERRORS if error.status == status})
+        # Of a request that an engine refuses, that engine tells the reason.
+        schema = {"anyOf": [_ERROR, _ENGINE_ERROR]} if status == BadRequest.status else _ERROR
+        yield str(status), {"description": ", ".join(codes), "content": {_JSON: {"schema": schema}}}
+
+
+_ERRORS: Final[tuple[type[GreenroomError], ...]] = (
+    *(BadRequest, MediaRefused, NoAbility, InvalidKey, NotAllowed, HostNotAllowed, NotFound, ModelNotFound, PostOnly),
+    *(TooSlow, BodyTooLarge, ExpectationFailed, HeadersTooLarge, GatewayBug, EngineLost, EngineTimeout, BudgetPassed),
+    *(
+        QueueFull,
+        BodiesFull,
+        TooManyModels,
+        OperationsFull,
+        TooManyUnfinished,
+        ModelLoading,
+        Unloaded,
+        ShuttingDown,
+        LoadFailed,
+        TooLarge,
+    ),
+    *(TooManyUnfinished, OperationStoreFull, PictureStoreFull),
+)
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def _body_name(route: Route) -> str:
+    return f"{''.join(word.title() for word in route.name.split('_'))}Request"
+
+
+def _body(route: Route) -> Schema:
+    """Of a form, the fields that the gateway requires; of JSON, those without which no engine can answer."""
+    api = _APIS[route.name]
+    return {
+        "type": "object",
+        # The model of /generate may be named by ?model=, or be the only one.
+        "required": [*(() if route is GENERATE else ("model",)), *(route.form or api.required)],
+        "properties": {"model": _MODEL, **api.fields, **_OURS, **_ADHOC},
+        "additionalProperties": True,
+    }
+
+
+def _string(about: str, **more: Any) -> Schema:
+    return _field("string", about, **more)
+
+
+def _said(about: str, kind: str = "string") -> Schema:
+    """A header of an answer."""
+    return {"description": about, "schema": {"type": kind}}
+
+
+def _field(kind: str, about: str, **more: Any) -> Schema:
+    return {"type": kind, "description": about, **more}
+
+
+_MODEL: Final = _string(
+    "An id, an alias, a path below a root, or an id of the hub.", minLength=1, maxLength=NAME_CHARS_MAX
+)
+_PRINTABLE: Final = "^[ -~]+$"
+_FILE: Final[Schema] = {"type": "string", "format": "binary"}
+_STREAM: Final = _field("boolean", "Send the answer as events, as it is made.")
+_PICTURE_FIELDS: Final[Schema] = {
+    "n": _field("integer", "How many pictures."),
+    "size": _string("Such as 512x512."),
+    "response_format": _string("b64_json, or url: the gateway keeps the picture for a while."),
+}
+_SOUND_FIELDS: Final[Schema] = {
+    "file": _FILE,
+    "prompt": _string("Words before the sound."),
+    "response_format": _string("json, text, srt, verbose_json or vtt."),
+    "stream": _STREAM,
+}
+_WORDS: Final[Schema] = {"type": ["string", "array"], "description": "A text or several."}
+
+# Read by the gateway, never sent to an engine.
+# null counts as left out in JSON, and is not a word that forms have: it is not named.
+_PRIORITY: Final = f"{', '.join(PRIORITY_NAMES)} or a whole number; lower goes first."
+_KEEP_ALIVE: Final = (
+    'How long the model stays after this: seconds, or a time such as "5m"; 0 leaves when idle, -1 stays.'
+)
+_TIME: Final[Schema] = {
+    "anyOf": [
+        {"type": "number", "maximum": SECONDS_MAX},
+        {"type": "string", "maxLength": 64, "pattern": "^-?([0-9]+|([0-9]+(ns|us|ms|s|m|h))+)$"},
+    ]
+}
+_OURS: Final[Schema] = {
+    "x_priority": {
+        "description": _PRIORITY,
+        "anyOf": [
+            {"type": "integer", "minimum": keys.PRIORITY_MIN, "maximum": keys.PRIORITY_MAX},
+            {"type": "string", "enum": list(PRIORITY_NAMES)},
+        ],
+    },
+    "x_client_id": _string("The caller's program, for logs.", maxLength=CLIENT_ID_CHARS_MAX, pattern=_PRINTABLE),
+    "x_budget_s": _field("number", "Seconds that the whole answer may take.", exclusiveMinimum=0),
+    "keep_alive": {"description": _KEEP_ALIVE, **_TIME},
+    "x_keep_alive_s": {"description": "The same; counts where both are sent.", **_TIME},
+}
+_ADHOC: Final[Schema] = {
+    "backend": _string("For a model that no configuration names: its engine.", enum=list(WITH_PATH)),
+    "device": _string("For such a model: cuda or cpu.", enum=["cuda", "cpu"]),
+    "n_gpu_layers": _field("integer", "For such a model: -1 is all.", minimum=-1, maximum=COUNT_MAX),
+    "gpu_memory_utilization": _field(
+        "number", "For such a model: its share of a GPU's memory.", exclusiveMinimum=0, maximum=1
+    ),
+    "ttl": _field(
+        "number",
+        "For such a model: seconds without a request until it leaves; 0 = never.",
+        minimum=0,
+        maximum=SECONDS_MAX,
+    ),
+}
+
+
+# --- headers --------------------------------------------------------------------------------------------------------
+
+
+def _header(name: str, about: str, **schema: Any) -> Schema:
+    return {"name": name, "in": "header", "description": about, "schema": {"type": "string", **schema}}
+
+
+_HEADERS: Final = [
+    _header("X-Priority", _PRIORITY, pattern=f"^({'|'.join(PRIORITY_NAMES)}|-?[0-9]{{1,2}})$"),
+    _header("X-Tenant-ID", "The tenant, where the key has none. UTF-8.", maxLength=TENANT_CHARS_MAX),
+    _header("X-Client-ID", "The caller's program, for logs."),
+    _header("X-Heartbeat", "What is sent while a stream waits.", enum=[kind.value for kind in Heartbeat]),
+    _header(
+        "X-Request-Timeout-S", "Seconds that the whole answer may take.", pattern=r"^[1-9][0-9]{0,5}(\.[0-9]{1,6})?$"
+    ),
+    _header(
+        "X-Cache-Tag", "Only requests with the same tag share prefixes.", maxLength=TAG_CHARS_MAX, pattern="^[!-~]+$"
+    ),
+    _header("X-Cache-Mode", "none: no prefix is reused, nor left for others.", enum=["prefix", "auto", "none"]),
+    _header("X-Facts", "comment: a stream ends with a comment that says what its end tells.", enum=["comment", "off"]),
+    _header("Prefer", "respond-async: answer with a job at once."),
+    _header("X-Job-Retry", "The job may run twice.", enum=["true", "false"]),
+]
+_ANSWER_HEADERS: Final[Schema] = {
+    "X-Request-ID": _said("For /api/v1/requests."),
+    "X-Queue-Wait-Ms": _said("How long it waited. Missing where heartbeats were sent.", "integer"),
+}
+_CACHE_HEADERS: Final[Schema] = {
+    "X-Cache-Hit": _said("true where a prefix was reused, false where none was, else unknown."),
+    "X-Cache-Tokens-Reused": _said("Tokens of that prefix; 0 where they are not known.", "integer"),
+    "X-GPU-Time-Ms": _said("How long the engine computed, if it tells; a trailer of a stream.", "integer"),
+}
+
+
+# --- what each route asks for and answers ---------------------------------------------------------------------------
+
+
+def _object(required: str, **properties: Schema) -> Schema:
+    return {"type": "object", "required": required.split(), "properties": properties, "additionalProperties": True}
+
+
+_OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
+_CHOICES: Final = _object("choices", choices=_OBJECTS, model={"type": "string"}, usage={"type": ["object", "null"]})
+_PICTURES: Final = _object("data", created={"type": "number"}, data=_OBJECTS)
+_TRANSCRIPT: Final = _object("text", text={"type": "string"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Api:
+    """`answer` is None for sound. `required`: beside `model`; forms have theirs in the table of routes."""
+
+    summary: str
+    answer: Schema | None
+    required: tuple[str, ...] = ()
+    fields: Schema = field(default_factory=dict)
+
+
+_APIS: Final = {
+    "chat": _Api("Continue a conversation.", _CHOICES, ("messages",), {"messages": _OBJECTS, "stream": _STREAM}),
+    "completions": _Api("Continue a text.", _CHOICES, ("prompt",), {"prompt": _WORDS, "stream": _STREAM}),
+    "generate": _Api(
+        "Continue a text by the model under version control.",
+        _CHOICES,
+        ("prompt",),
+        {"prompt": _WORDS, "stream": _STREAM},
+    ),
+    "embeddings": _Api("Turn texts into vectors.", _object("data", data=_OBJECTS), ("input",), {"input": _WORDS}),
+    "rerank": _Api(
+        "Order documents by how well they answer a query.",
+        _object("results", results=_OBJECTS),
+        ("query", "documents"),
+        {"query": _string("What is looked for."), "documents": {"type": "array"}},
+    ),
+    "images": _Api("Make pictures.", _PICTURES, ("prompt",), {"prompt": _string("What to show."), **_PICTURE_FIELDS}),
+    "image_edits": _Api(
+        "Change a picture.",
+        _PICTURES,
+        fields={"image": _FILE, "mask": _FILE, "prompt": _string("What to show.", minLength=1), **_PICTURE_FIELDS},
+    ),
+    "image_variations": _Api("Make others like a picture.", _PICTURES, fields={"image": _FILE, **_PICTURE_FIELDS}),
+    "transcriptions": _Api(
+        "Write down what is said.", _TRANSCRIPT, fields={"language": _string("Such as en."), **_SOUND_FIELDS}
+    ),
+    "translations": _Api("Write down in English what is said.", _TRANSCRIPT, fields=_SOUND_FIELDS),
+    "messages": _Api(
+        "Continue a conversation, as Anthropic's Messages have it.",
+        _object("content", content=_OBJECTS, model={"type": "string"}, usage={"type": "object"}),
+        ("messages", "max_tokens"),
+        {"messages": _OBJECTS, "max_tokens": _field("integer", "How long the answer may be."), "stream": _STREAM},
+    ),
+    "responses": _Api(
+        "Continue a conversation, as OpenAI's Responses have it. Nothing is stored.",
+        _object("output", output=_OBJECTS, model={"type": "string"}, usage={"type": ["object", "null"]}),
+        ("input",),
+        {"input": {"type": ["string", "array"], "description": "A text, or items."}, "stream": _STREAM},
+    ),
+    "count_tokens": _Api(
+        "Count the tokens of a request to /v1/messages.",
+        _object("input_tokens", input_tokens={"type": "integer"}),
+        ("messages",),
+        {"messages": _OBJECTS},
+    ),
+    "speech": _Api(
+        "Say a text.",
+        None,
+        ("input",),
+        {
+            "input": _string("What to say."),
+            "voice": {"type": ["string", "object"]},
+            "response_format": _string("mp3, wav and others that the engine can."),
+        },
+    ),
+}

@@ -1,0 +1,166 @@
+"""`/api/v1/config/effective`: every value that counts, where it is from, and what the file says by now.
+
+Reads the file again and applies nothing. For admins: a configuration names paths, tenants and other machines. What may
+be a secret is never told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from greenroom.access.keys import Permission
+from greenroom.api.declared import get
+from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.views import View
+from greenroom.base.detached import run_detached
+from greenroom.config import environment, loader, mistakes
+from greenroom.config.diff import diff
+from greenroom.config.loader import LoadedConfig
+from greenroom.config.problems import problems
+from greenroom.config.reader import Where, dotted
+from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
+
+PATH: Final = "/api/v1/config/effective"
+_HIDDEN: Final = mistakes.SECRET_KEYS | mistakes.COMMAND_KEYS
+# Names within mappings that users fill as they like (`set_params`, `options`, `metadata` …).
+_SECRET_NAME: Final = re.compile(r"key|secret|passw|auth|bearer|credential|token(?!s|_id|iz)", re.IGNORECASE)
+_FREE: Final = frozenset({"set_params", "options", "metadata", "chat_template_kwargs", "headers"})
+
+# An address with a user's name has a password, too; what follows a question mark may be one.
+_SECRET_URL: Final = re.compile(r"://.*[@?]|^/.*\?")
+
+Source = Literal["file", "environment", "default", "other"]
+
+
+class ConfigValue(View):
+    key: str
+    """As in messages: `models.qwen.ctx_size`."""
+    value: Any
+    """As it counts, with defaults and absolute paths; `(hidden)` if it may be a secret."""
+    source: Source | None
+    """other: the command line, or what another key implies. Null while the file cannot be used."""
+    variable: str | None
+    """The environment variable that says it."""
+
+
+class ConfigCheck(View):
+    """What `greenroom check` says of the keys of the file, as it is now."""
+
+    problems: list[str]
+    """Why a reload would be refused; empty if it would not."""
+    warnings: list[str]
+
+
+class PendingChanges(View):
+    """What differs between what runs and what would be read now: ids of models, and keys."""
+
+    added: list[str]
+    changed: list[str]
+    relabelled: list[str]
+    removed: list[str]
+    at_once: list[str]
+    needs_restart: list[str]
+    """While there is one, a reload is refused."""
+
+
+class EffectiveConfig(View):
+    file: str | None
+    """Null where the gateway was started without one."""
+    values: list[ConfigValue]
+    """All keys of sections; of models, tenants and what else has names those that differ from their defaults."""
+    check: ConfigCheck
+    pending: PendingChanges | None
+    """What a reload would do; null if there is nothing to read, or it cannot be used."""
+
+
+class ConfigRoutes(GatewayRoutes):
+    @get(PATH, needs=Permission.MANAGE)
+    async def effective_config(self) -> EffectiveConfig:
+        """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
+        gateway = self._gateway
+        # In threads: of hundreds of models each of these takes longer than the loop may wait.
+        loaded, wrong = await run_detached(lambda: _read(gateway.path), "read the configuration")
+        config = gateway.config
+        warnings = (
+            await run_detached(lambda: problems(config), "check the configuration")
+            if loaded is None
+            else loaded.warnings
+        )
+        return EffectiveConfig(
+            file=None if gateway.path is None else str(gateway.path),
+            values=await run_detached(lambda: list(_values(config, loaded)), "list the configuration"),
+            check=ConfigCheck(problems=wrong, warnings=list(warnings)),
+            pending=None if loaded is None else await self._pending(),
+        )
+
+    async def _pending(self) -> PendingChanges | None:
+        try:
+            now, then = self._gateway.config, await self._gateway.reread()
+            changes = await run_detached(lambda: diff(now, then), "compare configurations")
+        except ConfigError:
+            # There is no file, or it has become unusable just now.
+            return None
+        return PendingChanges(
+            added=list(changes.added),
+            changed=list(changes.changed),
+            relabelled=list(changes.relabelled),
+            removed=list(changes.removed),
+            at_once=list(changes.at_once),
+            needs_restart=list(changes.needs_restart),
+        )
+
+
+def _read(path: Path | None) -> tuple[LoadedConfig | None, list[str]]:
+    try:
+        return loader.load(path, to_serve=True), []
+    except ConfigError as error:
+        return None, error.message.splitlines()
+
+
+def _values(config: Config, loaded: LoadedConfig | None) -> Iterator[ConfigValue]:
+    defaults = dict(_leaves((), Config().model_dump(mode="json")))
+    said = dict(_leaves((), config.model_dump(mode="json", exclude_defaults=True)))
+    filled = {where[:size] for where in said for size in range(len(where))}
+    variables = environment.said(os.environ).names
+    places = None if loaded is None else loaded.places
+    for where, value in (defaults | said).items():
+        # Of a mapping that is empty by default, what it holds is told instead.
+        if where in filled:
+            continue
+        variable = variables.get(where)
+        source = "environment" if variable is not None else _source(where, places, is_default=where not in said)
+        yield ConfigValue(key=dotted(where), value=_told(where, value), source=source, variable=variable)
+
+
+def _source(where: Where, places: frozenset[Where] | None, *, is_default: bool) -> Source | None:
+    if places is not None and where in places:
+        return "file"
+    return "default" if is_default else "other" if places is not None else None
+
+
+def _leaves(where: Where, value: Any) -> Iterator[tuple[Where, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves((*where, str(key)), inner)
+    else:
+        yield where, value
+
+
+def _told(where: Where, value: Any) -> Any:
+    """The value without secrets, which may be inside of lists, too."""
+    if (_HIDDEN.intersection(where) or _is_free_secret(where)) and value not in (None, [], {}):
+        return environment.HIDDEN
+    if isinstance(value, Mapping):
+        return {key: _told((*where, str(key)), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_told((*where, at), inner) for at, inner in enumerate(value)]
+    return environment.HIDDEN if isinstance(value, str) and _SECRET_URL.search(value) else value
+
+
+def _is_free_secret(where: Where) -> bool:
+    return bool(_FREE.intersection(where)) and any(_SECRET_NAME.search(str(name)) for name in where)

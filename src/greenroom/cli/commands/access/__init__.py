@@ -1,1 +1,0 @@
-"""Commands about keys and signed operations, and what was used with them."""

@@ -1,1 +1,0 @@
-"""Commands about a gateway as a whole: run it, check its configuration, simulate it."""

@@ -1,0 +1,205 @@
+"""`greenroom key`: make, list and revoke API keys, in a key file that the gateway follows.
+
+Works without a gateway. A new key is printed once, after its hash is safely in the file. Where there is no key file,
+the lines for the configuration are printed, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from greenroom.access.budgets import LIMITS
+from greenroom.cli import keys_shown, screen
+from greenroom.cli.address import KEY_NAME
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus, WrongUsage
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from greenroom.access.key_file import FileKey
+    from greenroom.config.schema import Server
+
+# Those of the configuration, whose schema is too slow to import for a list of commands.
+VERBS: Final = ("read", "load", "flush", "download", "delete", "reload", "remote")
+_SPAN: Final = re.compile(r"([0-9]{1,5})([hdw])")
+_SPANS: Final = {"h": "hours", "d": "days", "w": "weeks"}
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    for add in (_add_new, _add_list, _add_revoke):
+        add(commands)
+
+
+def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    parser.set_defaults(run_key=run)
+    parser.add_argument("-f", "--file", metavar="FILE", help="the key file (default: server.key_file)")
+    parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    status: int = args.run_key(args)
+    return status
+
+
+COMMAND = Subcommand("key", "API keys: make one, list them, revoke one.", _add_options, _run)
+
+
+# --- new ------------------------------------------------------------------------------------------------------------
+
+
+def _add_new(commands: Any) -> None:
+    parser = _sub(commands, "new", "Make a key, keep its hash in the key file, and print the key once.", _new)
+    parser.add_argument("name", help="the key's name, which is never another key's: in logs, usage and limits")
+    parser.add_argument("--tenant", help="the tenant of its requests (default: the name)")
+    parser.add_argument("--priority-max", choices=("high", "normal", "low"), help="the best priority it may ask for")
+    parser.add_argument("--model", action="append", metavar="PATTERN", help="it may ask these only; may be repeated")
+    parser.add_argument("--route", action="append", metavar="PATTERN", help="it may call these only; may be repeated")
+    parser.add_argument("--verb", action="append", choices=VERBS, help="what else it may do; may be repeated")
+    parser.add_argument("--admin", action="store_true", help="may manage the gateway as well as use models")
+    parser.add_argument("--leases", action="store_true", help="may take leases as well as use models")
+    for limit in LIMITS:
+        option = f"--{limit.key.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"{limit.key} of this key")
+    parser.add_argument("--expires", metavar="WHEN", help="a date, as 2027-01-31, or how long from now, as 90d or 12h")
+
+
+def _new(args: argparse.Namespace) -> int:
+    from greenroom.access.key_changes import add_key
+    from greenroom.access.keys import new_key
+
+    secret, sha256 = new_key()
+    server = None if args.file else _server(args)
+    key, path = _made(args, sha256), args.file or (None if server is None else server.key_file)
+    if path is None:
+        _say_lines(secret, key, as_json=args.json)
+        return ExitStatus.OK
+    if server is not None and any(key.name == other.name for other in server.api_keys):
+        raise WrongUsage(f"server.api_keys has a key {key.name} already; choose another name")
+    add_key(path, key)
+    if args.json:
+        screen.say_json({"key": secret, **keys_shown.shown(key)})
+        return ExitStatus.OK
+    screen.say(f"key: {secret}")
+    screen.hint(
+        f"keep it now, it cannot be shown again: export {KEY_NAME}=…; a running gateway takes it within seconds"
+    )
+    return ExitStatus.OK
+
+
+def _made(args: argparse.Namespace, sha256: str) -> FileKey:
+    """The key that was asked for. Raises WrongUsage."""
+    from datetime import UTC, datetime
+
+    from pydantic import ValidationError
+
+    from greenroom.access.key_file import FileKey, sentences
+
+    now = datetime.now(UTC).replace(microsecond=0)
+    limits = {limit.key: value for limit in LIMITS if (value := getattr(args, limit.key)) is not None}
+    said = {
+        "tenant": args.tenant,
+        "priority_max": args.priority_max,
+        "models": args.model,
+        "routes": args.route,
+        "verbs": args.verb,
+        "admin": args.admin or None,
+        "leases": args.leases or None,
+        "limits": limits or None,
+        "expires": _until(args.expires, now),
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    try:
+        key = FileKey.model_validate({"name": args.name, "sha256": sha256, "created": now, **given})
+    except ValidationError as error:
+        raise WrongUsage("; ".join(sentences(error))) from None
+    if key.expires is not None and key.expires <= now:
+        raise WrongUsage(f"expires: {args.expires} is past already")
+    return key
+
+
+def _until(said: str | None, now: datetime) -> str | datetime | None:
+    from datetime import timedelta
+
+    if said is None or (span := _SPAN.fullmatch(said)) is None:
+        return said
+    return now + timedelta(**{_SPANS[span.group(2)]: int(span.group(1))})
+
+
+def _say_lines(secret: str, key: FileKey, *, as_json: bool) -> None:
+    """For the configuration, where there is no key file."""
+    said = key.model_dump(mode="json", exclude_defaults=True, exclude={"created"})
+    if as_json:
+        screen.say_json({"key": secret, **said})
+        return
+    screen.say(f"key: {secret}")
+    screen.say("\nFor the configuration, which never holds the key itself:\n")
+    # A name may need quotes; JSON's are valid YAML.
+    name, *more = (f"{field}: {json.dumps(value, ensure_ascii=False)}" for field, value in said.items())
+    screen.say("server:\n  api_keys:\n" + "\n      ".join([f"    - {name}", *more]))
+    screen.hint(f"\nkeep the key now, it cannot be shown again: export {KEY_NAME}=…; then `greenroom reload`")
+
+
+# --- list and revoke ------------------------------------------------------------------------------------------------
+
+
+def _add_list(commands: Any) -> None:
+    _sub(commands, "list", "Show the keys of the key file, without the keys themselves.", _list)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from greenroom.access.key_file import read_keys
+
+    path = _path(args)
+    try:
+        keys = [keys_shown.shown(key) for key in read_keys(path)]
+    except FileNotFoundError:
+        raise WrongUsage(f"there is no {path} yet; `greenroom key new` makes it") from None
+    if args.json:
+        screen.say_json(keys)
+    else:
+        screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in keys])
+    return ExitStatus.OK
+
+
+def _add_revoke(commands: Any) -> None:
+    parser = _sub(commands, "revoke", "Refuse a key from its next request on; answers that have begun go on.", _revoke)
+    parser.add_argument("name", help="the key's name, as `greenroom key list` shows it")
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
+
+    from greenroom.access.key_changes import revoke_key
+
+    key = keys_shown.shown(revoke_key(_path(args), args.name, datetime.now(UTC).replace(microsecond=0)))
+    if args.json:
+        screen.say_json(key)
+    else:
+        screen.say(f"{key['name']} is revoked since {key['revoked']}; a running gateway refuses it within seconds")
+    return ExitStatus.OK
+
+
+def _path(args: argparse.Namespace) -> str:
+    if args.file:
+        return str(args.file)
+    server = _server(args)
+    if server is None or server.key_file is None:
+        raise WrongUsage("no key file: set server.key_file in the configuration, or name one with --file")
+    return server.key_file
+
+
+def _server(args: argparse.Namespace) -> Server | None:
+    """The configuration's, if there is one."""
+    from greenroom.config import loader
+
+    found = loader.find_any(args.config)
+    return None if found is None else loader.load(found).config.server

@@ -1,1 +1,0 @@
-"""Commands about models: what is on disk and what it needs, and conversations and jobs with them."""

@@ -1,0 +1,1 @@
+"""What users order beside answers of models: a folder for each, with its routes and commands."""

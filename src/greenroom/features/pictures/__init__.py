@@ -1,0 +1,1 @@
+"""Pictures that are answered by URL and kept for a while."""

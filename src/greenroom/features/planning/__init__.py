@@ -1,0 +1,1 @@
+"""What would happen: explanations, the queue, and simulations of other machines."""

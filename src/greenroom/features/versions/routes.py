@@ -1,0 +1,288 @@
+"""`/update-model`, `/status`, `/api/v1/models/{id}/update`, `/rollback`, `/versions`: what a name serves.
+
+Owns the shapes of requests and answers, and which model a call means that names none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from greenroom.access.keys import Caller, Permission
+from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
+from greenroom.api.declared import NeededOperation, SignedCall, get, name_in_path, post
+from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.views import GovernedOrder
+from greenroom.config.described import Described
+from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.config.schema import Config
+from greenroom.errors import BadRequest, ModelNotFound
+from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder
+from greenroom.features.versions.weights import WeightsOrder
+from greenroom.library.orders import DownloadOrder, OrderRules, read_order
+from greenroom.library.records import Version, told_as
+from greenroom.runtime.operations.files import Operation, OperationStatus
+
+NUMBER_MAX: Final = 2**53
+_ONE: Final = "/api/v1/models/{model_id:path}"
+_STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
+    OperationStatus.QUEUED: "updating",
+    OperationStatus.RUNNING: "updating",
+    OperationStatus.DONE: "completed",
+    OperationStatus.FAILED: "failed",
+    OperationStatus.CANCELLED: "failed",
+}
+Number = Annotated[int, Field(ge=1, le=NUMBER_MAX)]
+ModelName = Annotated[
+    str | None, Query(max_length=ID_CHARS_MAX, description="Which model, where several are under version control.")
+]
+Wait = Annotated[bool, Query(description="Answer when the update has ended.")]
+
+
+class UpdateAsked(GovernedOrder):
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_repo_id: Annotated[str, Field(min_length=1, max_length=4_096)]
+    """A repository of the hub, as org/name or org/name:QUANTIZATION, or a path below the folders of models."""
+    revision: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """A branch, tag or commit of the repository; its main branch when not given."""
+    model_version: Number | None = None
+    """The least number that the version gets. It is larger than every earlier one in any case."""
+    allow_gap: bool = False
+    """Let requests wait while the old version leaves and the new one is loaded, where both do not fit."""
+
+
+class RollbackAsked(GovernedOrder):
+    version: Number | None = None
+    """The number of a version that is kept; the last one before the current when not given."""
+
+
+class UpdateView(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    taskId: str  # noqa: N815
+    status: Literal["updating", "completed", "failed"]
+    model: str
+    model_repo_id: str
+    revision: str | None = None
+    step: str
+    """fetching, checking, loading, warming or flipping; of one that has ended, the last."""
+    model_version: int | None = None
+    """The number that it got, once it serves."""
+    commit: str | None = None
+    took_s: float | None = None
+    error: str | None = None
+    errorCode: str | None = None  # noqa: N815
+
+
+class Desired(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model_repo_id: str
+    revision: str | None = None
+    model_version: int | None = None
+    """The least number that was asked for."""
+
+
+class UpdateFault(BaseModel):
+    code: str
+    message: str
+
+
+class ServedVersion(Described):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model: str
+    model_version: int | None
+    """Null until it has its first version."""
+    model_repo_id: str | None
+    commit: str | None = None
+    updating: bool
+    desired: Desired | None = None
+    """What the running or the last, failed update wants; null if that is what serves."""
+    error: UpdateFault | None = None
+    """Why the last update failed; null while another one runs."""
+
+
+class VersionView(BaseModel):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model_version: int
+    model_repo_id: str
+    commit: str | None = None
+    since: float
+    serves: bool
+
+
+class VersionList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[VersionView]
+    """The one that serves first, then those that are kept, the newest first."""
+
+
+def _update(call: SignedCall) -> NeededOperation:
+    """The model is named by the query; without that it is the configured one."""
+    return _updates(call, call.fields.get("model"))
+
+
+def _update_one(call: SignedCall) -> NeededOperation:
+    return _updates(call, call.in_path())
+
+
+def _updates(call: SignedCall, model: str | None) -> NeededOperation:
+    """An update, which may fetch the weights first."""
+    repo, revision = call.text("model_repo_id"), call.text("revision")
+
+    def read_fetch(rules: OrderRules) -> DownloadOrder:
+        if repo is None:
+            raise BadRequest("model_repo_id says where the weights come from", param="model_repo_id")
+        return read_order(rules, model=repo, revision=revision)
+
+    return NeededOperation("model-update", model, read_fetch=read_fetch)
+
+
+def _rollback(call: SignedCall) -> NeededOperation:
+    return NeededOperation("model-update", call.in_path(), is_rollback=True)
+
+
+_BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
+
+
+class VersionRoutes(GatewayRoutes):
+    @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
+    async def update_model(
+        self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
+    ) -> UpdateView:
+        """Let a model serve other weights. The old version serves until the new one has proved itself."""
+        return await self._update(request, response, self._meant(model, caller_of(request)), asked, wait)
+
+    @get(ROUTE + "/{task_id}", needs=Permission.READ)
+    async def show_update(self, task_id: str) -> UpdateView:
+        """One update as it is now; it is kept for an hour after its end."""
+        return await self._view(self._gateway.updates.get(task_id))
+
+    @get("/status", needs=Permission.ASK)
+    async def version_status(self, request: Request, model: ModelName = None) -> ServedVersion:
+        """Which version of a model serves, and whether it is being updated."""
+        name, updates, is_admin = self._meant(model, caller_of(request)), self._gateway.updates, asked_by_admin(request)
+        version, desired, error = updates.of(name).current, updates.desired(name), updates.error(name)
+        message = "" if error is None else error.message if is_admin else "An operator can see why."
+        return ServedVersion(
+            model=name,
+            model_version=None if version is None else version.number,
+            model_repo_id=None if version is None else told_as(version.repo_id, to_operator=is_admin),
+            commit=None if version is None else version.commit,
+            updating=updates.running(name) is not None,
+            desired=None if desired is None else _wanted(desired, to_operator=is_admin),
+            error=None if error is None else UpdateFault(code=error.code, message=message),
+        )
+
+    @post(f"{_ONE}/update", needs=Permission.MANAGE, signed=_update_one, responses=_BEGUN)
+    async def update_one(
+        self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
+    ) -> UpdateView:
+        """The same, of the model that is named."""
+        return await self._update(request, response, self._named(request), asked, wait)
+
+    @post(f"{_ONE}/rollback", needs=Permission.MANAGE, signed=_rollback, responses=_BEGUN)
+    async def roll_back(
+        self,
+        request: Request,
+        response: Response,
+        model_id: str,
+        asked: RollbackAsked | None = None,
+        wait: Wait = False,
+    ) -> UpdateView:
+        """Serve kept weights again, under a new number."""
+        name, updates = self._named(request), self._gateway.updates
+        row = await updates.rollback(name, None if asked is None else asked.version, **owner_of(request))
+        return await self._begun(response, row, wait)
+
+    @get(f"{_ONE}/versions", needs=Permission.ASK)
+    async def list_versions(self, request: Request, model_id: str) -> VersionList:
+        """The versions of a model that can be served without fetching anything."""
+        name = self._named(request)
+        known, is_admin = self._gateway.updates.of(name), asked_by_admin(request)
+        versions = [version for version in (known.current, *known.kept) if version is not None]
+        return VersionList(data=[_shown(one, serves=one is known.current, to_operator=is_admin) for one in versions])
+
+    async def _update(
+        self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
+    ) -> UpdateView:
+        order = UpdateOrder(WeightsOrder(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
+        return await self._begun(response, await self._gateway.updates.submit(name, order, **owner_of(request)), wait)
+
+    async def _begun(self, response: Response, row: Operation, wait: bool) -> UpdateView:
+        updates = self._gateway.updates
+        if wait:
+            await updates.ended(row.id)
+            return await self._view(updates.get(row.id))
+        response.status_code = 202
+        response.headers["location"] = f"{ROUTE}/{row.id}"
+        return await self._view(row)
+
+    async def _view(self, row: Operation) -> UpdateView:
+        facts = await self._gateway.updates.facts(row)
+        return UpdateView(
+            taskId=row.id,
+            status=_STATUS[row.status],
+            model=row.model,
+            model_repo_id=facts.repo_id,
+            revision=facts.revision,
+            step=facts.step,
+            model_version=facts.number,
+            commit=facts.commit,
+            took_s=None if facts.took_s is None else round(facts.took_s, 3),
+            error=None if row.error is None else row.error.message,
+            errorCode=None if row.error is None else row.error.code,
+        )
+
+    def _meant(self, model: str | None, caller: Caller) -> str:
+        return meant(self._gateway.config, model, caller)
+
+    def _named(self, request: Request) -> str:
+        """The model in the path. Raises ModelNotFound, or BadRequest if it is not under version control."""
+        return meant(self._gateway.config, name_in_path(request.scope), caller_of(request))
+
+
+def meant(config: Config, name: str | None, caller: Caller) -> str:
+    """The id of the model that a call means. Raises BadRequest or ModelNotFound."""
+    ours = [one for one, model in config.models.items() if model.versions is not None and caller.sees(one)]
+    if name is None:
+        if (default := config.versions.default) in ours:
+            return str(default)
+        if len(ours) != 1:
+            raise BadRequest(
+                f"{len(ours)} models are under version control: name one by ?model=, or set versions.default.",
+                param="model",
+            )
+        return ours[0]
+    found = name if name in config.models else _of_alias(config, name)
+    if found is None or not caller.sees(found):
+        raise ModelNotFound.named(name)
+    if found not in ours:
+        raise BadRequest(f"{found} is not under version control: set its key `versions`.", param="model")
+    return found
+
+
+def _of_alias(config: Config, name: str) -> str | None:
+    return next((one for one, model in config.models.items() if name in model.aliases), None)
+
+
+def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:
+    repo_id = told_as(update.repo_id, to_operator=to_operator)
+    return Desired(model_repo_id=repo_id, revision=update.revision, model_version=update.number_asked)
+
+
+def _shown(version: Version, *, serves: bool, to_operator: bool) -> VersionView:
+    return VersionView(
+        model_version=version.number,
+        model_repo_id=told_as(version.repo_id, to_operator=to_operator),
+        commit=version.commit,
+        since=version.since,
+        serves=serves,
+    )

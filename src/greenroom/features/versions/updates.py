@@ -1,0 +1,426 @@
+"""Updates: a new version of a model is fetched, loaded beside the old one, proves itself, and takes its name.
+
+Owns which update runs, one of a model at a time, what is told of the last one, and the files that updates fetched. How
+weights are found is `weights.py`; how a version comes to serve, or leaves the old one serving, `version_changes.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from greenroom.base.detached import SystemShort
+from greenroom.base.repeated import AGAIN_S
+from greenroom.config.schema import Model, ModelVersions
+from greenroom.core.model import ModelId
+from greenroom.errors import (
+    BadRequest,
+    FetchFailed,
+    GatewayBug,
+    GreenroomError,
+    ModelNotFound,
+    NotFound,
+    OperationStoreFull,
+    ShuttingDown,
+    UpdateInProgress,
+)
+from greenroom.features.versions.store import NamedVersions
+from greenroom.features.versions.version_changes import UpdateServices, VersionChanges
+from greenroom.features.versions.weights import TENANT, FoundWeights, WeightsOrder
+from greenroom.library.records import Version
+from greenroom.runtime.operations.facts import end_with, facts_of
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
+from greenroom.runtime.operations.table import OperationTable
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("versions")
+
+ROUTE: Final = "/update-model"
+# A first version that cannot be had is tried again: after so long, then twice as long each time.
+FIRST_PAUSE_S: Final = 5.0
+FIRST_PAUSE_MAX_S: Final = 300.0
+# So long an update waits until weights are locked or deleted. A disk that hangs may never end that.
+USING_MAX_S: Final = 60.0
+KEEP_MAX_S: Final = 10.0
+INTERRUPTED: Final = OperationError("restarted", "The gateway ended during the last update, which is not done.")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """`number` is the least number that the version gets: its own is larger than every earlier one of the model."""
+
+    weights: WeightsOrder
+    number: int | None = None
+    allow_gap: bool = False
+    # To kept weights instead of new ones.
+    back_to: Version | None = None
+    # The number of the desired state that asks for it.
+    state: int = 0
+
+
+class UpdateFacts(msgspec.Struct, frozen=True):
+    """What is known of an update beside its row; kept when it has ended."""
+
+    model: str
+    repo_id: str
+    revision: str | None = None
+    step: str = ""
+    number: int | None = None
+    commit: str | None = None
+    took_s: float | None = None
+    # The least number that was asked for.
+    number_asked: int | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    """An update that runs. `row` is empty until it is on disk; `begun` is set then, or when it is not to be."""
+
+    facts: UpdateFacts
+    row: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[Version | GreenroomError] | None = None
+
+    def at(self, step: str) -> None:
+        self.facts = msgspec.structs.replace(self.facts, step=step)
+
+
+class Updates:
+    def __init__(self, table: OperationTable, services: UpdateServices) -> None:
+        self._table = table
+        self._services = services
+        self._running: dict[str, _Running] = {}
+        self._ending: dict[str, UpdateFacts] = {}
+        self._errors: dict[str, OperationError] = {}
+        self._desired: dict[str, UpdateFacts] = {}
+        self._changes = VersionChanges(services)
+        self.still_held = self._changes.still_held
+        # Paths that updates of a model fetched and of which none became a version yet.
+        self._fetched: dict[str, set[str]] = {}
+        # Models whose first version is being fetched, with the repository.
+        self._firsts: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        # Locks or deletes weights. Updates begin when it has ended.
+        self._using: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Fetch the first version of models that have none and name a repository. Also after a reload."""
+        self._using = asyncio.get_running_loop().create_task(self._use_weights(self._using), name="use weights")
+        for name, model in self._services.gateway.config.models.items():
+            repo_id = None if model.versions is None else model.versions.repo_id
+            if repo_id is None or self.of(name).current is not None:
+                continue
+            known_id, known = self._firsts.get(name, (repo_id, None))
+            if known is not None and not known.done():
+                if known_id == repo_id:
+                    continue
+                known.cancel()
+            task = asyncio.get_running_loop().create_task(self._first(name, repo_id), name=f"first {name}")
+            self._firsts[name] = repo_id, task
+
+    async def _first(self, name: str, repo_id: str) -> None:
+        """Order its first version again and again, until it has any version."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                row = await self.submit(name, UpdateOrder(WeightsOrder(repo_id)), tenant=TENANT, key=TENANT)
+                await self.ended(row.id)
+                return
+            except ShuttingDown:
+                return
+            except UpdateInProgress as other:
+                # Of what was configured before, or of what an operator asks for.
+                await self.rest(other)
+            except GreenroomError:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
+            model = self._services.gateway.config.models.get(name)
+            wanted = None if model is None or model.versions is None else model.versions.repo_id
+            if wanted != repo_id or self.of(name).current is not None:
+                return
+
+    # --- asked --------------------------------------------------------------------------------------------------------
+
+    def options(self, model: str) -> ModelVersions:
+        """Raises BadRequest or ModelNotFound for one that is not under version control."""
+        found = self._services.gateway.config.models.get(model)
+        if found is None:
+            raise ModelNotFound.named(model)
+        if found.versions is None:
+            raise BadRequest(f"{model} is not under version control: set its key `versions`.", param="model")
+        return found.versions
+
+    def of(self, model: str) -> NamedVersions:
+        return self._services.store.of(model)
+
+    def running(self, model: str) -> UpdateFacts | None:
+        return None if (found := self._running.get(model)) is None else found.facts
+
+    async def are_used_elsewhere(self, path: str) -> bool:
+        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
+        return await self._services.weights.are_used_elsewhere(path)
+
+    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
+        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
+        return self._services.weights.deleting(path, force=force)
+
+    def desired(self, model: str) -> UpdateFacts | None:
+        """What the running or the last, failed update wants; None if that serves already."""
+        running = self._running.get(model)
+        if running is not None and not running.row and running.facts.repo_id:
+            # Its row is not on disk yet. A trainer orders again what no update seems to bring.
+            return running.facts
+        return self._desired.get(model)
+
+    def error(self, model: str) -> OperationError | None:
+        """Why the last update failed; None if it did not, and while another one runs."""
+        if model in self._running:
+            return None
+        return self._errors.get(model) or (None if self.of(model).prepared is None else INTERRUPTED)
+
+    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
+        """The answer to orders for a version of this model that is on its way: only its update moves it."""
+        running = self._running.get(name)
+        return UpdateInProgress(
+            f"{coming} is the next version of {name} and moves only by its update. Ask again after that.",
+            beside=None if running is None else {"taskId": running.row},
+        )
+
+    async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
+        """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""
+        self.options(model)
+        if self._services.gateway.is_draining:
+            raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
+        await self._expect_rest(model)
+        asked, owner = order.weights, {"tenant": tenant, "key": key}
+        facts = UpdateFacts(model, asked.repo_id, asked.revision, "queued", number_asked=order.number)
+        running = self._running[model] = _Running(facts)
+        try:
+            row = await self._table.add(
+                OperationKind.UPDATE, b"", (), 0, **owner, model=model, route=ROUTE, priority=0, retry=False
+            )
+            running.row = row.id
+        except BaseException:
+            del self._running[model]
+            raise
+        finally:
+            running.begun.set()
+        self._desired[model] = running.facts
+        running.task = asyncio.get_running_loop().create_task(self._run(row, running, order), name=f"update {model}")
+        return row
+
+    async def _expect_rest(self, model: str) -> None:
+        """Raises UpdateInProgress, with the task that runs: one that just begins is waited for."""
+        while (other := self._running.get(model)) is not None:
+            if other.row:
+                raise UpdateInProgress(
+                    f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
+                    beside={"taskId": other.row},
+                )
+            await other.begun.wait()
+
+    async def rollback(self, model: str, number: int | None, *, tenant: str, key: str) -> Operation:
+        """Begin to go back to kept weights, under a new number. Raises BadRequest if there are none."""
+        self.options(model)
+        kept = self.of(model).kept
+        back_to = next((one for one in kept if number in (None, one.number)), None)
+        if back_to is None:
+            there = ", ".join(str(one.number) for one in kept) or "none"
+            raise BadRequest(f"{model} cannot go back to that version; those that are kept: {there}.", param="version")
+        order = UpdateOrder(WeightsOrder(back_to.repo_id, back_to.commit), back_to=back_to)
+        return await self.submit(model, order, tenant=tenant, key=key)
+
+    async def settle(self, model: str, state: int) -> None:
+        """Note that what serves is what this desired state asks for. Raises UpdateInProgress and OperationStoreFull."""
+        await self._expect_rest(model)
+        # No update begins while it is written: both write the whole record.
+        running = self._running[model] = _Running(UpdateFacts(model, "", step="settling"))
+        try:
+            await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
+        finally:
+            del self._running[model]
+            running.begun.set()
+
+    async def ended(self, id: str) -> Version:
+        """Wait for the end of an update that runs. Raises why it failed."""
+        running = next((one for one in self._running.values() if one.row == id), None)
+        if running is None or running.task is None:
+            raise NotFound(f"There is no update {id} that runs.")
+        await asyncio.wait((running.task,))
+        if running.task.cancelled():
+            raise ShuttingDown("The update was overtaken by a shutdown.")
+        outcome = running.task.result()
+        if isinstance(outcome, GreenroomError):
+            raise outcome
+        return outcome
+
+    async def rest(self, refusal: UpdateInProgress) -> None:
+        """Wait for the end of the update that an order was refused for, whatever comes of it."""
+        with contextlib.suppress(GreenroomError):
+            await self.ended(str((refusal.beside or {}).get("taskId")))
+        await asyncio.sleep(0.05)  # Its last steps cannot be waited for.
+
+    def get(self, id: str) -> Operation:
+        """Raises NotFound."""
+        row = self._table.get(id)
+        if row is None or row.kind is not OperationKind.UPDATE:
+            raise NotFound(f"There is no update {id}. One that has ended is kept for an hour.")
+        return row
+
+    async def facts(self, row: Operation) -> UpdateFacts:
+        known = {running.row: running.facts for running in self._running.values()} | self._ending
+        if row.id not in known:
+            known = await facts_of(self._table, [row.id], UpdateFacts)
+        return known.get(row.id) or UpdateFacts(row.model, "")
+
+    async def close(self) -> None:
+        """What still runs is forgotten: the next start calls it failed, and serves what was promised."""
+        updates = [running.task for running in self._running.values() if running.task is not None]
+        firsts, using = (task for _, task in self._firsts.values()), [] if self._using is None else [self._using]
+        tasks = [*updates, *firsts, *using]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # After the updates: one that is cancelled may have begun a move just now.
+        await self._changes.close()
+        await self._services.weights.use_only(())
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    async def _run(self, row: Operation, running: _Running, order: UpdateOrder) -> Version | GreenroomError:
+        """What came of it, which is also in its row."""
+        model, began = row.model, self._services.loop.clock()
+        try:
+            with contextlib.suppress(OperationStoreFull):
+                await self._table.start(row.id)
+            version = await self._updated(model, running, order)
+        except GreenroomError as error:
+            await self._failed(row, running, error)
+            return error
+        except Exception as bug:
+            _log.bug("update broke", bug, id=row.id)
+            failure = GatewayBug(repr(bug))
+            await self._failed(row, running, failure)
+            return failure
+        took_s = self._services.loop.clock() - began
+        facts = msgspec.structs.replace(
+            running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
+        )
+        await self._end(row, facts)
+        _log.info(
+            "version serves", model=model, version=version.number, repo_id=version.repo_id, took_s=round(took_s, 3)
+        )
+        return version
+
+    async def _failed(self, row: Operation, running: _Running, error: GreenroomError) -> None:
+        model, is_bug = row.model, isinstance(error, GatewayBug)
+        said = OperationError(error.code, "Something went wrong in the gateway." if is_bug else error.message)
+        self._errors[model] = said
+        _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
+        with contextlib.suppress(OperationStoreFull):
+            await self._changes.write(model, self.of(model).failed(self._fetched.get(model, ())))
+        # A first version is tried again, with what is there already.
+        if self.of(model).current is not None:
+            await self._remove(model)
+        await self._end(row, running.facts, said)
+
+    async def _end(self, row: Operation, facts: UpdateFacts, error: OperationError | None = None) -> None:
+        """The next one may begin at once. Until the end of this one is on disk, it is told from memory."""
+        del self._running[row.model]
+        self._ending[row.id] = facts
+        try:
+            status = OperationStatus.DONE if error is None else OperationStatus.FAILED
+            await end_with(self._table, row.id, status, error, facts)
+        finally:
+            del self._ending[row.id]
+
+    async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
+        model = self._services.gateway.config.models.get(name)
+        if model is None or model.versions is None:
+            raise ModelNotFound.named(name)
+        if self._using is not None and (await asyncio.wait((self._using,), timeout=USING_MAX_S))[1]:
+            raise FetchFailed(
+                f"The folders of models did not answer within {USING_MAX_S:g} s: the versions of this gateway are not "
+                "locked there yet. Ask again."
+            )
+        fetched = self._fetched.setdefault(name, set())
+        if (left := self.of(name).prepared) is not None and left.is_fetched:
+            # Of an update that the end of the gateway broke off.
+            fetched.add(left.path)
+        running.at("fetching")
+        found = await self._found(model, order, fetched)
+        running.at("checking")
+        version = self._numbered(name, order, found)
+        await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
+        self._errors.pop(name, None)
+        self._desired.pop(name, None)
+        await self._remove(name)
+        return version
+
+    async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
+        back = order.back_to
+        if back is None:
+            return await self._services.weights.found(model, order.weights, fetched)
+        return FoundWeights(back.path, back.repo_id, back.commit, back.is_fetched)
+
+    def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
+        known = self.of(name)
+        number, since = max(known.last_number + 1, order.number or 0), round(time.time(), 3)
+        earlier = (one for one in (known.current, *known.kept) if one is not None)
+        is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
+        return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
+
+    async def _remove(self, model: str) -> None:
+        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed.
+
+        While another model is updated, perhaps to the same files, they are left to the next update of this one. A disk
+        that hangs does not keep the update from ending.
+        """
+        is_idle = self._using is None or self._using.done()
+        if is_idle and not any(other != model for other in self._running):
+            deleting = self._delete_unused(model)
+            self._using = asyncio.get_running_loop().create_task(deleting, name=f"delete unused weights of {model}")
+            await asyncio.wait((self._using,), timeout=USING_MAX_S)
+
+    async def _delete_unused(self, model: str) -> None:
+        in_use = [one.path for one in self._known()]
+        unused = {*self._fetched.pop(model, ()), *self.of(model).leaving}.difference(in_use)
+        try:
+            weights, entries = self._services.weights, tuple(self._services.catalog)
+            later = await weights.remove_unused(unused, in_use, entries) if unused else []
+            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
+            await self._services.weights.use_only(self._known())
+        except Exception as error:
+            # The update has ended as it has: files that stay are no part of that.
+            _log.failed("weights were not deleted", error, model=model)
+
+    def _known(self) -> list[Version]:
+        """All versions of all models."""
+        models = map(self.of, self._services.gateway.config.models)
+        return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
+
+    async def _use_weights(self, after: asyncio.Task[None] | None) -> None:
+        """At the start and after a reload: let no other gateway delete what is known or configured, and delete what an
+        earlier run came not to; but nothing while an update runs, which may have fetched what is not known yet."""
+        if after is not None:
+            with contextlib.suppress(Exception):
+                # Not by `asyncio.wait`: the end of the gateway cancels this task, and thereby the one before it.
+                await after
+        weights, config, is_busy = self._services.weights, self._services.gateway.config, bool(self._running)
+        with contextlib.suppress(TimeoutError, SystemShort):
+            # The disk of some other model may hang.
+            async with asyncio.timeout(KEEP_MAX_S):
+                await weights.keep([model.path for model in config.models.values() if model.path is not None])
+        while True:
+            try:
+                await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+                break
+            except SystemShort:
+                await asyncio.sleep(AGAIN_S)
+        for name in () if is_busy else config.models:
+            if self.of(name).leaving:
+                await self._delete_unused(name)

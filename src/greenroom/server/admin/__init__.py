@@ -1,1 +1,0 @@
-"""The management API: status, orders, leases, metrics. An ASGI application."""

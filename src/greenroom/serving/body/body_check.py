@@ -1,0 +1,129 @@
+"""What the body of each of OpenAI's routes must hold, so that what every engine refuses loads nothing.
+
+Owns the fields, their types and the mistakes that are named. It is lenient where an engine is: numbers may be text,
+whole ones may be 1.0, null is a field that was not sent, and fields without an entry pass. Contents are not decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Raw
+
+from greenroom.errors import BadRequest, NoAbility, shown
+from greenroom.serving.body.peek import MESSAGES, Fields
+
+Read = Callable[[Raw], object]
+TOOLS, FUNCTION = "tools", "function"
+# Larger fields are left to the engine.
+READ_BYTES_MAX: Final = 256 * 1024
+_NULL: Final = Raw(b"null")
+# Values that hold nothing to answer.
+_NOTHING: Final = (_NULL, Raw(b"[]"), Raw(b"{}"))
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: Raw = _NULL
+
+
+def _decoder(kind: Any) -> Read:
+    return msgspec.json.Decoder(kind | None, strict=False).decode
+
+
+def _read_texts(raw: Raw) -> None:
+    """A text, a list, or an object of an engine's own. Raises ValueError."""
+    if memoryview(raw)[0] not in b'"[{n':
+        raise ValueError("Expected a text or a list")
+
+
+def _read_list(raw: Raw) -> None:
+    """The items are the engine's to read. Raises ValueError."""
+    if memoryview(raw)[0] not in b"[n":
+        raise ValueError("Expected a list")
+
+
+_decode_messages: Final = msgspec.json.Decoder(list[_Message] | None).decode
+
+
+def _read_messages(raw: Raw) -> None:
+    for message in _decode_messages(raw) or ():
+        if memoryview(message.content)[0] not in b'"[n':
+            raise ValueError("Expected a content that is a text or a list")
+
+
+_number: Final = _decoder(float | bool)
+# llama.cpp takes -1 for no limit.
+_limit: Final = _decoder(Annotated[float, Meta(ge=-1)])
+_count: Final = _decoder(Annotated[float, Meta(ge=1)])
+_SAMPLING: Final[Mapping[str, Read]] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"), _number),
+    "max_tokens": _limit,
+    "n": _count,
+}
+
+
+class BodyCheck:
+    """`needs`: of each of these, one field must hold something. `reads`: how fields are read that have a type."""
+
+    __slots__ = ("_needs", "_reads")
+
+    def __init__(self, *needs: tuple[str, ...], reads: Mapping[str, Read]) -> None:
+        self._needs = needs
+        self._reads = reads
+
+    def check(self, fields: Fields, size: int, puts: Mapping[str, bytes], drops: Set[str]) -> None:
+        """Raises BadRequest, which names the field. `size` is the body's. What the operator sets (`puts`) or strips
+        (`drops`) is not read, and large fields are not either: the event loop waits for what is read here.
+        """
+        for names in self._needs:
+            for name in names:
+                raw = fields.get(name)
+                if (raw is not None and raw not in _NOTHING) or name in puts:
+                    break
+            else:
+                raise BadRequest(f"{' or '.join(names)} is missing or empty.", param=names[0])
+        if size > READ_BYTES_MAX:
+            fields = {name: raw for name, raw in fields.items() if len(memoryview(raw)) <= READ_BYTES_MAX}
+        reads, name = self._reads, ""
+        try:
+            for name, raw in fields.items():
+                read = reads.get(name)
+                if read is not None and name not in puts and name not in drops:
+                    read(raw)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise BadRequest(f"{name}: {error}.", param=name) from None
+        except RecursionError:
+            raise BadRequest(f"{name} is nested too deeply.", param=name) from None
+
+
+class _Tool(msgspec.Struct):
+    type: str = FUNCTION
+
+
+_decode_tools: Final = msgspec.json.Decoder(list[_Tool] | None).decode
+
+
+def expect_functions(raw: Raw, model: str) -> None:
+    """Raises NoAbility if `tools` has others than functions: another model of a task may take them."""
+    if len(memoryview(raw)) > READ_BYTES_MAX:
+        return
+    try:
+        kinds = [tool.type for tool in _decode_tools(raw) or ()]
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{TOOLS}: {error}.", param=TOOLS) from None
+    if other := next((kind for kind in kinds if kind != FUNCTION), None):
+        raise NoAbility(f"{model} takes tools of the type {FUNCTION}, and none of {shown(other)}.", param=TOOLS)
+
+
+CHAT: Final = BodyCheck(
+    (MESSAGES,), reads={MESSAGES: _read_messages, TOOLS: _read_list, "max_completion_tokens": _limit, **_SAMPLING}
+)
+COMPLETION: Final = BodyCheck(("prompt", "prompt_embeds"), reads={"prompt": _read_texts, **_SAMPLING})
+# llama.cpp embeds `content`, and vLLM what a conversation becomes.
+EMBEDDING: Final = BodyCheck(("input", "content", MESSAGES), reads={"input": _read_texts})
+RERANK: Final = BodyCheck(("query",), ("documents", "texts"), reads={"query": _read_texts, "documents": _read_texts})
+PICTURE: Final = BodyCheck(("prompt",), reads={"prompt": _read_texts, "n": _count})
+SPEECH: Final = BodyCheck(("input",), reads={"input": _read_texts})

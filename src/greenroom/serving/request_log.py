@@ -1,0 +1,333 @@
+"""What is known of a request when it has ended: told to its caller, and written down.
+
+Owns the headers by which answers tell something, and when each is sent: how long they waited, which model and version
+they are of, and what they cost. The cost of a stream is told at its end: in a trailer, and in a comment. What is not
+known of a cache is `unknown`, and `false` where none is used. `RequestLog` writes each request down: in the activity,
+the metrics, the usage, and for its client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import quote
+
+from greenroom.access.keys import ANYONE, BY_TOKENS, Caller
+from greenroom.access.requestors import Requestors
+from greenroom.engines.base import Engine
+from greenroom.engines.usage import Usage, estimated
+from greenroom.errors import GreenroomError
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers
+from greenroom.http.relays.relay import Relay, RelayOutcome
+from greenroom.library.records import Version, told_as
+from greenroom.runtime.loop import Ticket
+from greenroom.serving import render
+from greenroom.serving.ask import Ask
+from greenroom.serving.routes import UPSTREAM, answers_with_text
+from greenroom.telemetry.activity import Activity, Record, UsageCounts
+from greenroom.telemetry.metrics import Metrics
+
+# The status that is recorded if the caller left before the answer was complete; nothing is sent.
+CLIENT_CLOSED: Final = 499
+SWITCHED: Final = 101
+# By it an engine tells how many seconds of sound it heard or made. An answer for more than ten days is a mistake.
+AUDIO_HEADER: Final = b"x-audio-seconds"
+AUDIO_MAX_S: Final = 864_000.0
+# By it an engine tells how many pictures it made.
+PICTURES_HEADER: Final = b"x-pictures"
+_PICTURES_DIGITS_MAX: Final = 6
+
+
+class Served:
+    """One request that is or was served, as its answer and its record tell. `relay` is the last one."""
+
+    __slots__ = ("ask", "exchange", "facts", "record", "relay", "ticket")
+
+    exchange: Exchange
+    ask: Ask
+    record: Record
+    ticket: Ticket
+    relay: Relay | None
+    # Of an answer with text that can be read.
+    facts: AnswerFacts | None
+
+
+class RequestLog:
+    """Writes each request down: in the recent activity, the metrics, the usage and, if configured, in a file."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        metrics: Metrics,
+        write_down: Callable[[Record], None] | None = None,
+        usage: UsageCounts | None = None,
+        requestors: Requestors | None = None,
+    ) -> None:
+        """`write_down` is called for every request that has ended. Without `usage` none is kept."""
+        self._requestors = requestors or Requestors(time.monotonic)
+        self._activity = activity
+        self._metrics = metrics
+        self._write_down = write_down
+        self._usage = usage
+        # For people; and for durations, the clock by which tickets tell when they arrived.
+        self._wall: Callable[[], float] = time.time
+        self._clock: Callable[[], float] = time.monotonic
+
+    def begin(self, ask: Ask, request_id: str) -> Record:
+        """The record of a request that begins now. `ended` completes it."""
+        record = Record(
+            id=request_id,
+            model=ask.entry.public_id,
+            asked_as=ask.asked_as,
+            tenant=ask.tenant,
+            client=ask.client,
+            route=ask.route.name,
+            stream=ask.stream,
+            priority=ask.priority,
+            arrived_at=self._wall(),
+        )
+        self._activity.begin(record)
+        return record
+
+    def looked_up(self, ask: Ask, is_hit: bool) -> None:
+        """A hit found its model ready and with room."""
+        self._metrics.looked_up(ask.entry.public_id, is_hit)
+
+    def refused(self, error: GreenroomError) -> None:
+        self._metrics.edge_refused(error.code)
+
+    @property
+    def are_cooled(self) -> bool:
+        """True if clients that make too many mistakes are refused for a while."""
+        return self._requestors.are_cooled
+
+    def expect_calm(self, caller: Caller, tenant: str, client: str) -> None:
+        """Raises CoolingDown."""
+        if self._requestors.are_cooled:
+            self._requestors.check(_key_of(caller), tenant, client)
+
+    def count_refused(
+        self, error: GreenroomError, caller: Caller, tenant: str, client: str, model: str, asked: str
+    ) -> None:
+        """`model` is empty unless it was read as a whole, `asked` unless its model was found."""
+        self._metrics.refused(asked, tenant)
+        key = _key_of(caller)
+        self._requestors.count(key, tenant, client, model, error.status, error.code)
+        if self._usage is not None:
+            self._usage.refused(key, tenant, model, error.status)
+
+    def ended(self, served: Served, error: GreenroomError | None) -> None:
+        ask, record, ticket, relay = served.ask, served.record, served.ticket, served.relay
+        record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
+        record.status = _status(served.exchange, relay, error)
+        if error is not None:
+            record.error_code = error.code
+            record.error_message = render.words(error, record.id, to_operator=False).message
+            record.reason, record.details = render.words(error, record.id, to_operator=True)
+        if ticket.granted_at:
+            record.wait_s = ticket.granted_at - ticket.arrived
+        if ticket.slot is not None:
+            record.slot = ticket.slot.id
+        if relay is not None:
+            self._read_answer(served, relay)
+        self._activity.end(record)
+        if self._write_down is not None:
+            self._write_down(record)
+        if relay is None and ask.job is not None and ask.job.is_put_back(error):
+            # It goes on to wait.
+            return
+        key, model = _key_of(ask.caller), ask.entry.base_id
+        self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
+        if self._usage is not None:
+            self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
+        self._metrics.request_done(
+            model=ask.entry.public_id,
+            tenant=ask.tenant,
+            route=ask.route.name,
+            status=record.status,
+            seconds=total_s,
+            wait_s=record.wait_s or 0.0,
+            not_there_s=ticket.not_there_s,
+            first_byte_s=record.first_byte_s,
+        )
+
+    def _read_answer(self, served: Served, relay: Relay) -> None:
+        """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
+        ask, record = served.ask, served.record
+        record.chunks = relay.events
+        if relay.first_data_at is not None:
+            record.first_byte_s = max(0.0, relay.first_data_at - served.ticket.arrived)
+        if relay.status != 200 or (ask.route is UPSTREAM and served.exchange.head.method != b"POST"):
+            return
+        if relay.outcome is RelayOutcome.COMPLETE and not ask.route.is_text:
+            self._count_media(ask, record, relay)
+        if ask.route.is_sound:
+            return
+        estimates = ask.route.is_text or (ask.route is UPSTREAM and answers_with_text(ask.target))
+        said = usage_of(ask.entry.engine, relay, ask.stream, served.facts, estimates=estimates)
+        if said is None:
+            return
+        record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
+        record.cached_tokens, record.estimated = 0 if ask.is_not_cached else said.cached, said.estimated
+        record.gpu_time_ms = None if said.gpu_ms is None else round(said.gpu_ms)
+        self._metrics.tokens(ask.entry.public_id, ask.tenant, said.prompt, said.completion, said.cached or 0)
+        if said.cached is not None and not ask.is_not_cached and ask.route.is_text:
+            self._metrics.prefix_looked_up(ask.entry.public_id, said.cached > 0)
+
+    def _count_media(self, ask: Ask, record: Record, relay: Relay) -> None:
+        """By headers, which an engine need not send."""
+        for name, value in relay.headers:
+            if name == AUDIO_HEADER:
+                record.audio_s = _seconds(value)
+            elif name == PICTURES_HEADER and value.isdigit() and len(value) <= _PICTURES_DIGITS_MAX:
+                record.pictures = int(value)
+        if record.audio_s is not None and ask.route.is_sound:
+            took_s = max(0.0, (record.total_s or 0.0) - (record.wait_s or 0.0))
+            self._metrics.audio(ask.entry.public_id, ask.route.name, record.audio_s, took_s)
+
+
+def _key_of(caller: Caller) -> str:
+    """The name of the caller's key; empty where there are no keys."""
+    return "" if caller in (ANYONE, BY_TOKENS) else caller.name
+
+
+def _is_uncounted(served: Served) -> bool:
+    """True if an engine worked for this request and nothing tells how much."""
+    record, relay, ask = served.record, served.relay, served.ask
+    if relay is None or not (relay.status == 200 or (relay.status == 0 and relay.outcome is RelayOutcome.CLIENT_GONE)):
+        return False
+    if record.completion_tokens is not None or record.audio_s is not None or record.pictures is not None:
+        return False
+    return ask.route is not UPSTREAM or answers_with_text(ask.target)
+
+
+def tokens_used(served: Served) -> int | None:
+    """None if they are not known although an engine worked: a caller that leaves does not get its tokens back."""
+    record = served.record
+    if record.completion_tokens is None and _is_uncounted(served):
+        return None
+    return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
+
+
+def _seconds(value: bytes) -> float | None:
+    """A plain number of seconds; None for anything else."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if 0.0 <= seconds <= AUDIO_MAX_S else None
+
+
+def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | None) -> int:
+    if error is not None:
+        return error.status
+    if relay is None or exchange.gone or relay.outcome is RelayOutcome.CLIENT_GONE:
+        return CLIENT_CLOSED
+    # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
+    return relay.status or SWITCHED
+
+
+# --- what answers tell ----------------------------------------------------------------------------------------------
+
+WAIT: Final = b"x-queue-wait-ms"
+MODEL: Final = b"x-model"
+VERSION: Final = b"x-model-version"
+REPO_ID: Final = b"x-model-repo-id"
+CACHE_HIT: Final = b"x-cache-hit"
+TOKENS_REUSED: Final = b"x-cache-tokens-reused"
+GPU_TIME: Final = b"x-gpu-time-ms"
+NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
+NOT_KNOWN: Final[Headers] = [(CACHE_HIT, b"unknown"), (TOKENS_REUSED, b"0")]
+# What the end of a stream tells.
+TRAILER: Final = (b"trailer", GPU_TIME)
+# Longer numbers are no figures.
+_DIGITS_MAX: Final = 12
+# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
+_PLAIN: Final = "/:@._-+,= "
+
+
+def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
+    """Two headers; none for a model that is not under version control."""
+    if version is None:
+        return []
+    repo_id = quote(told_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
+    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
+
+
+def model_header(name: str) -> tuple[bytes, bytes]:
+    return MODEL, quote(name, safe=_PLAIN).encode("ascii")
+
+
+def unless_told(ask: Ask) -> Headers | None:
+    """What an answer says of its prefix where its engine does not; None where the engine's answer passes as it is."""
+    if ask.route is UPSTREAM:
+        return None
+    return NOT_CACHED if ask.is_not_cached or ask.route.is_promptless else NOT_KNOWN
+
+
+class AnswerFacts:
+    """Of one answer with text. The last bytes are read once, at the first question."""
+
+    __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
+
+    def __init__(self, engine: Engine, stream: bool, wait_ms: int) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._wait_ms = wait_ms
+        self.is_read = False
+        self.usage: Usage | None = None
+
+    def of(self, tail: bytes) -> Usage | None:
+        """Tokens and time, from the last bytes of a complete answer; None if they do not tell."""
+        if not self.is_read:
+            self.is_read = True
+            self.usage = self._engine.usage(tail, stream=self._stream)
+        return self.usage
+
+    def headers(self, tail: bytes) -> Headers:
+        said = self.of(tail)
+        if said is None:
+            return []
+        headers: Headers = []
+        if said.cached is not None:
+            headers.append((CACHE_HIT, b"true" if said.cached else b"false"))
+            headers.append((TOKENS_REUSED, b"%d" % said.cached))
+        return headers + self.trailers(tail)
+
+    def trailers(self, tail: bytes) -> Headers:
+        """What the head of a stream could not tell."""
+        said = self.of(tail)
+        return [] if said is None or said.gpu_ms is None else [(GPU_TIME, b"%d" % round(said.gpu_ms))]
+
+    def comment(self, tail: bytes) -> bytes:
+        """`: facts cache_hit=true cache_tokens_reused=512 gpu_time_ms=40 queue_wait_ms=0`, as a whole event."""
+        known = {name[2:].replace(b"-", b"_"): value for name, value in self.headers(tail)}
+        known[b"queue_wait_ms"] = b"%d" % self._wait_ms
+        return b": facts %b\n\n" % b" ".join(b"%b=%b" % pair for pair in known.items())
+
+
+def usage_of(
+    engine: Engine, relay: Relay, stream: bool, facts: AnswerFacts | None, *, estimates: bool = True
+) -> Usage | None:
+    """Tokens and time of an answer that has ended, as far as it and its headers tell.
+
+    Of a stream that does not tell, or was left, the events are counted if `estimates`.
+    """
+    said = engine.usage(relay.tail(), stream=stream) if facts is None else facts.of(relay.tail())
+    if said is None and not relay.events and (first := relay.first()):
+        # llama.cpp tells the tokens of embeddings before the embeddings.
+        said = engine.usage(first, stream=stream)
+    if said is None:
+        return estimated(relay.events) if estimates and relay.events else None
+    if said.gpu_ms is None and (gpu_ms := _number(relay.headers, GPU_TIME)) is not None:
+        said.gpu_ms = float(gpu_ms)
+    return said
+
+
+def _number(headers: Headers, wanted: bytes) -> int | None:
+    for name, value in headers:
+        if name == wanted:
+            return int(value) if value.isdigit() and len(value) <= _DIGITS_MAX else None
+    return None

@@ -1,0 +1,75 @@
+"""How a request of another dialect, or to a route of the engines' own, is put to the engine of its model.
+
+Owns the choice between passing on and translating, and what is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from greenroom.config.schema import Ability
+from greenroom.dialects.chat import shows_pictures
+from greenroom.dialects.neutral import Frame
+from greenroom.dialects.tokenize import TOKENIZE_PATH, tokenize_translation
+from greenroom.dialects.translation import PassedOn, Translate, Translation
+from greenroom.engines.base import LLAMACPP_PATHS, VLLM_PATHS
+from greenroom.errors import NoAbility
+from greenroom.http.body import Body
+from greenroom.serving.ask import Ask
+from greenroom.serving.body.long_body import LongBody
+from greenroom.serving.body.media import check_body
+from greenroom.serving.body.peek import Fields, Peeked
+
+
+def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> None:
+    """Have the engine asked in a dialect that it has; `name` is the model in its answer.
+
+    Raises BadRequest for what cannot be said in it.
+    """
+    if peeked.long is None:
+        translation, fields, has_pictures = _translated(translate, name, ask.stream, peeked.fields)
+    else:
+        said, stream = peeked.fields, ask.stream
+        key, work = ("translated", ask.entry.id), lambda: _translated(translate, name, stream, said)
+        translation, fields, has_pictures = peeked.long.done(key, work)
+    abilities = ask.entry.facts.abilities
+    if abilities is not None and Ability.VISION not in abilities and has_pictures:
+        raise NoAbility(f"{ask.entry.id} does not do vision; send it no pictures.", param="model")
+    if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
+        ask.translation = PassedOn(ask.route.dialect, ask.target)
+    else:
+        ask.translation, ask.target, peeked.fields = translation, translation.path, fields
+
+
+def _translated(translate: Translate, name: str, stream: bool, said: Fields) -> tuple[Translation, Fields, bool]:
+    """Also says whether it has pictures. The fields are read in any case: an engine may break where a mistake should
+    be named."""
+    translation = translate(Frame(name, secrets.token_hex(12), time.time()), stream)
+    fields = translation.request(said)
+    return translation, fields, shows_pictures(fields)
+
+
+def check_whole(ask: Ask, body: Body, long: LongBody | None, refused: frozenset[str] = frozenset()) -> None:
+    """`check_body` for what an engine gets as it was sent. Raises what that raises, and Pending."""
+    hosts = ask.entry.config.media_hosts
+    if long is None:
+        check_body(body.read(), hosts, refused)
+    else:
+        text = long.outline.text
+        long.done(("whole", ask.entry.id), lambda: check_body(text, hosts, refused))
+
+
+def check_native(ask: Ask, peeked: Peeked, body: Body) -> None:
+    """Raises NoAbility if the engine has no such route, MediaRefused, or BadRequest."""
+    engine, path = ask.entry.engine, ask.target.partition(b"?")[0]
+    if path.decode() not in engine.speaks:
+        has = ", ".join(sorted(engine.speaks)) or "none"
+        raise NoAbility(f"The engine of {ask.entry.id} has no {path.decode()}; it has: {has}.", param="model")
+    if engine.fetches_media:
+        check_whole(ask, body, peeked.long)
+    # Of a program that may be either, the caller must know which it is.
+    if path == TOKENIZE_PATH and not engine.speaks >= LLAMACPP_PATHS | VLLM_PATHS:
+        translation = tokenize_translation(peeked.fields, engine_is_vllm=engine.speaks >= VLLM_PATHS)
+        if translation is not None:
+            ask.translation, peeked.fields = translation, translation.request(peeked.fields)
