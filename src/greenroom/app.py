@@ -26,6 +26,8 @@ from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
 from greenroom.features.governance.gate import Rules
+from greenroom.features.jobs.jobs import Jobs
+from greenroom.features.library.downloads import Downloads
 from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.moves import OperatorMoves
 from greenroom.features.versions.state_follower import StateFollower
@@ -54,10 +56,10 @@ from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.wiring.common import wire_common, wire_memory
-from greenroom.wiring.front import wire_front
+from greenroom.wiring.common import MemoryParts, wire_common, wire_memory
+from greenroom.wiring.front import wire_access, wire_front, wire_serving
 from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote
-from greenroom.wiring.operations import wire_governance
+from greenroom.wiring.operations import wire_governance, wire_pictures, wire_table
 from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
 
 _log = get_logger("app")
@@ -125,15 +127,16 @@ class App:
         self.figures = EngineFigures(self.slots, self.loop, moves.hosted)
         self.history = History(lambda: sample(self))
         self.governance = wire_governance(self.state_dir, config)
-        self.salts = CacheSalts()
-        front = self._front = wire_front(common, memory, self.tickets, self)
-        self.inference, self.door, self.keys = front.inference, front.door, front.keys
-        self.edge, self.metrics_edge = front.edge, front.metrics_edge
-        self.jobs, self.operation_table, self.pictures = front.jobs, front.operations, front.pictures
-        self.downloads, self.usage, self.requestors = front.downloads, front.usage, front.requestors
-        self.limiter = front.limiter
+        self._wire_orders()
+        self._wire_front(memory)
+
+    def _wire_orders(self) -> None:
+        """Make what callers order, and what is kept of it."""
+        table = self.operation_table = wire_table(self._common)
+        self.pictures = wire_pictures(self._common)
+        self.downloads = Downloads(table, self.library, self.state)
         self.loads = Loads(
-            front.operations,
+            table,
             self.resolver,
             self.downloads,
             self.operations,
@@ -143,7 +146,7 @@ class App:
             self.hosted_slots,
         )
         self.updates = Updates(
-            front.operations,
+            table,
             UpdateServices(
                 gateway=self.state,
                 catalog=self.catalog,
@@ -160,6 +163,20 @@ class App:
         )
         self.state_follower = StateFollower(self.updates, self.state)
 
+    def _wire_front(self, memory: MemoryParts) -> None:
+        """Make what answers requests, and the door before it: the last, because routes are given all other parts."""
+        common, self.salts = self._common, CacheSalts()
+        access = self._access = wire_access(common, self._use_changed_keys)
+        self.limiter, self.requestors = access.limiter, access.requestors
+        self.keys, self.usage = access.keys, access.usage
+        serving = wire_serving(common, memory, access, self.resolver, self.pictures, self.salts, self.tickets)
+        self.inference, self.bodies = serving.inference, serving.bodies
+        self.jobs = Jobs(
+            self.operation_table, self.inference, serving.edge_state, self.bodies, self.keys, self.state, self.loop
+        )
+        front = self._front = wire_front(access, serving, self)
+        self.door, self.edge, self.metrics_edge = front.door, front.edge, front.metrics_edge
+
     def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
         """Make what finds models: on disk, by name, and by version."""
         self.library = Library(Roots(config.roots), self.state_dir.path, on_gpu=on_gpu)
@@ -173,6 +190,15 @@ class App:
 
     def _is_named(self, tenant: str) -> bool:
         return is_named(self.config, tenant) or tenant in self.door.keys.tenants
+
+    def _use_changed_keys(self) -> None:
+        self._front.use_keys(self.config)
+        if self.keys.problems:
+            for problem in self.keys.problems:
+                known = len(self.keys.of_file)
+                _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=known)
+        else:
+            _log.info("keys reread", file=self.keys.path, keys=len(self.keys.of_file))
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -218,19 +244,19 @@ class App:
 
     async def _open(self, server: Server) -> None:
         """Take the ports, then open the recordings: a failed start must not push out those of an earlier run."""
-        if self._front.shared_limits is not None:
-            await self._front.shared_limits.open()
+        if self._access.shared_limits is not None:
+            await self._access.shared_limits.open()
         try:
             await self._front.bind(server)
-            self._front.operations.open()
+            self.operation_table.open()
             self.versions.open()
             await self._remote.open()
             begin_versions(self.versions, self.config, time.time())
-            self._front.pictures.open()
-            if self._front.usage is not None:
-                await self._front.usage.open()
+            self.pictures.open()
+            if self.usage is not None:
+                await self.usage.open()
             # The events last: only they rename an earlier file.
-            for file in (self._front.activity_file, self._common.events_file):
+            for file in (self._front.serving.activity_file, self._common.events_file):
                 if file is not None:
                     file.open()
         except BaseException:
@@ -320,11 +346,6 @@ class App:
         if rules is not None and (problem := self.governance.audit_problem):
             _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
 
-    def must_fetch(self, model: str) -> bool:
-        """True if a load of this model would begin with a download."""
-        is_here = self.catalog.is_known(model) or self.library.find(model) is not None
-        return self.config.library.download and not is_here
-
     async def _drafted(self, config: Config, changes: Changes) -> Draft:
         """Read headers of models in a thread: a file server that hangs must not stop running requests."""
         look_s = self._timeouts.look_at_models_s
@@ -347,6 +368,7 @@ class App:
         self.state.config = config
         setup_logs(config.log.level.value, config.log.format.value)
         self._front.configure(config, keys)
+        self.downloads.pump()
         self._moves.roots.use(config)
         self.library.use_roots(Roots(config.roots))
         removed = tuple(ModelId(model) for model in changes.removed)
@@ -399,7 +421,7 @@ class App:
                 await in_time(part.close(), type(part).__name__, common.timeouts.close_s)
             await in_time(close_parts(common, memory, leases, front), "connections", PARTS_MAX_S)
             kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
-            await write_last((*kept, front.activity_file, common.events_file, self.governance, self.usage))
+            await write_last((*kept, front.serving.activity_file, common.events_file, self.governance, self.usage))
 
 
 def _refuse_open_door(config: Config) -> None:

@@ -279,6 +279,8 @@ class FakeGateway:
         )
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(lambda: None)
+        # Tests of their routes have a whole gateway.
+        self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None
@@ -298,9 +300,6 @@ class FakeGateway:
         if self.flush_error is not None:
             raise self.flush_error
         return 3, 5 * 2**20
-
-    def must_fetch(self, model: str) -> bool:
-        return False
 
     async def reread(self) -> Config:
         return loader.load(self.path).config

@@ -76,11 +76,12 @@ class FrontDoor:
         inference: Inference,
         management: AsgiBridge,
         rules: RouteRules,
+        jobs: Answering | None = None,
     ) -> None:
         self._inference = inference
         self._management = management
         self._rules = rules
-        self.jobs: Answering | None = None
+        self._jobs = jobs
         self.keys = Keys(())
         self.hosts = HostRule()
         # Whether the dashboard is served (server.ui).
@@ -108,7 +109,7 @@ class FrontDoor:
         if route is not None or is_upstream or is_job:
             self._inference.expect_calm(head, _caller(head))
         if self.limiter is not None and (route is not None or is_upstream or is_job):
-            is_later = is_job or (PREFER in said and self.jobs is not None and prefers_later(head))
+            is_later = is_job or (PREFER in said and self._jobs is not None and prefers_later(head))
             self._count(self.limiter, head, is_job=is_later)
         settings = self._inference.settings
         if route is not None:
@@ -127,8 +128,8 @@ class FrontDoor:
         if route is None and head.path.startswith(UPSTREAM_PREFIX):
             route = UPSTREAM
         if route is not None:
-            if self.jobs is not None and prefers_later(head):
-                self.jobs.handle(exchange, route, _caller(head))
+            if self._jobs is not None and prefers_later(head):
+                self._jobs.handle(exchange, route, _caller(head))
             else:
                 self._inference.handle(exchange, route, _caller(head))
         elif self._is_ui(head):

@@ -24,8 +24,8 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import Application, Message, scope_of
 from greenroom.api.declared import DeclaredRoute, Routes, declared_routes, get, route_of
 from greenroom.api.docs_page import docs_page
-from greenroom.api.gateway import Gateway
 from greenroom.api.models.model_openapi import with_model_routes
+from greenroom.api.shell import Shell
 from greenroom.api.views import ErrorBody
 from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
@@ -173,9 +173,9 @@ def _route_name(route: APIRoute) -> str:
 class Docs(Routes):
     in_schema = False
 
-    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
+    def __init__(self, app: FastAPI, shell: Shell) -> None:
         self._app = app
-        self._gateway = gateway
+        self._shell = shell
         self._describing = asyncio.Lock()
 
     @get(OPENAPI_PATH, needs=Permission.READ)
@@ -184,7 +184,7 @@ class Docs(Routes):
 
     @get(DOCS_PATH, needs=Permission.READ)
     async def docs(self) -> Response:
-        if not self._gateway.config.server.docs:
+        if not self._shell.config.server.docs:
             raise nothing_at(DOCS_PATH)
         return docs_page(await self._described(), OPENAPI_PATH)
 

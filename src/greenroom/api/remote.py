@@ -6,9 +6,11 @@ Neither tells anything of a provider's key.
 from __future__ import annotations
 
 from greenroom.access.keys import Permission
-from greenroom.api.declared import get, of_all, put
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import Routes, get, of_all, put
+from greenroom.api.shell import Shell
 from greenroom.api.views import Order, View
+from greenroom.runtime.remote.fallback import CloudFallback
+from greenroom.runtime.remote.spending import Spending
 
 CONFIG_PATH = "/api/v1/config"
 REMOTES_PATH = "/api/v1/remotes"
@@ -40,22 +42,27 @@ class RemoteList(View):
     remotes: list[RemoteView]
 
 
-class RemoteRoutes(GatewayRoutes):
+class RemoteRoutes(Routes):
+    def __init__(self, shell: Shell, spending: Spending, fallback: CloudFallback) -> None:
+        self._shell = shell
+        self._spending = spending
+        self._fallback = fallback
+
     @get(CONFIG_PATH, needs=Permission.READ)
     async def runtime_config(self) -> RuntimeConfig:
         """What can be changed while the gateway runs, as it is now."""
-        return RuntimeConfig(allowCloudFallback=self._gateway.cloud_fallback.is_allowed)
+        return RuntimeConfig(allowCloudFallback=self._fallback.is_allowed)
 
     @put(CONFIG_PATH, needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def change_runtime_config(self, change: RuntimeConfigChange) -> RuntimeConfig:
         """Change it, for requests that come from now on. It is kept over restarts."""
-        await self._gateway.cloud_fallback.set(change.allowCloudFallback)
+        await self._fallback.set(change.allowCloudFallback)
         return await self.runtime_config()
 
     @get(REMOTES_PATH, needs=Permission.READ)
     async def list_remotes(self) -> RemoteList:
         """Each provider of remote models, and what was spent there today."""
-        spending, remotes = self._gateway.spending, self._gateway.config.remotes
+        spending, remotes = self._spending, self._shell.config.remotes
         return RemoteList(
             remotes=[
                 RemoteView(

@@ -55,12 +55,14 @@ class Edge:
         refuse: Callable[[Exchange | None, Head | None, GreenroomError], Refusal],
         limits: EdgeLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        spool_dir: str | None = None,
+        state: EdgeState | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
+        """`state` and `bodies` are given where others use them too; they must be of the same limits."""
         self.handle = handle
         self.limits = limits or EdgeLimits()
-        self.state = EdgeState(self.limits)
-        self.bodies = BodyBudget(self.limits, spool_dir)
+        self.state = state or EdgeState(self.limits)
+        self.bodies = bodies or BodyBudget(self.limits, None)
         self.writes = WriteBatch()
         self.addresses: list[str] = []
         self._loop: asyncio.AbstractEventLoop

@@ -63,6 +63,7 @@ from greenroom.serving.routes import (
 from greenroom.serving.rungs import RungReader
 from greenroom.serving.tasks import TaskRoute, Tasks
 from greenroom.serving.translating import check_native, check_whole, translate_ask
+from greenroom.serving.versioned import versioned_model
 
 _EMPTY: Final[frozenset[str]] = frozenset()
 _READING: Final = (b"GET", b"HEAD")
@@ -82,8 +83,15 @@ _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
 
 class AskReader:
     def __init__(
-        self, resolver: Resolver, catalog: Catalog, tenants: Tenants, salts: CacheSalts, gateway: GatewayState
+        self,
+        resolver: Resolver,
+        catalog: Catalog,
+        tenants: Tenants,
+        salts: CacheSalts,
+        gateway: GatewayState,
+        picture_urls: PictureUrls | None = None,
     ) -> None:
+        """Without `picture_urls` engines are asked for what the caller asked for."""
         self._resolver = resolver
         self._catalog = catalog
         self._tenants = tenants
@@ -96,10 +104,7 @@ class AskReader:
         self.profiles: Profiles | None = None
         # None while there are none.
         self.tasks: Tasks | None = None
-        # The model under version control that a call means which names this one, or none.
-        self.meant: Callable[[str | None, Caller], str] = lambda name, caller: name or ""
-        # Without it engines are asked for what the caller asked for.
-        self.picture_urls: PictureUrls | None = None
+        self._picture_urls = picture_urls
 
     def read(
         self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, long: LongBody | None = None
@@ -226,7 +231,7 @@ class AskReader:
         """The model of a JSON request that names none; `client` is the one that its body names. Raises BadRequest."""
         head.client = client
         if route is GENERATE:
-            return self.meant(_query_model(head), self.narrowed(head, caller))
+            return versioned_model(self._gateway.config, _query_model(head), self.narrowed(head, caller))
         profile = self._profile_of(head, caller)
         if profile is not None and profile.default_model is not None:
             return profile.default_model
@@ -459,10 +464,10 @@ class AskReader:
     def _as_urls(self, ask: Ask, head: Head, said: str | None) -> bool:
         """Have its pictures replaced if it asks for URLs. True if the engine has to be told to send them instead."""
         config = ask.entry.config
-        if self.picture_urls is None or config.set_params.get(RESPONSE_FORMAT, said) != AS_URL:
+        if self._picture_urls is None or config.set_params.get(RESPONSE_FORMAT, said) != AS_URL:
             return False
         expect_no_stream(ask.stream)
-        ask.remade = self.picture_urls.for_request(head, ask.tenant, ask.entry.public_id)
+        ask.remade = self._picture_urls.for_request(head, ask.tenant, ask.entry.public_id)
         return RESPONSE_FORMAT not in config.strip_params
 
     def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:

@@ -6,6 +6,7 @@ reload replaces the configuration as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,31 +19,29 @@ from greenroom.access.requestors import Requestors
 from greenroom.access.usage_store import UsageStore
 from greenroom.api.asgi import AsgiBridge
 from greenroom.api.front import FrontDoor, HostRule, MetricsDoor
-from greenroom.api.gateway import Gateway
 from greenroom.config.limits import is_named
 from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
-from greenroom.features.jobs.jobs import Jobs
 from greenroom.features.jobs.routes import AsyncRequests
-from greenroom.features.library.downloads import Downloads
 from greenroom.features.pictures.answers import PictureAnswers, PictureServices
 from greenroom.features.pictures.store import PictureStore
-from greenroom.features.versions.routes import meant
+from greenroom.http.body import BodyBudget
 from greenroom.http.edge import Edge
-from greenroom.http.limits import limits_for
+from greenroom.http.limits import EdgeState, limits_for
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
-from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.table import JobLimits, KeepLimits, OperationEvents, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
+from greenroom.runtime.resolver import Resolver
 from greenroom.serving.ask import Settings
 from greenroom.serving.ask_reader import AskReader
+from greenroom.serving.prefix_cache import CacheSalts
 from greenroom.serving.request_log import RequestLog
 from greenroom.serving.requests import Inference
 from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.activity import UsageCounts
 from greenroom.telemetry.logs import get_logger
 from greenroom.wiring.common import CommonParts, MemoryParts
+from greenroom.wiring.gateway import Gateway
 from greenroom.wiring.routes import make_management
 
 if TYPE_CHECKING:
@@ -52,50 +51,94 @@ _log = get_logger("server")
 
 
 @dataclass(frozen=True, slots=True)
-class FrontParts:
+class AccessParts:
+    tenants: Tenants
+    requestors: Requestors
+    limiter: Limiter
+    shared_limits: SharedLimits | None
+    counts: UsageCounts | None
+    # None if none is kept.
+    usage: UsageStore | None
+    keys: KeyRing
+
+
+def wire_access(common: CommonParts, on_changed_keys: Callable[[], None]) -> AccessParts:
+    """Raises ConfigError if the client of the store of limits is not installed."""
+    gateway, days = common.gateway, common.gateway.config.server.usage_days
+    counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if days else None
+    usage = None if counts is None else UsageStore(common.state_dir.path, counts, days)
+    return AccessParts(Tenants(), Requestors(common.clock), *_limits(common), counts, usage, KeyRing(on_changed_keys))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingParts:
     activity_file: ActivityRecorder | None
     prefetch: Prefetch
+    reader: AskReader
     inference: Inference
+    bodies: BodyBudget
+    edge_state: EdgeState
+
+
+def wire_serving(
+    common: CommonParts,
+    memory: MemoryParts,
+    access: AccessParts,
+    resolver: Resolver,
+    pictures: PictureStore,
+    salts: CacheSalts,
+    tickets: Tickets,
+) -> ServingParts:
+    server = common.gateway.config.server
+    limits, settings = limits_for(server), Settings.of(common.gateway.config)
+    bodies = BodyBudget(limits, str(common.state_dir.path))
+    activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
+    prefetch = Prefetch(common.state, memory.watch.host_available_mib, common.observer)
+    picture_urls = PictureAnswers(PictureServices(pictures, bodies, common.gateway))
+    reader = AskReader(resolver, common.catalog, access.tenants, salts, common.gateway, picture_urls)
+    log = RequestLog(
+        common.activity,
+        common.metrics,
+        None if activity_file is None else activity_file.add,
+        access.counts,
+        access.requestors,
+    )
+    inference = Inference(reader, resolver, common.loop, tickets, log, settings, prefetch)
+    return ServingParts(activity_file, prefetch, reader, inference, bodies, EdgeState(limits))
+
+
+@dataclass(frozen=True, slots=True)
+class FrontParts:
+    access: AccessParts
+    serving: ServingParts
+    tasks: Tasks
     management: AsgiBridge
     door: FrontDoor
     edge: Edge
     # None without a port of their own.
     metrics_edge: Edge | None
-    operations: OperationTable
-    jobs: Jobs
-    pictures: PictureStore
-    downloads: Downloads
-    reader: AskReader
-    limiter: Limiter
-    shared_limits: SharedLimits | None
-    tenants: Tenants
-    requestors: Requestors
-    tasks: Tasks
-    # None if none is kept.
-    usage: UsageStore | None
-    keys: KeyRing
 
     def configure(self, config: Config, look: Look | None = None) -> None:
         """Apply the configuration: at the start, and again at each reload. `look` is one at its key file."""
         server = config.server
-        self.inference.configure(Settings.of(config))
-        self.tenants.are_named = server.multi_tenant
-        self.requestors.configure(config.clients)
-        self.reader.profiles = Profiles(config.profiles) if config.profiles else None
+        self.serving.inference.configure(Settings.of(config))
+        self.access.tenants.are_named = server.multi_tenant
+        self.access.requestors.configure(config.clients)
+        self.serving.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.tasks.configure(config)
-        self.reader.tasks = self.tasks if self.tasks else None
+        self.serving.reader.tasks = self.tasks if self.tasks else None
         self.door.serves_ui = server.ui
         hosts = (server.host, *server.allowed_hosts)
         self.door.hosts = HostRule(hosts, server.allowed_origins, public_url=server.public_url)
-        self.keys.use(server, look)
+        self.access.keys.use(server, look)
         self.use_keys(config)
-        self.downloads.pump()
 
     def use_keys(self, config: Config) -> None:
         """Use the keys that there are at present, with their limits."""
-        self.door.keys = self.keys.keys
-        self.limiter.configure(config, self.door.keys)
-        self.door.limiter = self.reader.limiter = self.limiter if self.limiter.is_on else None
+        self.door.keys = self.access.keys.keys
+        self.access.limiter.configure(config, self.door.keys)
+        limiter = self.access.limiter
+        self.door.limiter = self.serving.reader.limiter = limiter if limiter.is_on else None
 
     async def bind(self, server: Server) -> None:
         """Take the ports; connections wait until `accept`. Raises OSError, or ConfigError for `metrics_port`."""
@@ -128,87 +171,36 @@ class FrontParts:
         return [self.edge] if self.metrics_edge is None else [self.edge, self.metrics_edge]
 
 
-def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: Gateway) -> FrontParts:
-    server = gateway.config.server
-    activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-    prefetch = Prefetch(common.state, memory.watch.host_available_mib, common.observer)
-    tenants, requestors = Tenants(), Requestors(common.clock)
-    counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if server.usage_days else None
-    usage = None if counts is None else UsageStore(common.state_dir.path, counts, server.usage_days)
-    reader = AskReader(gateway.resolver, common.catalog, tenants, gateway.salts, common.gateway)
-    inference = Inference(
-        reader,
-        gateway.resolver,
-        common.loop,
-        tickets,
-        RequestLog(
-            common.activity,
-            common.metrics,
-            None if activity_file is None else activity_file.add,
-            counts,
-            requestors,
-        ),
-        Settings.of(gateway.config),
-        prefetch,
-    )
-    reader.meant = lambda name, caller: meant(gateway.config, name, caller)
+def wire_front(access: AccessParts, serving: ServingParts, gateway: Gateway) -> FrontParts:
+    """Every other part of the gateway has been made."""
+    inference, server = serving.inference, gateway.config.server
     application = make_management(gateway)
     management = AsgiBridge(application)
-    door = FrontDoor(inference, management, application)
-    edge, metrics_edge = _edges(door, server, str(common.state_dir.path))
-    table = _operations(common)
-    keys = KeyRing(lambda: _use_changed_keys(front, common))
-    jobs = Jobs(table, inference, edge, keys, common.gateway, common.loop)
-    door.jobs = AsyncRequests(jobs, edge.bodies, inference.ids.next, inference.refused)
-    pictures = _pictures(common)
-    reader.picture_urls = PictureAnswers(PictureServices(pictures, edge.bodies, common.gateway))
-    downloads = Downloads(table, gateway.library, common.gateway)
-    front = FrontParts(
-        activity_file,
-        prefetch,
-        inference,
-        management,
-        door,
-        edge,
-        metrics_edge,
-        table,
-        jobs,
-        pictures,
-        downloads,
-        reader,
-        *_limits(common),
-        tenants,
-        requestors,
-        gateway.tasks,
-        usage,
-        keys,
-    )
-    front.configure(common.gateway.config)
+    later = AsyncRequests(gateway.jobs, serving.bodies, inference.ids.next, inference.refused)
+    door = FrontDoor(inference, management, application, later)
+    front = FrontParts(access, serving, gateway.tasks, management, door, *_edges(door, server, serving))
+    front.configure(gateway.config)
     return front
 
 
-def _edges(door: FrontDoor, server: Server, spool_dir: str) -> tuple[Edge, Edge | None]:
+def _edges(door: FrontDoor, server: Server, serving: ServingParts) -> tuple[Edge, Edge | None]:
     """The edge for callers, and the one for metrics if these have a port of their own."""
     edge = Edge(
-        admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server), spool_dir=spool_dir
+        admit=door.admit,
+        handle=door.handle,
+        refuse=door.refuse,
+        limits=serving.edge_state.limits,
+        state=serving.edge_state,
+        bodies=serving.bodies,
     )
     if edge.bodies.spools_to_memory:
         _log.warning(
             "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
-            state_dir=spool_dir,
+            state_dir=edge.bodies.spool_dir,
         )
     if not server.metrics or server.metrics_port is None:
         return edge, None
     return edge, Edge(admit=MetricsDoor(door).admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
-
-
-def _use_changed_keys(front: FrontParts, common: CommonParts) -> None:
-    front.use_keys(common.gateway.config)
-    ring = front.keys
-    for problem in ring.problems:
-        _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=len(ring.of_file))
-    if not ring.problems:
-        _log.info("keys reread", file=ring.path, keys=len(ring.of_file))
 
 
 def _limits(common: CommonParts) -> tuple[Limiter, SharedLimits | None]:
@@ -231,22 +223,3 @@ def _limits(common: CommonParts) -> tuple[Limiter, SharedLimits | None]:
 
     shared = SharedLimits(url, f"{common.state_dir.id}.{common.state_dir.run}", told)
     return Limiter(shared.window), shared
-
-
-MIB = 1024 * 1024
-
-
-def _operations(common: CommonParts) -> OperationTable:
-    def limits() -> JobLimits:
-        jobs = common.gateway.config.jobs
-        return JobLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
-
-    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, OperationEvents(common.hub))
-
-
-def _pictures(common: CommonParts) -> PictureStore:
-    def limits() -> KeepLimits:
-        images = common.gateway.config.images
-        return KeepLimits(images.keep_s, images.count_max, images.store_mib * MIB)
-
-    return PictureStore(OperationFiles(common.state_dir.path / "pictures"), limits, common.clock)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from greenroom.api.gateway import Gateway
 from greenroom.api.management import Docs, Management, empty_app
 from greenroom.api.models.listing import Listing, ModelStatuses
 from greenroom.api.remote import RemoteRoutes
-from greenroom.api.reports.capabilities import CapabilityRoutes
 from greenroom.api.reports.clients import ClientRoutes, LimitRoutes
 from greenroom.api.reports.configuration import ConfigRoutes
 from greenroom.api.reports.history import HistoryRoutes
@@ -22,6 +20,7 @@ from greenroom.features.leases.routes import LeaseRoutes
 from greenroom.features.library.download_routes import DownloadRoutes
 from greenroom.features.library.ollama_routes import OllamaRoutes
 from greenroom.features.library.routes import LibraryRoutes
+from greenroom.features.operations.capabilities import CapabilityRoutes
 from greenroom.features.operations.llama_swap_routes import LlamaSwapRoutes
 from greenroom.features.operations.load_routes import LoadRoutes, PinRoutes
 from greenroom.features.operations.native_routes import NativeRoutes
@@ -31,6 +30,7 @@ from greenroom.features.planning.explain_routes import Explaining
 from greenroom.features.planning.queue_routes import QueueRoutes
 from greenroom.features.planning.simulate_routes import Simulating
 from greenroom.features.versions.routes import VersionRoutes
+from greenroom.wiring.gateway import Gateway
 
 
 def make_management(gateway: Gateway, streams: Streams | None = None) -> Management:
@@ -47,37 +47,37 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
 
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
-    DownloadRoutes(gateway).add_to(app)
-    loads = LoadRoutes(gateway)
+    DownloadRoutes(gateway.downloads).add_to(app)
+    loads = LoadRoutes(gateway, gateway.loads)
     loads.add_to(app)
     NativeRoutes(gateway, loads, look).add_to(app)
-    library = LibraryRoutes(gateway, look)
+    library = LibraryRoutes(gateway, gateway.library, gateway.loads, gateway.updates, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
-    OllamaRoutes(gateway, library, look).add_to(app)
-    LlamaSwapRoutes(gateway, streams, look).add_to(app)
-    CapabilityRoutes(gateway, look).add_to(app)
+    OllamaRoutes(gateway, gateway.library, gateway.downloads, library, gateway.started_at, look).add_to(app)
+    LlamaSwapRoutes(gateway, gateway.loads, gateway.updates, streams, look).add_to(app)
+    CapabilityRoutes(gateway, gateway.loads, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
-    Operating(gateway, streams, look).add_to(app)
+    Operating(gateway, gateway.loads, gateway.operations, gateway.updates, gateway, streams, look).add_to(app)
     ConfigRoutes(gateway).add_to(app)
-    PinRoutes(gateway).add_to(app)
-    VersionRoutes(gateway).add_to(app)
-    QueueRoutes(gateway).add_to(app)
-    HistoryRoutes(gateway).add_to(app)
-    LimitRoutes(gateway).add_to(app)
-    Explaining(gateway).add_to(app)
+    PinRoutes(gateway, gateway, gateway.updates).add_to(app)
+    VersionRoutes(gateway, gateway.updates).add_to(app)
+    QueueRoutes(gateway, gateway.tickets).add_to(app)
+    HistoryRoutes(gateway, gateway.history).add_to(app)
+    LimitRoutes(gateway.limiter).add_to(app)
+    Explaining(gateway, gateway.leasing).add_to(app)
     Simulating(gateway).add_to(app)
-    UsageRoutes(gateway).add_to(app)
-    ClientRoutes(gateway).add_to(app)
-    RemoteRoutes(gateway).add_to(app)
+    UsageRoutes(gateway.usage).add_to(app)
+    ClientRoutes(gateway, gateway.requestors).add_to(app)
+    RemoteRoutes(gateway, gateway.spending, gateway.cloud_fallback).add_to(app)
     Gpus(gateway).add_to(app)
-    LeaseRoutes(gateway).add_to(app)
-    Caches(gateway).add_to(app)
-    JobRoutes(lambda: gateway.jobs, lambda: gateway.edge.bodies).add_to(app)
-    PictureRoutes(lambda: gateway.pictures, gateway.clock).add_to(app)
+    LeaseRoutes(gateway, gateway.leasing).add_to(app)
+    Caches(gateway, gateway.salts, gateway).add_to(app)
+    JobRoutes(gateway.jobs, gateway.bodies).add_to(app)
+    PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
     Docs(app, gateway).add_to(app)
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
-    models = GovernedModels(gateway, library.users_of)
+    models = GovernedModels(gateway, gateway.library, gateway.downloads, gateway.updates, library.users_of)
     governed = GovernedRoutes(app, gateway.governance, models)
     return Management(governed, governed.routes)

@@ -34,7 +34,7 @@ async def wait_until_idle(common: CommonParts, moves: MoveParts, front: FrontPar
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s + STOP_MAX_S):
             await common.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
-            await front.inference.finished()
+            await front.serving.inference.finished()
             await moves.mover.cleaned_up()
             await moves.workers.close()
 
@@ -44,16 +44,16 @@ async def close_parts(common: CommonParts, memory: MemoryParts, leases: LeasePar
     close_s = common.timeouts.close_s
     if leases.sharing is not None:
         await in_time(leases.sharing.close(), "the lease store", close_s)
-    if front.shared_limits is not None:
-        await in_time(front.shared_limits.close(), "the store of limits", close_s)
+    if front.access.shared_limits is not None:
+        await in_time(front.access.shared_limits.close(), "the store of limits", close_s)
     # Streams of events and logs end by themselves once the hub is closed, after their last events.
     common.hub.close()
     await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
     await in_time(front.close(), "the listening sockets", close_s)
-    front.inference.sweep.close()
-    await in_time(front.keys.close(), "the key file", close_s)
-    front.prefetch.close()
+    front.serving.inference.sweep.close()
+    await in_time(front.access.keys.close(), "the key file", close_s)
+    front.serving.prefetch.close()
     common.effects.close()
     await in_time(memory.watch.close(), "the memory watch", close_s)
     # A moment for the last bytes to leave.

@@ -107,7 +107,7 @@ async def test_timeline_gives_what_changed_since() -> None:
     residency.moving(load, "a", {})
     residency.moved(load, "a", Outcome.DONE)
     now = START + 60
-    routes = HistoryRoutes(gateway, lambda: now)
+    routes = HistoryRoutes(gateway, gateway.history, lambda: now)
 
     async def phases(since: float) -> list[str]:
         return [span.phase for span in (await routes.show_timeline(3600, since)).spans]

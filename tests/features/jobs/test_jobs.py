@@ -46,7 +46,7 @@ def jobs_of(table: EmptyTable, **said: Any) -> Jobs:
     """Jobs that nobody runs."""
     nothing: Any = None
     loop = SchedulerLoop(DefaultScheduler(nothing), time.monotonic)
-    return Jobs(cast(Any, table), nothing, nothing, nothing, GatewayState(Config()), loop, **said)
+    return Jobs(cast(Any, table), nothing, nothing, nothing, nothing, GatewayState(Config()), loop, **said)
 
 
 class FixedTable(EmptyTable):

@@ -15,11 +15,11 @@ from pydantic import Field, create_model
 
 from greenroom.access.budgets import LIMITS, Limit
 from greenroom.access.keys import ANYONE, Permission
-from greenroom.access.limits import KEY, MODEL, TENANT, Kind
+from greenroom.access.limits import KEY, MODEL, TENANT, Kind, Limiter
 from greenroom.access.profiles import Profiles
-from greenroom.access.requestors import ROWS_MAX, Requestor
-from greenroom.api.declared import get
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.access.requestors import ROWS_MAX, Requestor, Requestors
+from greenroom.api.declared import Routes, get
+from greenroom.api.shell import Shell
 from greenroom.api.views import View
 
 CLIENTS_PATH: Final = "/api/v1/clients"
@@ -73,11 +73,15 @@ class ClientList(View):
     clients: list[ClientView]
 
 
-class ClientRoutes(GatewayRoutes):
+class ClientRoutes(Routes):
+    def __init__(self, shell: Shell, requestors: Requestors) -> None:
+        self._shell = shell
+        self._requestors = requestors
+
     @get(CLIENTS_PATH, needs=Permission.READ)
     async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
         """What asked models lately, by key, tenant and client; that which asked last first."""
-        requestors, profiles = self._gateway.requestors, Profiles(self._gateway.config.profiles)
+        requestors, profiles = self._requestors, Profiles(self._shell.config.profiles)
         now = requestors.now()
         return ClientList(clients=[_client(row, profiles, now) for row in requestors.rows()[:limit]])
 
@@ -138,11 +142,14 @@ class LimitList(View):
     """Those of which most is used first; among equals tenants, then keys, then models."""
 
 
-class LimitRoutes(GatewayRoutes):
+class LimitRoutes(Routes):
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+
     @get(LIMITS_PATH, needs=Permission.READ)
     async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""
-        now, meters = self._gateway.limiter.now(), list(self._gateway.limiter.meters)
+        now, meters = self._limiter.now(), list(self._limiter.meters)
         first = heapq.nlargest(limit, meters, key=lambda meter: (meter.used_share(now), -_ORDER.index(meter.kind)))
         rows = [LimitView(kind=one.kind, name=one.name, **one.figures(now)) for one in first]
         return LimitList(count=len(meters), limits=rows)

@@ -10,11 +10,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from greenroom.access.keys import Permission
-from greenroom.api.declared import get
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import Routes, get
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
 from greenroom.config import environment, loader, mistakes
@@ -78,21 +77,37 @@ class EffectiveConfig(View):
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
 
 
-class ConfigRoutes(GatewayRoutes):
+class ConfigFile(Protocol):
+    """The configuration that runs, and the file that it is from."""
+
+    path: Path | None
+    """None where the gateway was started without one."""
+
+    @property
+    def config(self) -> Config: ...
+
+    async def reread(self) -> Config:
+        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
+
+
+class ConfigRoutes(Routes):
+    def __init__(self, source: ConfigFile) -> None:
+        self._source = source
+
     @get(PATH, needs=Permission.MANAGE)
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
-        gateway = self._gateway
+        source = self._source
         # In threads: of hundreds of models each of these takes longer than the loop may wait.
-        loaded, wrong = await run_detached(lambda: _read(gateway.path), "read the configuration")
-        config = gateway.config
+        loaded, wrong = await run_detached(lambda: _read(source.path), "read the configuration")
+        config = source.config
         warnings = (
             await run_detached(lambda: problems(config), "check the configuration")
             if loaded is None
             else loaded.warnings
         )
         return EffectiveConfig(
-            file=None if gateway.path is None else str(gateway.path),
+            file=None if source.path is None else str(source.path),
             values=await run_detached(lambda: list(_values(config, loaded)), "list the configuration"),
             check=ConfigCheck(problems=wrong, warnings=list(warnings)),
             pending=None if loaded is None else await self._pending(),
@@ -100,7 +115,7 @@ class ConfigRoutes(GatewayRoutes):
 
     async def _pending(self) -> PendingChanges | None:
         try:
-            now, then = self._gateway.config, await self._gateway.reread()
+            now, then = self._source.config, await self._source.reread()
             changes = await run_detached(lambda: diff(now, then), "compare configurations")
         except ConfigError:
             # There is no file, or it has become unusable just now.

@@ -11,11 +11,11 @@ from fastapi import Query
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
-from greenroom.api.gateway import Gateway
 from greenroom.api.reports.memory import gpu_used_mib, green_room_used_mib
+from greenroom.api.shell import Box, Shell
 from greenroom.api.views import View
 from greenroom.core.model import Tier
-from greenroom.telemetry.history import Sample
+from greenroom.telemetry.history import History, Sample
 
 HISTORY_PATH: Final = "/api/v1/history"
 TIMELINE_PATH: Final = "/api/v1/timeline"
@@ -88,8 +88,9 @@ class TimelineView(View):
 
 
 class HistoryRoutes(Routes):
-    def __init__(self, gateway: Gateway, wall: Callable[[], float] = time.time) -> None:
-        self._gateway = gateway
+    def __init__(self, shell: Shell, history: History, wall: Callable[[], float] = time.time) -> None:
+        self._shell = shell
+        self._history = history
         self._wall = wall
 
     @get(HISTORY_PATH, needs=Permission.READ)
@@ -100,7 +101,7 @@ class HistoryRoutes(Routes):
         ] = 0.0,
     ) -> HistoryView:
         """The last hour in figures of the whole gateway, every ten seconds."""
-        history = self._gateway.history
+        history = self._history
         return _view(history.every_s, history.since(since))
 
     @get(TIMELINE_PATH, needs=Permission.READ)
@@ -118,10 +119,10 @@ class HistoryRoutes(Routes):
         ] = 0.0,
     ) -> TimelineView:
         """Which model was on which GPU during the last hour, its moves, and why."""
-        view, now = self._gateway.loop.scheduler.view, self._wall()
+        view, now = self._shell.loop.scheduler.view, self._wall()
         # The clock was set back since the earlier answer.
         first = now - seconds if since > now else max(now - seconds, since)
-        spans = self._gateway.observer.residency.spans(first, view.slots)
+        spans = self._shell.observer.residency.spans(first, view.slots)
         return TimelineView(
             now=round(now, 3),
             since=round(now - seconds, 3),
@@ -142,26 +143,26 @@ class HistoryRoutes(Routes):
         )
 
 
-def sample(gateway: Gateway, wall: Callable[[], float] = time.time) -> Sample:
+def sample(box: Box, wall: Callable[[], float] = time.time) -> Sample:
     """The gateway at this moment, in a dozen figures."""
-    state = gateway.loop.scheduler.view
+    state = box.loop.scheduler.view
     slots = [slot for slot in state.slots.values() if slot.lease is None]
-    gpus = gateway.memory_watch.last.reading.gpus
+    gpus = box.memory_watch.last.reading.gpus
     held: dict[str, float] = {str(device): 0.0 for device in state.ledger.devices}
     for holding in state.ledger.holdings.values():
         for device in state.ledger.devices:
             held[str(device)] += holding.on(device)
     return Sample(
         at=round(wall(), 3),
-        clock=gateway.clock(),
-        totals=gateway.metrics.totals(),
+        clock=box.clock(),
+        totals=box.metrics.totals(),
         queue=state.waitlist.depth,
         in_flight=sum(len(slot.in_flight) for slot in slots),
-        connections=gateway.edge.connections,
+        connections=box.edge.connections,
         green_room_mib=green_room_used_mib(state),
         ready=sum(slot.tier is Tier.READY for slot in slots),
         asleep=sum(slot.tier is Tier.ASLEEP for slot in slots),
-        used_mib=held | {gpu.uuid: float(gpu_used_mib(gateway, gpu)) for gpu in gpus if gpu.uuid in held},
+        used_mib=held | {gpu.uuid: float(gpu_used_mib(box, gpu)) for gpu in gpus if gpu.uuid in held},
         utilisation={gpu.uuid: float(gpu.utilisation) for gpu in gpus if gpu.utilisation is not None},
     )
 

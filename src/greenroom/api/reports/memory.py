@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import get
-from greenroom.api.gateway import Gateway, GatewayRoutes
+from greenroom.api.shell import Shell, ShellRoutes
 from greenroom.api.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
@@ -69,25 +69,25 @@ class GpuList(View):
     host: HostMemoryView
 
 
-class Gpus(GatewayRoutes):
+class Gpus(ShellRoutes):
     @get(PATH, needs=Permission.READ)
     async def list_gpus(self) -> GpuList:
         """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
-        gateway = self._gateway
-        if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
-            await gateway.memory_watch.look_now()
-        return GpuPicture(gateway, gateway.clock()).whole()
+        shell = self._shell
+        if shell.clock() - shell.memory_watch.last.at > FRESH_S:
+            await shell.memory_watch.look_now()
+        return GpuPicture(shell, shell.clock()).whole()
 
 
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, gateway: Gateway, now: float) -> None:
-        self._gateway = gateway
-        self._watched = gateway.memory_watch
+    def __init__(self, shell: Shell, now: float) -> None:
+        self._shell = shell
+        self._watched = shell.memory_watch
         self._look: MemoryLook = self._watched.last
-        self._state = state = gateway.loop.scheduler.view
-        self._split = memory_split(gateway)
+        self._state = state = shell.loop.scheduler.view
+        self._split = memory_split(shell)
         self._now = now
         self._free = state.ledger.free_mib(frozenset())
 
@@ -129,7 +129,7 @@ class GpuPicture:
             "index": gpu.index,
             "name": gpu.name,
             "total_mib": gpu.total_mib,
-            "used_mib": gpu_used_mib(self._gateway, gpu),
+            "used_mib": gpu_used_mib(self._shell, gpu),
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
             "weights_mib": split.weights_mib,
@@ -162,11 +162,11 @@ class GpuPicture:
         ]
 
 
-def gpu_used_mib(gateway: Gateway, gpu: GpuReading) -> int:
+def gpu_used_mib(shell: Shell, gpu: GpuReading) -> int:
     """MiB that all processes use of it. No process uses a simulated GPU: there it is what models and leases hold."""
-    if gateway.memory_watch.kind != SIMULATED:
+    if shell.memory_watch.kind != SIMULATED:
         return gpu.used_mib
-    holdings = gateway.loop.scheduler.view.ledger.holdings.values()
+    holdings = shell.loop.scheduler.view.ledger.holdings.values()
     return sum(holding.on(DeviceId(gpu.uuid)) for holding in holdings)
 
 
@@ -217,69 +217,67 @@ class GpuSplit:
     other_mib: int = 0
 
 
-def memory_split(gateway: Gateway) -> dict[DeviceId, GpuSplit]:
+def memory_split(shell: Shell) -> dict[DeviceId, GpuSplit]:
     """By GPU. Figures of models are planned ones; `other` is what remains of what is used."""
-    gpus = gateway.memory_watch.last.reading.gpus
+    gpus = shell.memory_watch.last.reading.gpus
     found = {DeviceId(gpu.uuid): GpuSplit() for gpu in gpus}
-    for slot in gateway.loop.scheduler.view.slots.values():
+    for slot in shell.loop.scheduler.view.slots.values():
         if slot.lease is None and slot.tier is Tier.READY:
-            for device, weights_mib, kv in _parts_of(gateway, slot, found):
+            for device, weights_mib, kv in _parts_of(shell, slot, found):
                 found[device].weights_mib += weights_mib
                 found[device].kv_mib += kv
     for gpu in gpus:
         split = found[DeviceId(gpu.uuid)]
-        split.other_mib = max(0, gpu_used_mib(gateway, gpu) - split.weights_mib - split.kv_mib)
+        split.other_mib = max(0, gpu_used_mib(shell, gpu) - split.weights_mib - split.kv_mib)
     return found
 
 
-def kv_mib(gateway: Gateway, entry: Entry) -> int | None:
+def kv_mib(shell: Shell, entry: Entry) -> int | None:
     """MiB of its KV cache, on GPUs or the host, of all slots that are ready; None if it is not known."""
-    slots = [slot for slot in gateway.loop.scheduler.view.slots_of(entry.id) if slot.tier is Tier.READY]
-    sizes = [_kv_of(gateway, entry, slot) for slot in slots]
+    slots = [slot for slot in shell.loop.scheduler.view.slots_of(entry.id) if slot.tier is Tier.READY]
+    sizes = [_kv_of(shell, entry, slot) for slot in slots]
     known = [size for size in sizes if size is not None]
     return sum(known) if known else None
 
 
-def kv_bytes(gateway: Gateway, entry: Entry, tokens: int | None) -> int | None:
+def kv_bytes(shell: Shell, entry: Entry, tokens: int | None) -> int | None:
     """What so many tokens take of its KV cache, as planned; None if that is not known."""
-    estimate = gateway.catalog.needs.account_of(entry).estimate if gateway.catalog.fits_memory else None
+    estimate = shell.catalog.needs.account_of(entry).estimate if shell.catalog.fits_memory else None
     if tokens is None or estimate is None or not estimate.kv_tokens:
         return None
     planned_mib = sum(part.gpu_mib + part.host_mib for part in estimate.parts if part.is_kv)
     return planned_mib * MIB * tokens // estimate.kv_tokens
 
 
-def _parts_of(gateway: Gateway, slot: SlotFacts, gpus: dict[DeviceId, GpuSplit]) -> Iterator[tuple[DeviceId, int, int]]:
+def _parts_of(shell: Shell, slot: SlotFacts, gpus: dict[DeviceId, GpuSplit]) -> Iterator[tuple[DeviceId, int, int]]:
     """Weights and KV cache of a slot on each of its GPUs, shared out as its memory is."""
-    entry = gateway.catalog.find(slot.model)
-    held = {
-        device: mib for device, mib in gateway.loop.scheduler.view.ledger.held_by(slot.id).items() if device in gpus
-    }
+    entry = shell.catalog.find(slot.model)
+    held = {device: mib for device, mib in shell.loop.scheduler.view.ledger.held_by(slot.id).items() if device in gpus}
     estimate = (
-        None if entry is None or not gateway.catalog.fits_memory else gateway.catalog.needs.account_of(entry).estimate
+        None if entry is None or not shell.catalog.fits_memory else shell.catalog.needs.account_of(entry).estimate
     )
     if entry is None or estimate is None or not sum(held.values()):
         return
     weights_mib = sum(part.gpu_mib for part in estimate.parts if part.is_weights)
-    kv = _kv_of(gateway, entry, slot) or 0
+    kv = _kv_of(shell, entry, slot) or 0
     for device, mib in held.items():
         share = mib / sum(held.values())
         yield device, min(mib, int(weights_mib * share)), min(mib, int(kv * share))
 
 
-def _kv_of(gateway: Gateway, entry: Entry, slot: SlotFacts) -> int | None:
+def _kv_of(shell: Shell, entry: Entry, slot: SlotFacts) -> int | None:
     """MiB of a slot's KV cache: as its engine tells, by bytes or by tokens, else as planned; None if unknown."""
-    live = gateway.slots.live.get(slot.id)
+    live = shell.slots.live.get(slot.id)
     told = None if live is None else live.figures
     if told is not None and told.kv_bytes is not None:
         return mib_of(told.kv_bytes)
-    estimate = gateway.catalog.needs.account_of(entry).estimate if gateway.catalog.fits_memory else None
+    estimate = shell.catalog.needs.account_of(entry).estimate if shell.catalog.fits_memory else None
     if estimate is None or not any(part.is_kv for part in estimate.parts):
         return None
     planned_mib = sum(part.gpu_mib + part.host_mib for part in estimate.parts if part.is_kv)
     if told is not None and told.kv_tokens is not None and estimate.kv_tokens:
         return round(planned_mib * told.kv_tokens / estimate.kv_tokens)
-    known = gateway.loop.scheduler.view.ledger.devices.values()
+    known = shell.loop.scheduler.view.ledger.devices.values()
     on_gpus = [device.id for device in known if device.kind is DeviceKind.GPU]
     held_mib = sum(slot.claim.get(device, 0) for device in on_gpus)
     if entry.facts.fills_claim and held_mib:

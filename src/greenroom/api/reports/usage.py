@@ -18,10 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Caller, Permission
-from greenroom.access.usage_store import GROUPS, ROWS_MAX, By, UsageQuestion, UsageRow
+from greenroom.access.usage_store import GROUPS, ROWS_MAX, By, UsageQuestion, UsageRow, UsageStore
 from greenroom.api.asgi import asked_by_admin, caller_of
-from greenroom.api.declared import get
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import Routes, get
 from greenroom.api.views import View
 from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.telemetry.activity import FIGURES, HOUR_S
@@ -93,7 +92,11 @@ class UsageView(View):
 _KINDS: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {CSV: {}}}}
 
 
-class UsageRoutes(GatewayRoutes):
+class UsageRoutes(Routes):
+    def __init__(self, store: UsageStore | None) -> None:
+        """`store` is None where none is kept."""
+        self._store = store
+
     @get(
         PATH,
         needs=Permission.ASK,
@@ -114,7 +117,7 @@ class UsageRoutes(GatewayRoutes):
         Times are whole hours, older than eight days whole days (UTC): `7d`, `24h`, `2026-11-01`, or Unix time. Without
         an admin's key, only what the caller's own key used. `format=csv` or `Accept: text/csv` makes it a CSV file.
         """
-        store = self._gateway.usage
+        store = self._store
         if store is None:
             raise NotFound("No usage is kept here (server.usage_days is 0).")
         question = _question(since, until, by, None if asked_by_admin(request) else caller_of(request))

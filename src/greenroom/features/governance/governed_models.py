@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from greenroom.access.keys import Caller
 from greenroom.api.declared import NeededOperation
-from greenroom.api.gateway import Gateway
+from greenroom.api.shell import Shell
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.config.hub import whisper_names, whisper_repository
@@ -24,12 +24,15 @@ from greenroom.config.sections.governance import Operation
 from greenroom.dialects.ollama_request import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.features.governance.gate import Done
-from greenroom.features.versions.routes import meant
+from greenroom.features.library.downloads import Downloads
+from greenroom.features.versions.updates import Updates
+from greenroom.library.library import Library
 from greenroom.library.orders import DownloadOrder, place_of, read_order
 from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
+from greenroom.serving.versioned import versioned_model
 
 LOOK_MAX_S: Final = 20.0
 Answer = TypeVar("Answer")
@@ -46,8 +49,18 @@ class JudgedCall:
 class GovernedModels:
     """`users_of` returns the models that are configured or in memory and need a file of the one to be deleted."""
 
-    def __init__(self, gateway: Gateway, users_of: Callable[[str], Awaitable[Sequence[Entry]]]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        shell: Shell,
+        library: Library,
+        downloads: Downloads,
+        updates: Updates,
+        users_of: Callable[[str], Awaitable[Sequence[Entry]]],
+    ) -> None:
+        self._shell = shell
+        self._library = library
+        self._downloads = downloads
+        self._updates = updates
         self._users_of = users_of
 
     async def judged(self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller) -> JudgedCall:
@@ -73,18 +86,18 @@ class GovernedModels:
     def _updated(self, model: str | None, caller: Caller) -> str | None:
         """The model that an update is for. What is refused later may be any."""
         with contextlib.suppress(BadRequest, ModelNotFound):
-            return meant(self._gateway.config, model, caller)
+            return versioned_model(self._shell.config, model, caller)
         return model
 
     async def _kept(self, model: str | None, fields: Mapping[str, Any]) -> list[Done]:
         """Where the weights come from that an update goes back to. The handler refuses what is not kept."""
-        number, kept = fields.get("version"), self._gateway.updates.of(model or "").kept
+        number, kept = fields.get("version"), self._updates.of(model or "").kept
         version = next((one for one in kept if number in (None, one.number)), None)
         if version is None:
             return []
         done = [Done("model-update", await self._names_of(version.path))]
         with contextlib.suppress(BadRequest):
-            repo = read_order(self._gateway.downloads.rules, model=version.repo_id).repo
+            repo = read_order(self._downloads.rules, model=version.repo_id).repo
             done.append(Done("model-update", frozenset({repo or ""}), is_repository=True))
         return done
 
@@ -95,14 +108,19 @@ class GovernedModels:
         names = await self._names_of(name)
         return [Done("model-update", names), Done("model-download", names)]
 
+    def _must_fetch(self, model: str) -> bool:
+        """True if a load of this model would begin with a download."""
+        is_here = self._shell.catalog.is_known(model) or self._library.find(model) is not None
+        return self._shell.config.library.download and not is_here
+
     def _fetch(self, needed: NeededOperation, fields: Mapping[str, Any]) -> DownloadOrder | None:
         """What the call may fetch. Raises BadRequest for an order to download that cannot be read."""
         if needed.read_fetch is None:
             return None
-        rules = self._gateway.downloads.rules
+        rules = self._downloads.rules
         if needed.operation == "model-download":
             return needed.read_fetch(rules)
-        if needed.operation == "model-load" and not self._gateway.must_fetch(needed.model or ""):
+        if needed.operation == "model-load" and not self._must_fetch(needed.model or ""):
             return None
         # A name that is none of the hub is of a path, or the handler refuses it.
         with contextlib.suppress(BadRequest):
@@ -136,8 +154,8 @@ class GovernedModels:
         return names if plain == name else names | await self._names_of_one(plain, quantization)
 
     async def _names_of_one(self, name: str, quantization: str | None) -> frozenset[str]:
-        gateway, library = self._gateway, self._gateway.library
-        entry, record = gateway.catalog.find(name), library.find(name)
+        library = self._library
+        entry, record = self._shell.catalog.find(name), library.find(name)
         told = [entry.config.path if entry is not None else None, record.path if record is not None else None]
         places = await self._looked(lambda: _on_disk(told, name, library.roots), name)
         if any(library.find(place) is None for place in places):
@@ -145,7 +163,7 @@ class GovernedModels:
             await self._refreshed(name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
         # The order that stands for a name may have chosen another file.
-        if ordered := [one for record in on_disk if (one := gateway.resolver.ordered(record)) is not record]:
+        if ordered := [one for record in on_disk if (one := self._shell.resolver.ordered(record)) is not record]:
             on_disk += ordered
             places += await self._looked(lambda: _on_disk([one.path for one in ordered], None, library.roots), name)
         if quantization is not None and (chosen := _chosen(on_disk, quantization, library.records)):
@@ -156,7 +174,7 @@ class GovernedModels:
 
     async def _names_at(self, fetch: DownloadOrder) -> frozenset[str]:
         """The names of the folder that a download writes to, and of the models that lie in it or that it lies in."""
-        library = self._gateway.library
+        library = self._library
         place = await self._looked(lambda: _destination(fetch, library.roots), fetch.name)
         if place is None:
             # The handler refuses it.
@@ -169,10 +187,10 @@ class GovernedModels:
         self, places: Sequence[str], records: Sequence[LibraryRecord], name: str, bases: Iterable[str]
     ) -> frozenset[str]:
         """The names by which these places, records and configured models can be asked for."""
-        gateway, library = self._gateway, self._gateway.library
+        library = self._library
         configured = self._configured()
         same = await self._looked(lambda: _same_files(places, configured), name)
-        known = [one for id in (*same, *bases) if (one := gateway.catalog.find(id)) is not None]
+        known = [one for id in (*same, *bases) if (one := self._shell.catalog.find(id)) is not None]
         return frozenset(
             {
                 *places,
@@ -183,7 +201,7 @@ class GovernedModels:
         )
 
     def _configured(self) -> list[Entry]:
-        return [one for one in self._gateway.catalog if one.config.path and not one.is_adhoc]
+        return [one for one in self._shell.catalog if one.config.path and not one.is_adhoc]
 
     async def _looked(self, look: Callable[[], Answer], name: str) -> Answer:
         """The answer of the disk. Raises NotAllowed if there is none."""
@@ -194,7 +212,7 @@ class GovernedModels:
     async def _refreshed(self, name: str) -> None:
         with _answers(name):
             async with asyncio.timeout(LOOK_MAX_S):
-                await self._gateway.library.refresh()
+                await self._library.refresh()
 
 
 @contextlib.contextmanager

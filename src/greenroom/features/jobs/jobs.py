@@ -32,9 +32,9 @@ from greenroom.errors import (
 )
 from greenroom.features.jobs.files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
 from greenroom.features.jobs.progress import ASK_EVERY_S, JobProgress
-from greenroom.http.body import Body
-from greenroom.http.edge import Edge
+from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
+from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import (
     Operation,
@@ -131,7 +131,8 @@ class Jobs:
         self,
         table: OperationTable,
         inference: Inference,
-        edge: Edge,
+        edge: EdgeState,
+        bodies: BodyBudget,
         keys: KeyRing,
         gateway: GatewayState,
         loop: SchedulerLoop,
@@ -141,6 +142,7 @@ class Jobs:
         self._table = table
         self._inference = inference
         self._edge = edge
+        self._bodies = bodies
         self._keys = keys
         self._gateway = gateway
         self._loop = loop
@@ -161,7 +163,7 @@ class Jobs:
         Raises what the request itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull.
         """
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
-        reading = Exchange(unwritten(), self._edge.state, kept.head, body)
+        reading = Exchange(unwritten(), self._edge, kept.head, body)
         ask: Ask | None = None
         try:
             if self._gateway.is_draining:
@@ -304,11 +306,11 @@ class Jobs:
 
     async def _run(self, job: Job, row: Operation) -> None:
         """Begin the request. `ended` is told of its end, whatever becomes of it."""
-        body = Body(self._edge.bodies)
+        body = Body(self._bodies)
         try:
             kept = await self._read(row.id, body)
             head = kept.head
-            job.exchange = exchange = Exchange(job.answer, self._edge.state, head, body)
+            job.exchange = exchange = Exchange(job.answer, self._edge, head, body)
             ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
             ask.job = job
             job.request_id = self._inference.ids.next()

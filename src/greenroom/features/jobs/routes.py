@@ -193,17 +193,17 @@ _BODY: Final[dict[str, Any]] = {
 
 
 class JobRoutes(Routes):
-    def __init__(self, jobs: Callable[[], Jobs], bodies: Callable[[], BodyBudget]) -> None:
+    def __init__(self, jobs: Jobs, bodies: BodyBudget) -> None:
         self._jobs = jobs
         self._bodies = bodies
 
     @post(JOBS, needs=Permission.ASK, signed=NEVER, status_code=202, openapi_extra=_BODY)
     async def submit_job(self, request: Request, response: Response) -> JobView:
         """Run a request to a model and keep its answer. Returns at once."""
-        body = Body(self._bodies())
+        body = Body(self._bodies)
         try:
             asked, route = await self._order(request, body)
-            row = await self._jobs().submit(
+            row = await self._jobs.submit(
                 _head(request, asked.route), route, body, caller_of(request), retry=asked.retry
             )
         finally:
@@ -225,7 +225,7 @@ class JobRoutes(Routes):
                 body.append(piece)
                 await asyncio.sleep(0)
         except GreenroomError as error:
-            self._jobs().count_refused(error, _head(request, JOBS), caller_of(request))
+            self._jobs.count_refused(error, _head(request, JOBS), caller_of(request))
             raise
         return asked, route
 
@@ -234,7 +234,7 @@ class JobRoutes(Routes):
         if len(body) <= SHORT_BYTES:
             asked = _read(body.read())
             return asked, bytes(asked.body)
-        long = self._jobs().long_body(body)
+        long = self._jobs.long_body(body)
         await long.scan()
 
         def read() -> tuple[_JobBody, bytes | Spliced]:
@@ -251,24 +251,24 @@ class JobRoutes(Routes):
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     ) -> JobList:
         """Jobs of the caller's tenant, the newest first; for an admin all."""
-        rows = self._jobs().newest_first() if caller_of(request).may_list else ()
+        rows = self._jobs.newest_first() if caller_of(request).may_list else ()
         mine = (row for row in rows if status in (None, row.status) and self._may_see(request, row))
         to_operator = asked_by_admin(request)
         shown_rows = list(islice(mine, limit))
-        await self._jobs().look(shown_rows)
-        told = self._jobs().facts(self._jobs().get(row.id) or row for row in shown_rows)
+        await self._jobs.look(shown_rows)
+        told = self._jobs.facts(self._jobs.get(row.id) or row for row in shown_rows)
         return JobList(data=[view(row, facts, to_operator=to_operator) for row, facts in told])
 
     @get(_ONE, needs=Permission.ASK)
     async def show_job(self, request: Request, job_id: str) -> JobView:
         """One job as it is now."""
-        await self._jobs().look([self._found(request, job_id)])
+        await self._jobs.look([self._found(request, job_id)])
         return self._view(request, self._found(request, job_id))
 
     @delete(_ONE, needs=Permission.ASK, signed=NEVER)
     async def cancel_job(self, request: Request, job_id: str) -> JobView:
         """End it and free its engine. A job that has ended stays as it is."""
-        return self._view(request, await self._jobs().cancel(self._found(request, job_id).id))
+        return self._view(request, await self._jobs.cancel(self._found(request, job_id).id))
 
     @get(_ONE + "/result", needs=Permission.ASK, response_class=Response)
     async def job_result(self, request: Request, job_id: str) -> Response:
@@ -278,7 +278,7 @@ class JobRoutes(Routes):
             raise JobUnfinished(f"The job {row.id} is {row.status.value}.", retry_after_s=POLL_S)
         if row.status is OperationStatus.CANCELLED:
             raise JobCancelled(f"The job {row.id} was cancelled and has no result.")
-        found = await run_detached(lambda: self._jobs().read_result(row.id), "read a result")
+        found = await run_detached(lambda: self._jobs.read_result(row.id), "read a result")
         if found is None:
             raise _without_result(row)
         answer, pieces = found
@@ -290,10 +290,10 @@ class JobRoutes(Routes):
         return sent
 
     def _view(self, request: Request, row: Operation) -> JobView:
-        return view(*self._jobs().facts([row])[0], to_operator=asked_by_admin(request))
+        return view(*self._jobs.facts([row])[0], to_operator=asked_by_admin(request))
 
     def _found(self, request: Request, job_id: str) -> Operation:
-        row = self._jobs().get(job_id)
+        row = self._jobs.get(job_id)
         if row is None or not self._may_see(request, row):
             raise NotFound(f"There is no job {shown(job_id)}; results are kept for a while only.")
         return row

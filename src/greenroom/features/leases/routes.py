@@ -23,13 +23,14 @@ from starlette.requests import Request
 from greenroom.access.keys import Permission, cap, parse_priority
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.api.gateway import Gateway
+from greenroom.api.shell import Shell
 from greenroom.api.views import FromList, GovernedOrder, Order, Priority, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label
 from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, TooManyOfKey
-from greenroom.features.leases.local import LEASES_MAX
+from greenroom.features.leases.local import LEASES_MAX, LocalLeasing
+from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
@@ -136,15 +137,16 @@ def _lease(call: SignedCall) -> NeededOperation | None:
 
 
 class LeaseRoutes(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, shell: Shell, leasing: LocalLeasing | SharedLeasing) -> None:
+        self._shell = shell
+        self._leasing = leasing
         # The ids of leases that are being asked for.
         self._asked: Counter[str] = Counter()
 
     @post(PATH, needs=Permission.LEASE, signed=_lease, status_code=201)
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
         """Get memory for another program. Held until it is released, its holder ends, or it is not renewed."""
-        ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
+        ask, count = self._ask(request, order), self._shell.metrics.lease_asked
         own = own_prefix(request)
         self._expect_share(own, ask.id)
         self._asked[ask.id] += 1
@@ -166,7 +168,7 @@ class LeaseRoutes(Routes):
         """For one more lease of this tenant. Raises TooManyOfKey. An admin's key may have all."""
         if not own:
             return
-        others = {*(lease.id for lease in self._gateway.leasing.known()), *self._asked} - {id}
+        others = {*(lease.id for lease in self._leasing.known()), *self._asked} - {id}
         if sum(one.startswith(own) for one in others) >= LEASES_MAX // 2:
             raise TooManyOfKey(
                 f"The keys of your tenant have {LEASES_MAX // 2:,} leases, as many as they may have. Release one.",
@@ -176,11 +178,11 @@ class LeaseRoutes(Routes):
     @get(PATH, needs=Permission.LEASE)
     async def list_leases(self, request: Request) -> LeaseList:
         """Leases held or waited for, and models that hold memory; without an admin's key only the tenant's leases."""
-        leasing, own = self._gateway.leasing, own_prefix(request)
+        leasing, own = self._leasing, own_prefix(request)
         leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
         if leasing.lists_slots or own:
             return LeaseList(leases=leases)
-        slots = self._gateway.loop.scheduler.view.slots.values()
+        slots = self._shell.loop.scheduler.view.slots.values()
         return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
 
     @get(_ONE, needs=Permission.LEASE)
@@ -188,19 +190,19 @@ class LeaseRoutes(Routes):
         """One lease as it is now, also one that still waits."""
         own = own_prefix(request)
         with _called_as_asked(own):
-            return shown(await self._gateway.leasing.find(own + lease_id), own)
+            return shown(await self._leasing.find(own + lease_id), own)
 
     @delete(_ONE, needs=Permission.LEASE, signed=NEVER, status_code=204)
     async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
         """Release a lease. Releasing it again, or with a wrong token, changes nothing."""
-        await self._gateway.leasing.release(own_prefix(request) + lease_id, token)
+        await self._leasing.release(own_prefix(request) + lease_id, token)
 
     @post(f"{_ONE}/renew", needs=Permission.LEASE, signed=NEVER)
     async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
         """Renew a lease. The answer says whether it was recalled."""
         own = own_prefix(request)
         with _called_as_asked(own):
-            return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
+            return shown(await self._leasing.renew(own + lease_id, order.token), own)
 
     def _ask(self, request: Request, order: LeaseOrder) -> LeaseAsk:
         return LeaseAsk(
@@ -212,13 +214,13 @@ class LeaseRoutes(Routes):
             priority=_priority(request, order),
             preemptible=order.preemptible,
             grace_s=order.grace_s,
-            ttl_s=order.ttl_s or self._gateway.config.leases.ttl_s,
+            ttl_s=order.ttl_s or self._shell.config.leases.ttl_s,
             wait_s=order.wait_s,
             holder=_holder(request, order),
         )
 
     async def _while_listened_to(self, request: Request, ask: LeaseAsk) -> Lease:
-        leasing, call = self._gateway.leasing, secrets.token_hex(8)
+        leasing, call = self._leasing, secrets.token_hex(8)
         acquiring = asyncio.ensure_future(leasing.acquire(ask, call))
         # The body was read before, so the next message is the caller's disconnect.
         leaving = asyncio.ensure_future(request.receive())

@@ -16,12 +16,11 @@ from starlette.responses import Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch
-from greenroom.api.declared import NEVER, NeededOperation, SignedCall, delete, get, post
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
 from greenroom.api.views import FromList, GovernedOrder
 from greenroom.config.described import Described
 from greenroom.errors import BadRequest, NotFound, shown
-from greenroom.features.library.downloads import ROUTE, DownloadFacts
+from greenroom.features.library.downloads import ROUTE, DownloadFacts, Downloads
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
 from greenroom.runtime.operations.files import Operation, OperationStatus
 
@@ -123,12 +122,15 @@ def _download(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-download", call.named("model", "url"), read_fetch=read_fetch)
 
 
-class DownloadRoutes(GatewayRoutes):
+class DownloadRoutes(Routes):
+    def __init__(self, downloads: Downloads) -> None:
+        self._downloads = downloads
+
     @post(ROUTE, needs=Permission.DOWNLOAD, signed=_download, status_code=202)
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
         """Fetch a model. Returns at once; files appear under their names when all of them are there."""
-        order, caller = order_to_fetch(request, lambda: asked.order(self._gateway.downloads.rules)), caller_of(request)
-        row = await self._gateway.downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
+        order, caller = order_to_fetch(request, lambda: asked.order(self._downloads.rules)), caller_of(request)
+        row = await self._downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         response.headers["location"] = f"{ROUTE}/{row.id}"
         return DownloadTaken(job_id=row.id)
 
@@ -140,7 +142,7 @@ class DownloadRoutes(GatewayRoutes):
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     ) -> DownloadList:
         """The newest first. Those that have ended are kept for an hour."""
-        rows = self._gateway.downloads.newest_first() if caller_of(request).may_list else ()
+        rows = self._downloads.newest_first() if caller_of(request).may_list else ()
         wanted = (row for row in rows if status in (None, _STATUS[row.status]))
         return DownloadList(data=await self._views(list(islice(wanted, limit))))
 
@@ -152,18 +154,18 @@ class DownloadRoutes(GatewayRoutes):
     @delete(ROUTE + "/{job_id}", needs=Permission.DOWNLOAD, signed=NEVER)
     async def cancel_download(self, job_id: str) -> DownloadView:
         """End it. What it has fetched stays, and the same order goes on with it. One that has ended stays as it is."""
-        return await self._view(await self._gateway.downloads.cancel(self._found(job_id).id))
+        return await self._view(await self._downloads.cancel(self._found(job_id).id))
 
     async def _view(self, row: Operation) -> DownloadView:
         return (await self._views([row]))[0]
 
     async def _views(self, rows: list[Operation]) -> list[DownloadView]:
-        downloads = self._gateway.downloads
+        downloads = self._downloads
         facts = await downloads.facts(rows)
         return [view(row, one, downloads.ran_s(row)) for row, one in zip(rows, facts, strict=True)]
 
     def _found(self, job_id: str) -> Operation:
-        row = self._gateway.downloads.get(job_id)
+        row = self._downloads.get(job_id)
         if row is None:
             raise NotFound(f"Download job not found: {shown(job_id)}")
         return row

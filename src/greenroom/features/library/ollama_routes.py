@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, by_body, delete, get, post
-from greenroom.api.gateway import Gateway
 from greenroom.api.reports.snapshot import Snapshot
+from greenroom.api.shell import Shell
 from greenroom.api.views import ModelView
 from greenroom.base.names import public_name
 from greenroom.config.schema import Ability
@@ -29,7 +29,9 @@ from greenroom.dialects.ollama_answer import LINES
 from greenroom.dialects.ollama_request import pulled, tagged, untagged
 from greenroom.dialects.shapes import Dialect
 from greenroom.errors import BadRequest, FetchFailed, ModelNotFound
+from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.routes import LibraryRoutes
+from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.operations.files import Operation, OperationStatus
@@ -67,9 +69,20 @@ def _pull(call: SignedCall) -> NeededOperation:
 class OllamaRoutes(Routes):
     in_schema = False
 
-    def __init__(self, gateway: Gateway, library: LibraryRoutes, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        shell: Shell,
+        library: Library,
+        downloads: Downloads,
+        routes: LibraryRoutes,
+        started_at: float,
+        look: Callable[[], Snapshot],
+    ) -> None:
+        self._shell = shell
         self._library = library
+        self._downloads = downloads
+        self._routes = routes
+        self._started_at = started_at
         self._look = look
 
     @get("/", needs=Permission.ASK)
@@ -81,11 +94,11 @@ class OllamaRoutes(Routes):
     async def tags(self, request: Request) -> Response:
         """Every model and task that is listed, then those on disk that can be asked for as well."""
         sees = caller_of(request).sees
-        listed = [entry for entry in self._gateway.catalog.shown if not entry.config.unlisted and sees(entry.base_id)]
+        listed = [entry for entry in self._shell.catalog.shown if not entry.config.unlisted and sees(entry.base_id)]
         models = [self._card(public_name(entry.id), entry.config.path, entry.engine.name) for entry in listed]
-        tasks = [task for task in self._gateway.tasks.seen_by(sees) if not task.section.unlisted]
+        tasks = [task for task in self._shell.tasks.seen_by(sees) if not task.section.unlisted]
         models += [self._card(task.name, None, "task") for task in tasks]
-        others = [one for one in self._gateway.resolver.unasked if sees(one.id)]
+        others = [one for one in self._shell.resolver.unasked if sees(one.id)]
         return JSONResponse({"models": [*models, *(self._card(one.id, one.path, one.kind.value) for one in others)]})
 
     @get("/api/ps", needs=Permission.ASK)
@@ -103,11 +116,11 @@ class OllamaRoutes(Routes):
         """One model, by id or alias; of a task, its first candidate that the caller may use."""
         sees = caller_of(request).sees
         name = self._meant((await _read(request))[0], request)
-        entry = self._gateway.catalog.find(name)
-        if entry is None and (task := self._gateway.tasks.find(name)) is not None:
-            candidates = (self._gateway.catalog.find(one) for one in task.section.candidates)
+        entry = self._shell.catalog.find(name)
+        if entry is None and (task := self._shell.tasks.find(name)) is not None:
+            candidates = (self._shell.catalog.find(one) for one in task.section.candidates)
             entry = next((one for one in candidates if one is not None and sees(one.base_id)), None)
-        record = self._gateway.resolver.on_disk(name) if entry is None else self._record(entry.config.path)
+        record = self._shell.resolver.on_disk(name) if entry is None else self._record(entry.config.path)
         if (entry is None or not sees(entry.base_id)) and (record is None or not sees(record.id)):
             raise ModelNotFound.named(name)
         abilities = (None if entry is None else entry.facts.abilities) or frozenset({Ability.CHAT})
@@ -130,7 +143,7 @@ class OllamaRoutes(Routes):
     async def pull(self, request: Request) -> Response:
         """Download a model of the hub, such as `hf.co/org/name:Q4_K_M`."""
         name, stream = await _read(request)
-        downloads, caller = self._gateway.downloads, caller_of(request)
+        downloads, caller = self._downloads, caller_of(request)
         order = order_to_fetch(request, lambda: read_order(downloads.rules, model=pulled(name)))
         row = await downloads.submit(order, tenant=caller.tenant or caller.name, key=caller.name)
         if stream:
@@ -144,19 +157,17 @@ class OllamaRoutes(Routes):
     async def delete(self, request: Request) -> Response:
         """Delete a model from disk. 409 if it is loaded, asleep or configured."""
         name = self._meant((await _read(request))[0], request)
-        await self._library.remove(request, name)
+        await self._routes.remove(request, name)
         return Response()
 
     def _meant(self, name: str, request: Request) -> str:
         """The name without a tag that only Ollama's lists have."""
-        caller, tasks = caller_of(request), self._gateway.tasks
-        return untagged(
-            name, lambda one: self._gateway.resolver.is_seen(one, caller) or tasks.is_task(one, caller.sees)
-        )
+        caller, tasks = caller_of(request), self._shell.tasks
+        return untagged(name, lambda one: self._shell.resolver.is_seen(one, caller) or tasks.is_task(one, caller.sees))
 
     async def _told(self, request: Request, row: Operation) -> AsyncIterator[bytes]:
         """A line whenever more is there, until the download has ended; then how, in the words of an answer."""
-        downloads = self._gateway.downloads
+        downloads = self._downloads
         yield _line({"status": "pulling manifest"})
         while (now := downloads.get(row.id)) is not None and not now.status.is_over:
             [facts] = await downloads.facts([now])
@@ -171,21 +182,21 @@ class OllamaRoutes(Routes):
             yield render.error_event(error, "", to_operator=is_admin, dialect=Dialect.OLLAMA)
 
     def _record(self, path: str | None) -> LibraryRecord | None:
-        return None if path is None else self._gateway.library.find(path)
+        return None if path is None else self._library.find(path)
 
     def _card(self, id: str, path: str | None, engine: str) -> dict[str, Any]:
         record = self._record(path)
         return {
             "name": tagged(id),
             "model": tagged(id),
-            "modified_at": _time(self._gateway.started_at if record is None else record.added),
+            "modified_at": _time(self._started_at if record is None else record.added),
             "size": 0 if record is None else record.bytes,
             "digest": _digest(id),
             "details": _details(engine, record),
         }
 
     def _running(self, model: ModelView) -> dict[str, Any]:
-        entry = self._gateway.catalog.find(model.id)
+        entry = self._shell.catalog.find(model.id)
         record = None if entry is None else self._record(entry.config.path)
         on_gpus = {device: mib for device, mib in model.memory.items() if device != "host"}
         leaves_s = model.unload_in_s

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -21,13 +22,15 @@ from greenroom.access.keys import Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, delete, get
-from greenroom.api.gateway import Gateway, refuse_while_draining
 from greenroom.api.models.listing import MODELS, ModelPath
 from greenroom.api.reports.snapshot import Snapshot
+from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
+from greenroom.core.model import ModelId
 from greenroom.errors import ModelInUse, ModelNotFound, RemovalFailed, shown
+from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, told, told_problem
 from greenroom.library.removal import paths_of, removed_paths
 from greenroom.library.roots import link_steps
@@ -157,15 +160,36 @@ def _delete(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-delete", call.scope["path_params"]["model_id"])
 
 
+class Unloading(Protocol):
+    async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> object: ...
+
+
+class VersionFiles(Protocol):
+    """Which files are versions of models, here and at other gateways."""
+
+    def kept_by(self, path: str) -> str | None:
+        """The model of which this is a version that does not serve now, and is kept."""
+
+    def deleting(self, path: str, *, force: bool) -> AbstractContextManager[None]:
+        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
+
+    async def are_used_elsewhere(self, path: str) -> bool: ...
+
+
 class LibraryRoutes(Routes):
-    def __init__(self, gateway: Gateway, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, shell: Shell, library: Library, loads: Unloading, versions: VersionFiles, look: Callable[[], Snapshot]
+    ) -> None:
+        self._shell = shell
+        self._library = library
+        self._loads = loads
+        self._versions = versions
         self._look = look
 
     @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
     async def inventory(self, request: Request) -> Response:
         """Every model on disk below the roots, whether it is configured or not. Looks in memory only."""
-        library, is_admin, sees = self._gateway.library, asked_by_admin(request), caller_of(request).sees
+        library, is_admin, sees = self._library, asked_by_admin(request), caller_of(request).sees
         problems = library.problems if is_admin else ()
         answer = {
             "object": "list",
@@ -200,12 +224,12 @@ class LibraryRoutes(Routes):
     @get(f"{MODELS}/stats", needs=Permission.ASK)
     async def stats(self, request: Request) -> StatsView:
         """How often a model was there when it was asked for. Unlisted models are named to admins only."""
-        is_admin, counted, total = asked_by_admin(request), self._gateway.metrics.model_counts(), ModelCounts()
+        is_admin, counted, total = asked_by_admin(request), self._shell.metrics.model_counts(), ModelCounts()
         sees = caller_of(request).sees
         for model, counts in counted.items():
             if sees(model):
                 total.add(counts)
-        seen = [entry for entry in self._gateway.catalog.shown if sees(entry.base_id)]
+        seen = [entry for entry in self._shell.catalog.shown if sees(entry.base_id)]
         listed = [entry for entry in seen if is_admin or not entry.config.unlisted]
         names = [public_name(one.id) for one in listed]
         models = [ModelStats(id=name, **_stats(counted.get(name, ModelCounts()))) for name in names]
@@ -217,11 +241,10 @@ class LibraryRoutes(Routes):
     async def remove(self, request: Request, model_id: ModelPath, force: Force = False) -> Removed:
         """Delete a model from disk. 409 if it is loaded, asleep, configured or a version of another gateway, unless
         `force=true`."""
-        gateway = self._gateway
-        refuse_while_draining(gateway)
+        refuse_while_draining(self._shell)
         record = self._record(model_id)
         users = await self._users_of(record)
-        if not force and (name := self._kept_by(record)) is not None:
+        if not force and (name := self._versions.kept_by(record.path)) is not None:
             raise ModelInUse(
                 f"{record.id} is a version that {name} can go back to. Ask with force=true to delete it all the same.",
                 param="model",
@@ -232,8 +255,8 @@ class LibraryRoutes(Routes):
             raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
-            await gateway.loads.unload(model, None, force=force, **owner_of(request))
-        freed = await gateway.library.remove(record, lambda: self._deleting(record, force=force))
+            await self._loads.unload(model, None, force=force, **owner_of(request))
+        freed = await self._library.remove(record, lambda: self._deleting(record, force=force))
         _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=len(unloaded))
         return Removed(id=record.id, bytes_freed=freed, unloaded=[public_name(model) for model in unloaded])
 
@@ -241,15 +264,10 @@ class LibraryRoutes(Routes):
     def _deleting(self, record: LibraryRecord, *, force: bool) -> Iterator[None]:
         """Other gateways cannot begin to use it meanwhile. Blocks. Raises ModelInUse if one has since it was looked."""
         try:
-            with self._gateway.updates.deleting(record.path, force=force):
+            with self._versions.deleting(record.path, force=force):
                 yield
         except BlockingIOError:
             raise _used_elsewhere(record) from None
-
-    def _kept_by(self, record: LibraryRecord) -> str | None:
-        """The model of which this is a version that does not serve now, and is kept."""
-        models, updates = self._gateway.config.models, self._gateway.updates
-        return next((name for name in models for one in updates.of(name).kept if one.path == record.path), None)
 
     async def users_of(self, name: str) -> list[Entry]:
         """Models that a deletion by this name would take files from. Raises ModelNotFound or RemovalFailed."""
@@ -260,7 +278,7 @@ class LibraryRoutes(Routes):
 
         The id of a configured model means that one, as in every request.
         """
-        library, entry = self._gateway.library, self._gateway.catalog.find(name)
+        library, entry = self._library, self._shell.catalog.find(name)
         is_configured = entry is not None and not entry.is_adhoc
         record = library.find(name)
         if is_configured and entry is not None and record is not None and record.path != entry.config.path:
@@ -281,18 +299,18 @@ class LibraryRoutes(Routes):
 
     def _slots(self, entry: Entry) -> bool:
         """True if it holds memory or is about to."""
-        return bool(self._gateway.loop.scheduler.view.slots_of(entry.id))
+        return bool(self._shell.loop.scheduler.view.slots_of(entry.id))
 
     async def _users_of(self, record: LibraryRecord) -> list[Entry]:
         """Models that are configured or in memory and need a file of this one. Raises RemovalFailed."""
-        gateway = self._gateway
-        entries = [entry for entry in gateway.catalog if entry.id in gateway.config.models or self._slots(entry)]
-        others = [one for one in gateway.library.records if one is not record]
+        shell = self._shell
+        entries = [entry for entry in shell.catalog if entry.id in shell.config.models or self._slots(entry)]
+        others = [one for one in self._library.records if one is not record]
         return await _answered(record, run_detached(lambda: _sharing(record, others, entries), "compare files"))
 
     async def _is_used_elsewhere(self, record: LibraryRecord) -> bool:
         """Raises RemovalFailed."""
-        return await _answered(record, self._gateway.updates.are_used_elsewhere(record.path))
+        return await _answered(record, self._versions.are_used_elsewhere(record.path))
 
 
 async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:

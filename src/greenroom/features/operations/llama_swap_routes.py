@@ -18,13 +18,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
-from greenroom.api.gateway import Gateway, expect_movable, refuse_while_draining
 from greenroom.api.models.listing import ModelPath, addressed
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
+from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import StatusWord
 from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
+from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.load_routes import Force
+from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.routes import ForceOrder, NoHistory, is_forced
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
@@ -46,8 +48,12 @@ def _unload(call: SignedCall) -> NeededOperation:
 class LlamaSwapRoutes(Routes):
     in_schema = False
 
-    def __init__(self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, shell: Shell, loads: Loads, coming: ComingVersions, streams: Streams, look: Callable[[], Snapshot]
+    ) -> None:
+        self._shell = shell
+        self._loads = loads
+        self._coming = coming
         self._streams = streams
         self._look = look
 
@@ -79,8 +85,8 @@ class LlamaSwapRoutes(Routes):
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:
         """Unload one model, by id or alias."""
-        entry = addressed(self._gateway.catalog, request)
-        expect_movable(self._gateway, entry)
+        entry = addressed(self._shell.catalog, request)
+        expect_movable(self._coming, entry)
         await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 
@@ -105,29 +111,29 @@ class LlamaSwapRoutes(Routes):
         refuse_head(request)
         if model_id == GATEWAYS_LOG:
             raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
-        entry = addressed(self._gateway.catalog, request)
-        ring, history = self._gateway.slots.log(entry.id), LINES if no_history is None else 0
+        entry = addressed(self._shell.catalog, request)
+        ring, history = self._shell.slots.log(entry.id), LINES if no_history is None else 0
         return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
 
     @get("/api/events", needs=Permission.READ)
     async def events(self, request: Request) -> Response:
         """Server-sent events: the state of every model now, and whenever one has changed."""
         refuse_head(request)
-        return self._streams.answer(request, lambda: ModelStateFeed(self._gateway.hub, self._states))
+        return self._streams.answer(request, lambda: ModelStateFeed(self._shell.hub, self._states))
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
     @property
     def _entries(self) -> list[Entry]:
         """Every model that callers know, without processes for single tenants and versions that do not serve yet."""
-        return [one for one in self._gateway.catalog.shown if one.instance_of is None and one.spec.version_of is None]
+        return [one for one in self._shell.catalog.shown if one.instance_of is None and one.spec.version_of is None]
 
     def _there(self, request: Request) -> list[Entry]:
         """Models of the caller that are here, processes for single tenants included."""
-        view, sees = self._gateway.loop.scheduler.view, caller_of(request).sees
+        view, sees = self._shell.loop.scheduler.view, caller_of(request).sees
         return [
             entry
-            for entry in self._gateway.catalog
+            for entry in self._shell.catalog
             if not entry.spec.is_remote
             and entry.spec.version_of is None
             and sees(entry.base_id)
@@ -136,9 +142,9 @@ class LlamaSwapRoutes(Routes):
 
     async def _unload(self, request: Request, entries: Sequence[Entry], force: bool) -> None:
         """Unload them at the same time. Raises the first error, once all are done: pinned ones stay unless forced."""
-        refuse_while_draining(self._gateway)
+        refuse_while_draining(self._shell)
         owner = owner_of(request)
-        unloads = (self._gateway.loads.unload(entry.id, None, force=force, **owner) for entry in entries)
+        unloads = (self._loads.unload(entry.id, None, force=force, **owner) for entry in entries)
         ended = await asyncio.gather(*unloads, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         # One that a reload has removed meanwhile is away, too.
@@ -146,7 +152,7 @@ class LlamaSwapRoutes(Routes):
             raise left
 
     def _rings(self) -> list[tuple[str, LogRing]]:
-        return [(entry.public_id, self._gateway.slots.log(entry.id)) for entry in self._entries]
+        return [(entry.public_id, self._shell.slots.log(entry.id)) for entry in self._entries]
 
     def _states(self) -> list[dict[str, Any]]:
         look = self._look()

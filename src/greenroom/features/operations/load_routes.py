@@ -8,7 +8,7 @@ operations.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Protocol
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,15 +17,17 @@ from starlette.responses import Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch, owner_of
-from greenroom.api.declared import NeededOperation, SignedCall, by_body, get, of_all, post
-from greenroom.api.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
+from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed, refuse_task
+from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
+from greenroom.core.model import ModelId
 from greenroom.errors import Unsupported
-from greenroom.features.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts
+from greenroom.features.operations.coming import ComingVersions, expect_movable
+from greenroom.features.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts, Loads
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
@@ -182,21 +184,25 @@ def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None =
     return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
 
 
-class LoadRoutes(GatewayRoutes):
+class LoadRoutes(Routes):
+    def __init__(self, shell: Shell, loads: Loads) -> None:
+        self._shell = shell
+        self._loads = loads
+
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
-        refuse_while_draining(self._gateway)
-        refuse_task(self._gateway.tasks, self._gateway.catalog, request, asked.name)
+        refuse_while_draining(self._shell)
+        refuse_task(self._shell.tasks, self._shell.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
-        taken = await begin(self._gateway, request, asked.name, asked.options, evict, force=asked.force)
+        taken = await begin(self._loads, request, asked.name, asked.options, evict, force=asked.force)
         response.headers["location"] = f"{ROUTE}/{taken.taskId}"
         return taken
 
     @get(ROUTE + "/{task_id}", needs=Permission.LOAD)
     async def show_load(self, request: Request, task_id: str) -> LoadView:
         """One load as it is now; it is kept for an hour after its end."""
-        loads, caller = self._gateway.loads, caller_of(request)
+        loads, caller = self._loads, caller_of(request)
         row = loads.get(task_id, None if caller.models is None else caller.name)
         progress, facts = await loads.progress(row), await loads.facts(row)
         return LoadView(
@@ -215,12 +221,12 @@ class LoadRoutes(GatewayRoutes):
     @post(UNLOAD_ROUTE, needs=Permission.LOAD, signed=by_body("model-unload", "modelId", "model"))
     async def unload_model(self, request: Request, asked: UnloadAsked) -> UnloadView:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
-        refuse_while_draining(self._gateway)
-        gateway = self._gateway
-        refuse_task(gateway.tasks, gateway.catalog, request, asked.name)
-        entry = await gateway.resolver.named(asked.name, asker=caller_of(request))
+        refuse_while_draining(self._shell)
+        shell = self._shell
+        refuse_task(shell.tasks, shell.catalog, request, asked.name)
+        entry = await shell.resolver.named(asked.name, asker=caller_of(request))
         owner, force = owner_of(request), asked.force
-        facts = await gateway.loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
+        facts = await self._loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
         return UnloadView(modelId=asked.name, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
 
     @get(OPERATIONS, needs=Permission.READ)
@@ -229,23 +235,23 @@ class LoadRoutes(GatewayRoutes):
     ) -> OperationList:
         """Loads, unloads, downloads and jobs, the newest first. Those that have ended are kept for an hour, jobs as
         long as their results."""
-        loads = self._gateway.loads
+        loads = self._loads
         rows = list(islice((row for row in loads.operations() if kind in (None, row.kind)), limit))
         facts = {row.id: await loads.facts(row) for row in rows if row.kind.is_move}
         return OperationList(data=[_operation(row, facts.get(row.id)) for row in rows])
 
 
 async def begin(
-    gateway: Gateway, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...], *, force: bool
+    loads: Loads, request: Request, name: str, options: ModelOptions, evict: tuple[str, ...], *, force: bool
 ) -> LoadTaken:
     """Order a load for the caller of this request."""
 
     def fetch() -> DownloadOrder:
-        return order_to_fetch(request, lambda: gateway.loads.order_for(name, options))
+        return order_to_fetch(request, lambda: loads.order_for(name, options))
 
     owner = owner_of(request)
-    row = await gateway.loads.submit(name, options, evict, caller_of(request), fetch, force=force, **owner)
-    progress = await gateway.loads.progress(row)
+    row = await loads.submit(name, options, evict, caller_of(request), fetch, force=force, **owner)
+    progress = await loads.progress(row)
     return LoadTaken(taskId=row.id, eta=None if progress.eta_s is None else round(progress.eta_s, 1))
 
 
@@ -280,19 +286,29 @@ class Pinned(View):
     pinned: bool
 
 
-class PinRoutes(GatewayRoutes):
+class Pinning(Protocol):
+    async def pin(self, model: ModelId, pinned: bool) -> None:
+        """Let nothing evict this model, or no longer."""
+
+
+class PinRoutes(Routes):
+    def __init__(self, shell: Shell, pinning: Pinning, coming: ComingVersions) -> None:
+        self._shell = shell
+        self._pinning = pinning
+        self._coming = coming
+
     @post(f"{MODELS}/{{model_id:path}}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
     async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
         """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
 
         It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
         """
-        refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
-        entry, pinned = addressed(self._gateway.catalog, request), True
+        refuse_task(self._shell.tasks, self._shell.catalog, request, model_id)
+        entry, pinned = addressed(self._shell.catalog, request), True
         if order is not None:
             pinned = order.pinned
-        expect_movable(self._gateway, entry)
+        expect_movable(self._coming, entry)
         if entry.spec.is_remote:
             raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
-        await self._gateway.pin(entry.id, pinned)
+        await self._pinning.pin(entry.id, pinned)
         return Pinned(model=public_name(entry.id), pinned=pinned)

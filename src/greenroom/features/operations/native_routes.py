@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, by_body, get, post
-from greenroom.api.gateway import Gateway
 from greenroom.api.models.listing import models_of_task
 from greenroom.api.reports.snapshot import Snapshot
+from greenroom.api.shell import Shell
 from greenroom.api.views import GovernedOrder
 from greenroom.config.schema import Ability
 from greenroom.errors import BadRequest, ModelNotFound
@@ -40,8 +40,8 @@ class NativeUnload(NativeOrder):
 class NativeRoutes(Routes):
     in_schema = False
 
-    def __init__(self, gateway: Gateway, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(self, shell: Shell, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
+        self._shell = shell
         self._loads = loads
         self._look = look
 
@@ -91,17 +91,17 @@ class NativeRoutes(Routes):
         return self._look().model(entry, to_operator=asked_by_admin(request))
 
     def _refuse_task(self, request: Request, name: str, order: str) -> None:
-        if models := models_of_task(self._gateway.tasks, self._gateway.catalog, request, name):
+        if models := models_of_task(self._shell.tasks, self._shell.catalog, request, name):
             ids = ", ".join(one.public_id for one in models)
             raise BadRequest(f"{name} is a task: say which of its models to {order} ({ids}).", param="model")
 
     def _entry(self, request: Request, name: str | None) -> Entry:
         """The model of this name; of a task, its first candidate that the caller may use. Raises ModelNotFound."""
-        name = name or self._gateway.config.server.default_model
+        name = name or self._shell.config.server.default_model
         if name is None:
             raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
-        catalog = self._gateway.catalog
-        entry = catalog.find(name) or next(iter(models_of_task(self._gateway.tasks, catalog, request, name)), None)
+        catalog = self._shell.catalog
+        entry = catalog.find(name) or next(iter(models_of_task(self._shell.tasks, catalog, request, name)), None)
         if entry is None or not caller_of(request).sees(entry.base_id):
             raise ModelNotFound.named(name)
         return entry

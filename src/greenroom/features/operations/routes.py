@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol
 
 from fastapi import Query
 from pydantic import Field
@@ -21,7 +21,6 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
-from greenroom.api.gateway import Gateway, GatewayRoutes, expect_movable, refuse_while_draining
 from greenroom.api.models.listing import ModelPath, addressed, refuse_task
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
@@ -35,18 +34,23 @@ from greenroom.api.reports.streams import (
     refuse_head,
     shown_line,
 )
+from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
+from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
-from greenroom.core.model import ModelId, MoveKind, Tier
+from greenroom.core.model import ModelId, MoveKind, SlotId, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
+from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.load_routes import LoadTaken, begin
+from greenroom.features.operations.loads import Loads
+from greenroom.features.operations.moves import OperatorMoves
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptSlots
 from greenroom.runtime.slots import LiveSlot
-from greenroom.serving.prefix_cache import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.serving.prefix_cache import TAG_CHARS_MAX, CacheSalts, check_tag, tenant_word
 from greenroom.telemetry.logs import get_logger
 
 MODELS = "/api/v1/models"
@@ -104,9 +108,27 @@ class Reloaded(View):
     took_s: float
 
 
+class Reloading(Protocol):
+    async def reload(self) -> Changes:
+        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
+
+
 class Operating(Routes):
-    def __init__(self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        shell: Shell,
+        loads: Loads,
+        moves: OperatorMoves,
+        coming: ComingVersions,
+        reloading: Reloading,
+        streams: Streams,
+        look: Callable[[], Snapshot],
+    ) -> None:
+        self._shell = shell
+        self._loads = loads
+        self._moves = moves
+        self._coming = coming
+        self._reloading = reloading
         self._streams = streams
         self._look = look
 
@@ -132,21 +154,21 @@ class Operating(Routes):
         name = _shown(request, entry)
         if entry.id != name:
             # What the name means, not what was asked for last with options.
-            entry = await self._gateway.resolver.named(name, asker=caller_of(request))
+            entry = await self._shell.resolver.named(name, asker=caller_of(request))
         if not wait:
-            refuse_while_draining(self._gateway)
+            refuse_while_draining(self._shell)
             response.status_code = 202
             evicted = () if order is None else order.evict
-            return await begin(self._gateway, request, name, NO_OPTIONS, evicted, force=is_forced(order))
+            return await begin(self._loads, request, name, NO_OPTIONS, evicted, force=is_forced(order))
         evict, force = self._named(order, caller_of(request)), is_forced(order)
-        loads, owner = self._gateway.loads, owner_of(request)
+        loads, owner = self._loads, owner_of(request)
         return await self._moved(request, entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
 
     @post(f"{_ONE}/unload", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id)
-        grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._gateway.loads
+        grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._loads
         name, force = _shown(request, entry), is_forced(order)
         return await self._moved(
             request, entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner)
@@ -183,7 +205,7 @@ class Operating(Routes):
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines that the model's engine printed, also if it has ended."""
         entry = await self._entry(request, model_id)
-        tail = self._gateway.slots.log(entry.id).tail(lines)
+        tail = self._shell.slots.log(entry.id).tail(lines)
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
 
     @get(f"{_ONE}/logs/stream", needs=Permission.READ, response_class=Response, responses=_STREAM_KINDS)
@@ -197,22 +219,22 @@ class Operating(Routes):
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
         frame = plain_frame if is_plain else line_frame
-        ring = self._gateway.slots.log(entry.id)
+        ring = self._shell.slots.log(entry.id)
         return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
 
     @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
-        refuse_while_draining(self._gateway)
-        began = self._gateway.clock()
-        changes = await self._gateway.reload()
+        refuse_while_draining(self._shell)
+        began = self._shell.clock()
+        changes = await self._reloading.reload()
         return Reloaded(
             added=list(changes.added),
             changed=list(changes.changed),
             relabelled=list(changes.relabelled),
             removed=list(changes.removed),
             at_once=list(changes.at_once),
-            took_s=round(self._gateway.clock() - began, 3),
+            took_s=round(self._shell.clock() - began, 3),
         )
 
     async def _move(
@@ -225,42 +247,42 @@ class Operating(Routes):
         *,
         force: bool,
     ) -> Moved:
-        model, move = entry.id, self._gateway.operations.move
+        model, move = entry.id, self._moves.move
         return await self._moved(request, entry, lambda: move(kind, model, evict=evict, grace_s=grace_s, force=force))
 
     async def _moved(self, request: Request, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
-        refuse_while_draining(self._gateway)
-        began = self._gateway.clock()
+        refuse_while_draining(self._shell)
+        began = self._shell.clock()
         await move()
         return Moved(
             model=_shown(request, entry),
-            tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
-            took_s=round(self._gateway.clock() - began, 3),
+            tier=tier_of(self._shell.loop.scheduler.view.slots_of(entry.id)).value,
+            took_s=round(self._shell.clock() - began, 3),
             memory=self._look().memory(entry.id),
         )
 
     async def _movable(self, request: Request, model_id: str) -> Entry:
         """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
         entry = await self._entry(request, model_id)
-        expect_movable(self._gateway, entry)
+        expect_movable(self._coming, entry)
         return entry
 
     async def _entry(self, request: Request, model_id: str) -> Entry:
-        refuse_task(self._gateway.tasks, self._gateway.catalog, request, model_id)
+        refuse_task(self._shell.tasks, self._shell.catalog, request, model_id)
         try:
-            return addressed(self._gateway.catalog, request)
+            return addressed(self._shell.catalog, request)
         except ModelNotFound:
             # It may be on disk.
-            return await self._gateway.resolver.named(name_in_path(request.scope), asker=caller_of(request))
+            return await self._shell.resolver.named(name_in_path(request.scope), asker=caller_of(request))
 
     def _named(self, order: LoadOrder | None, caller: Caller) -> tuple[ModelId, ...]:
         """The models that an order names to be evicted. One that is not known yet need not be."""
-        known = [] if order is None else [(name, self._gateway.catalog.find(name)) for name in order.evict]
+        known = [] if order is None else [(name, self._shell.catalog.find(name)) for name in order.evict]
         if unknown := next((name for name, entry in known if entry is None or not caller.sees(entry.base_id)), None):
             raise ModelNotFound.named(unknown, "evict")
         for _, entry in known:
             if entry is not None:
-                expect_movable(self._gateway, entry)
+                expect_movable(self._coming, entry)
         return tuple(entry.id for _, entry in known if entry is not None)
 
 
@@ -308,7 +330,21 @@ def _flush(call: SignedCall) -> NeededOperation:
     return NeededOperation("cache-flush", model)
 
 
-class Caches(GatewayRoutes):
+class PrefixCaches(Protocol):
+    async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed.
+
+        Raises EngineFault, in bounded time.
+        """
+
+
+class Caches(Routes):
+    def __init__(self, shell: Shell, salts: CacheSalts, caches: PrefixCaches) -> None:
+        """`salts` keep prefixes apart at engines that take one."""
+        self._shell = shell
+        self._salts = salts
+        self._caches = caches
+
     @post(PATH, needs=Permission.ASK, signed=_flush, response_model_exclude_unset=True)
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
@@ -317,7 +353,7 @@ class Caches(GatewayRoutes):
         tenant = _tenant(order, request.scope.get("state", {}))
         tag = _tag(order)
         # Requests that are served from now on get other salts, also of models that are asleep or cold.
-        self._gateway.salts.flush(model, tenant, tag)
+        self._salts.flush(model, tenant, tag)
         ready = self._ready(model, tenant)
         can = {live.id: _can_flush(live.entry, tenant) for live in ready}
         removed = await asyncio.gather(*(self._flush(live, tenant, tag) for live in ready if can[live.id]))
@@ -336,17 +372,17 @@ class Caches(GatewayRoutes):
             if order.scope == "model":
                 raise BadRequest("modelId says which model's cache to flush.", param="modelId")
             return None
-        entry = self._gateway.catalog.find(order.modelId)
+        entry = self._shell.catalog.find(order.modelId)
         if entry is None or not caller.sees(entry.base_id):
             raise ModelNotFound.named(order.modelId, "modelId")
         return ModelId(public_name(entry.id))
 
     def _ready(self, model: ModelId | None, tenant: str | None) -> Sequence[LiveSlot]:
         """Slots that may have a cache now. A slot that is asleep or about to be has none."""
-        slots = self._gateway.loop.scheduler.view.slots
+        slots = self._shell.loop.scheduler.view.slots
         return [
             live
-            for live in self._gateway.slots.live.values()
+            for live in self._shell.slots.live.values()
             if live.entry.facts.keeps_prefixes is not False
             and model in (None, live.entry.public_id)
             and (tenant is None or live.entry.tenant in (None, tenant))
@@ -357,18 +393,18 @@ class Caches(GatewayRoutes):
     async def _flush(self, live: LiveSlot, tenant: str | None, tag: str | None) -> tuple[int | None, int | None]:
         if live.prompts is not None:
             tokens = await _erased(live, live.prompts, tenant, tag)
-            return tokens, kv_bytes(self._gateway, live.entry, tokens)
+            return tokens, kv_bytes(self._shell, live.entry, tokens)
         if not live.entry.engine.hosted:
             return None, None
         try:
             word = None if tenant is None else tenant_word(tenant)
-            entries, size_bytes = await self._gateway.flush(live.id, word, tag)
+            entries, size_bytes = await self._caches.flush(live.id, word, tag)
         except GreenroomError:
-            if live.id not in self._gateway.slots.live:
+            if live.id not in self._shell.slots.live:
                 # Its worker is gone, and its cache with it.
                 return 0, 0
             raise
-        self._gateway.metrics.green_room.flushed(live.entry.id, size_bytes)
+        self._shell.metrics.green_room.flushed(live.entry.id, size_bytes)
         return entries, size_bytes
 
 

@@ -196,7 +196,7 @@ def media_type(content: bytes) -> str | None:
 
 
 class PictureRoutes(Routes):
-    def __init__(self, store: Callable[[], PictureStore], clock: Callable[[], float]) -> None:
+    def __init__(self, store: PictureStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
 
@@ -204,9 +204,8 @@ class PictureRoutes(Routes):
     async def show_picture(self, picture: str) -> Response:
         """A picture that an answer named. Needs no key: its address is the secret."""
         id = f"img-{picture}"
-        kept = self._store().find(id)
-        store = self._store()
-        pieces = None if kept is None else await run_detached(lambda: store.read(id), "read a picture")
+        kept = self._store.find(id)
+        pieces = None if kept is None else await run_detached(lambda: self._store.read(id), "read a picture")
         if kept is None or pieces is None:
             raise NotFound(f"There is no picture {shown(id)}; pictures are kept for a while only.")
         headers = {

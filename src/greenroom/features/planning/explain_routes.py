@@ -14,8 +14,8 @@ from fastapi import Request
 from pydantic import Field
 
 from greenroom.access.keys import Permission, parse_priority
-from greenroom.api.declared import NEVER, post
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import NEVER, Routes, post
+from greenroom.api.shell import Shell
 from greenroom.api.views import ModelName, Order, Priority, Tier, View
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.config.schema import Heartbeat
@@ -25,7 +25,9 @@ from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId, lease_name
 from greenroom.errors import PolicyFailed
+from greenroom.features.leases.local import LocalLeasing
 from greenroom.features.leases.routes import own_prefix
+from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
@@ -143,16 +145,20 @@ _log = get_logger("server")
 _NOBODY = RequestId("explain")
 
 
-class Explaining(GatewayRoutes):
+class Explaining(Routes):
+    def __init__(self, shell: Shell, leasing: LocalLeasing | SharedLeasing) -> None:
+        self._shell = shell
+        self._leasing = leasing
+
     @post(PATH, needs=Permission.READ, signed=NEVER)
     async def explain(self, request: Request, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
-        task, own = self._gateway.tasks.find(ask.model), own_prefix(request)
+        task, own = self._shell.tasks.find(ask.model), own_prefix(request)
         if task is not None:
-            return self._explain_task(ask, self._gateway.tasks.ladder(task, OPERATOR.sees), own)
-        entry = await self._gateway.resolver.named(ask.model)
+            return self._explain_task(ask, self._shell.tasks.ladder(task, OPERATOR.sees), own)
+        entry = await self._shell.resolver.named(ask.model)
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
-        scheduler = self._gateway.loop.scheduler
+        scheduler = self._shell.loop.scheduler
         with naming_policy(scheduler, event):
             said = scheduler.view.explanation(event)
         return self._told(event, said, entry.id, own)
@@ -160,10 +166,10 @@ class Explaining(GatewayRoutes):
     def _explain_task(self, ask: ExplainAsk, ladder: Ladder, own: str) -> Explained:
         models, section = tuple(one.id for one in ladder.models), ladder.task.section
         choice = ladder.choice({model: model for model in models})
-        first = self._gateway.catalog.find(models[0])
+        first = self._shell.catalog.find(models[0])
         priority = ladder.task.priority_or(1 if first is None else first.spec.priority)
         event = self._arrival(ask, models, priority, smaller(ask.x_budget_s, section.budget_s), choice)
-        scheduler = self._gateway.loop.scheduler
+        scheduler = self._shell.loop.scheduler
         with naming_policy(scheduler, event):
             options, place = scheduler.view.weigh(event)
             said = scheduler.view.explanation(event)
@@ -186,8 +192,8 @@ class Explaining(GatewayRoutes):
         return told
 
     def _lease_names(self, own: str) -> dict[LeaseId, str]:
-        others = self._gateway.loop.scheduler.view.ledger.others
-        return lease_names(self._gateway.leasing.known(), others, own)
+        others = self._shell.loop.scheduler.view.ledger.others
+        return lease_names(self._leasing.known(), others, own)
 
     def _evicted(self, evict: list[Evicted], own: str) -> list[Evicted]:
         """Leases by the names that this key may see, not by their ids."""
@@ -195,13 +201,13 @@ class Explaining(GatewayRoutes):
         return [_recalled(one, names) if one.model.startswith(LEASE_PREFIX) else one for one in evict]
 
     def _devices(self, swap: Swap) -> list[DeviceClaim]:
-        gpus = self._gateway.memory_watch.last.reading.gpus
+        gpus = self._shell.memory_watch.last.reading.gpus
         held = [(device, mib) for device, mib in swap.claim.items() if mib > 0]
         return [DeviceClaim(id=device, name=name_of(device, gpus), mib=mib) for device, mib in held]
 
     def _no_device(self, model: ModelId) -> str:
-        entry, there = self._gateway.catalog.find(model), self._gateway.loop.scheduler.view.ledger.devices
-        return "" if entry is None else none_there(entry, there, self._gateway.memory_watch.last.reading.gpus)
+        entry, there = self._shell.catalog.find(model), self._shell.loop.scheduler.view.ledger.devices
+        return "" if entry is None else none_there(entry, there, self._shell.memory_watch.last.reading.gpus)
 
     def _arrival(
         self,
@@ -211,10 +217,10 @@ class Explaining(GatewayRoutes):
         budget_s: float | None,
         choice: Choice | None = None,
     ) -> RequestArrived:
-        settings = Settings.of(self._gateway.config)
+        settings = Settings.of(self._shell.config)
         return arrival(
             settings,
-            self._gateway.clock(),
+            self._shell.clock(),
             _NOBODY,
             models,
             priority if ask.priority is None else parse_priority(ask.priority, param="priority"),

@@ -13,14 +13,15 @@ from fastapi import Query, Request
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of
-from greenroom.api.declared import NEVER, delete, get
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import NEVER, Routes, delete, get
+from greenroom.api.shell import Shell
 from greenroom.api.views import ModelName, View
 from greenroom.core.explain import Wait
 from greenroom.core.model import ModelId, RequestId
 from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
 from greenroom.features.planning.explain_routes import action_of, naming_policy, why_waits
+from greenroom.runtime.loop import Tickets
 from greenroom.serving.ask import Settings, arrival
 from greenroom.telemetry.logs import get_logger
 
@@ -72,7 +73,11 @@ class CancelledView(View):
     """What it did until now."""
 
 
-class QueueRoutes(GatewayRoutes):
+class QueueRoutes(Routes):
+    def __init__(self, shell: Shell, tickets: Tickets) -> None:
+        self._shell = shell
+        self._tickets = tickets
+
     @get(PATH, needs=Permission.READ)
     async def list_queue(
         self,
@@ -80,7 +85,7 @@ class QueueRoutes(GatewayRoutes):
         offset: Annotated[int, Query(ge=0, le=OFFSET_MAX)] = 0,
     ) -> QueuePage:
         """Requests that wait, what each waits for, and for how long still."""
-        state = self._gateway.loop.scheduler.view
+        state = self._shell.loop.scheduler.view
         callers = list(state.callers())
         page = callers[offset : offset + limit]
         reasons = self._reasons(page)
@@ -90,14 +95,14 @@ class QueueRoutes(GatewayRoutes):
     @delete("/api/v1/requests/{request_id}", needs=Permission.MANAGE, signed=NEVER)
     async def cancel_request(self, request: Request, request_id: str) -> CancelledView:
         """End a request: one that waits leaves the queue, a running answer is cut. Its caller gets 410 `cancelled`."""
-        record = self._gateway.activity.get(request_id)
-        if record is None or record.state == "done" or request_id not in self._gateway.tickets.open:
+        record = self._shell.activity.get(request_id)
+        if record is None or record.state == "done" or request_id not in self._tickets.open:
             raise NotFound(f"There is no request {request_id} that waits or is answered.")
         state: Literal["waiting", "serving"] = "waiting" if record.state == "waiting" else "serving"
-        self._gateway.tickets.cancel(request_id, Cancelled("An operator cancelled this request."))
+        self._tickets.cancel(request_id, Cancelled("An operator cancelled this request."))
         told = {"request": request_id, "model": record.model, "state": state, "key": caller_of(request).name}
         _log.info("cancelled", **told)
-        self._gateway.hub.publish("cancel", told)
+        self._shell.hub.publish("cancel", told)
         return CancelledView(id=request_id, state=state)
 
     def _reasons(self, page: Sequence[WaitingCaller]) -> dict[ModelId, dict[str, object]]:
@@ -109,11 +114,11 @@ class QueueRoutes(GatewayRoutes):
 
     def _reason(self, caller: WaitingCaller) -> dict[str, object]:
         """What would happen to another request like this one."""
-        settings, now = Settings.of(self._gateway.config), self._gateway.clock()
+        settings, now = Settings.of(self._shell.config), self._shell.clock()
         like_it = arrival(
             settings, now, RequestId("queue"), (caller.model,), caller.priority, caller.tenant, False, None
         )
-        scheduler = self._gateway.loop.scheduler
+        scheduler = self._shell.loop.scheduler
         with naming_policy(scheduler, like_it):
             said = scheduler.view.explanation(like_it)
         why = why_waits(said.plan, said) if isinstance(said.plan, Wait) else None
@@ -121,8 +126,8 @@ class QueueRoutes(GatewayRoutes):
         return {"plan": action_of(said.plan), "why": why, "behind": behind}
 
     def _row(self, caller: WaitingCaller, position: int, reasons: dict[ModelId, dict[str, object]]) -> QueuedRequest:
-        now, record = self._gateway.clock(), self._gateway.activity.get(caller.id)
-        outlook = self._gateway.loop.scheduler.view.outlook(RequestId(caller.id), now)
+        now, record = self._shell.clock(), self._shell.activity.get(caller.id)
+        outlook = self._shell.loop.scheduler.view.outlook(RequestId(caller.id), now)
         eta_s = None if outlook is None else outlook.eta_s
         return QueuedRequest(
             id=caller.id,

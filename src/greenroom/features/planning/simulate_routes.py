@@ -23,7 +23,7 @@ from pydantic import Field
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import NEVER, Routes, get, post
-from greenroom.api.gateway import Gateway
+from greenroom.api.shell import Shell
 from greenroom.api.views import FromList, Order, View
 from greenroom.base.detached import run_detached
 from greenroom.config.limits import POLICIES
@@ -105,8 +105,8 @@ class Simulated(View):
 
 
 class Simulating(Routes):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
         self._is_running = False
 
     @get(PATH, needs=Permission.READ)
@@ -120,7 +120,7 @@ class Simulating(Routes):
             source="recording" if self._recording is not None else "memory",
             gpus=len(gpus),
             gpu_mib=min((gpu.capacity_mib for gpu in gpus), default=None),
-            policy=self._gateway.config.scheduler.policy,
+            policy=self._shell.config.scheduler.policy,
             policies=list(POLICIES),
         )
 
@@ -164,36 +164,36 @@ class Simulating(Routes):
 
     @property
     def _recording(self) -> Path | None:
-        said = self._gateway.config.server.record_activity
+        said = self._shell.config.server.record_activity
         return Path(said) if said and Path(said).is_file() else None
 
     async def _rows(self) -> list[list[str]]:
         """Recorded requests, in no order."""
         path = self._recording
         if path is None:
-            return [activity_row(record) for record in self._gateway.activity.recent(10_000) if _is_answered(record)]
+            return [activity_row(record) for record in self._shell.activity.recent(10_000) if _is_answered(record)]
         return await run_detached(lambda: _last_rows(path), "read recorded requests")
 
     def _gpus(self) -> list[Device]:
-        devices = self._gateway.loop.scheduler.view.ledger.devices.values()
+        devices = self._shell.loop.scheduler.view.ledger.devices.values()
         return [device for device in devices if device.kind is DeviceKind.GPU]
 
     def _host(self) -> dict[str, int]:
-        devices = self._gateway.loop.scheduler.view.ledger.devices.values()
+        devices = self._shell.loop.scheduler.view.ledger.devices.values()
         hosts = (device for device in devices if device.kind is DeviceKind.HOST)
         return next(({"memory_mib": host.capacity_mib, "margin_mib": host.margin_mib} for host in hosts), {})
 
     def _configuration(self) -> dict[str, Any]:
         """The models as the scheduler has them: no command, path or key of the real configuration is in it."""
-        gpus, server = self._gpus(), self._gateway.config.server
-        green_room_mib = self._gateway.loop.scheduler.view.limits.green_room_mib
+        gpus, server = self._gpus(), self._shell.config.server
+        green_room_mib = self._shell.loop.scheduler.view.limits.green_room_mib
         names = {gpu.id: f"gpu{number}" for number, gpu in enumerate(gpus)}
         return {
             "gpus": [{"memory_mib": gpu.capacity_mib, "margin_mib": gpu.margin_mib} for gpu in gpus],
             "host": self._host(),
             "memory": {} if green_room_mib is None else {"green_room_mib": green_room_mib},
             "models": dict(self._models(names)),
-            "scheduler": self._gateway.config.scheduler.model_dump(mode="json", exclude_unset=True),
+            "scheduler": self._shell.config.scheduler.model_dump(mode="json", exclude_unset=True),
             "server": {"wait_max_s": server.wait_max_s, "stream_wait_max_s": server.stream_wait_max_s},
         }
 
@@ -204,13 +204,13 @@ class Simulating(Routes):
 
     def _entries(self) -> Iterator[tuple[str, Entry]]:
         """The configured models that run here."""
-        for name in self._gateway.config.models:
-            entry = self._gateway.catalog.find(name)
+        for name in self._shell.config.models:
+            entry = self._shell.catalog.find(name)
             if entry is not None and not entry.spec.is_remote:
                 yield name, entry
 
     def _models(self, gpus: dict[DeviceId, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        known = self._gateway.loop.scheduler.view.models
+        known = self._shell.loop.scheduler.view.models
         for name, entry in self._entries():
             spec, record = entry.spec, known.get(entry.id)
             need = spec.need if record is None else record.need

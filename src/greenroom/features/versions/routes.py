@@ -14,18 +14,18 @@ from starlette.responses import Response
 
 from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
-from greenroom.api.declared import NeededOperation, SignedCall, get, name_in_path, post
-from greenroom.api.gateway import GatewayRoutes
+from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, name_in_path, post
+from greenroom.api.shell import Shell
 from greenroom.api.views import GovernedOrder
 from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.config.schema import Config
-from greenroom.errors import BadRequest, ModelNotFound
-from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder
+from greenroom.errors import BadRequest
+from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
 from greenroom.features.versions.weights import WeightsOrder
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.records import Version, told_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.serving.versioned import versioned_model
 
 NUMBER_MAX: Final = 2**53
 _ONE: Final = "/api/v1/models/{model_id:path}"
@@ -152,7 +152,11 @@ def _rollback(call: SignedCall) -> NeededOperation:
 _BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
 
 
-class VersionRoutes(GatewayRoutes):
+class VersionRoutes(Routes):
+    def __init__(self, shell: Shell, updates: Updates) -> None:
+        self._shell = shell
+        self._updates = updates
+
     @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
@@ -163,12 +167,12 @@ class VersionRoutes(GatewayRoutes):
     @get(ROUTE + "/{task_id}", needs=Permission.READ)
     async def show_update(self, task_id: str) -> UpdateView:
         """One update as it is now; it is kept for an hour after its end."""
-        return await self._view(self._gateway.updates.get(task_id))
+        return await self._view(self._updates.get(task_id))
 
     @get("/status", needs=Permission.ASK)
     async def version_status(self, request: Request, model: ModelName = None) -> ServedVersion:
         """Which version of a model serves, and whether it is being updated."""
-        name, updates, is_admin = self._meant(model, caller_of(request)), self._gateway.updates, asked_by_admin(request)
+        name, updates, is_admin = self._meant(model, caller_of(request)), self._updates, asked_by_admin(request)
         version, desired, error = updates.of(name).current, updates.desired(name), updates.error(name)
         message = "" if error is None else error.message if is_admin else "An operator can see why."
         return ServedVersion(
@@ -198,7 +202,7 @@ class VersionRoutes(GatewayRoutes):
         wait: Wait = False,
     ) -> UpdateView:
         """Serve kept weights again, under a new number."""
-        name, updates = self._named(request), self._gateway.updates
+        name, updates = self._named(request), self._updates
         row = await updates.rollback(name, None if asked is None else asked.version, **owner_of(request))
         return await self._begun(response, row, wait)
 
@@ -206,7 +210,7 @@ class VersionRoutes(GatewayRoutes):
     async def list_versions(self, request: Request, model_id: str) -> VersionList:
         """The versions of a model that can be served without fetching anything."""
         name = self._named(request)
-        known, is_admin = self._gateway.updates.of(name), asked_by_admin(request)
+        known, is_admin = self._updates.of(name), asked_by_admin(request)
         versions = [version for version in (known.current, *known.kept) if version is not None]
         return VersionList(data=[_shown(one, serves=one is known.current, to_operator=is_admin) for one in versions])
 
@@ -214,10 +218,10 @@ class VersionRoutes(GatewayRoutes):
         self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
     ) -> UpdateView:
         order = UpdateOrder(WeightsOrder(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
-        return await self._begun(response, await self._gateway.updates.submit(name, order, **owner_of(request)), wait)
+        return await self._begun(response, await self._updates.submit(name, order, **owner_of(request)), wait)
 
     async def _begun(self, response: Response, row: Operation, wait: bool) -> UpdateView:
-        updates = self._gateway.updates
+        updates = self._updates
         if wait:
             await updates.ended(row.id)
             return await self._view(updates.get(row.id))
@@ -226,7 +230,7 @@ class VersionRoutes(GatewayRoutes):
         return await self._view(row)
 
     async def _view(self, row: Operation) -> UpdateView:
-        facts = await self._gateway.updates.facts(row)
+        facts = await self._updates.facts(row)
         return UpdateView(
             taskId=row.id,
             status=_STATUS[row.status],
@@ -242,35 +246,11 @@ class VersionRoutes(GatewayRoutes):
         )
 
     def _meant(self, model: str | None, caller: Caller) -> str:
-        return meant(self._gateway.config, model, caller)
+        return versioned_model(self._shell.config, model, caller)
 
     def _named(self, request: Request) -> str:
         """The model in the path. Raises ModelNotFound, or BadRequest if it is not under version control."""
-        return meant(self._gateway.config, name_in_path(request.scope), caller_of(request))
-
-
-def meant(config: Config, name: str | None, caller: Caller) -> str:
-    """The id of the model that a call means. Raises BadRequest or ModelNotFound."""
-    ours = [one for one, model in config.models.items() if model.versions is not None and caller.sees(one)]
-    if name is None:
-        if (default := config.versions.default) in ours:
-            return str(default)
-        if len(ours) != 1:
-            raise BadRequest(
-                f"{len(ours)} models are under version control: name one by ?model=, or set versions.default.",
-                param="model",
-            )
-        return ours[0]
-    found = name if name in config.models else _of_alias(config, name)
-    if found is None or not caller.sees(found):
-        raise ModelNotFound.named(name)
-    if found not in ours:
-        raise BadRequest(f"{found} is not under version control: set its key `versions`.", param="model")
-    return found
-
-
-def _of_alias(config: Config, name: str) -> str | None:
-    return next((one for one, model in config.models.items() if name in model.aliases), None)
+        return versioned_model(self._shell.config, name_in_path(request.scope), caller_of(request))
 
 
 def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:

@@ -160,6 +160,11 @@ class Updates:
     def running(self, model: str) -> UpdateFacts | None:
         return None if (found := self._running.get(model)) is None else found.facts
 
+    def kept_by(self, path: str) -> str | None:
+        """The model of which this is a version that does not serve now, and is kept."""
+        models = self._services.gateway.config.models
+        return next((name for name in models for one in self.of(name).kept if one.path == path), None)
+
     async def are_used_elsewhere(self, path: str) -> bool:
         """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
         return await self._services.weights.are_used_elsewhere(path)

@@ -20,13 +20,14 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import Routes, get
-from greenroom.api.gateway import Gateway
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.api.reports.snapshot import Snapshot
+from greenroom.api.shell import Shell
 from greenroom.api.views import StatusWord, View
 from greenroom.config.sections.model import KEYS_OF_ENGINES, Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
+from greenroom.features.operations.loads import Loads
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
 
@@ -110,8 +111,9 @@ class Capabilities(View):
 
 
 class CapabilityRoutes(Routes):
-    def __init__(self, gateway: Gateway, look: Callable[[], Snapshot]) -> None:
-        self._gateway = gateway
+    def __init__(self, shell: Shell, loads: Loads, look: Callable[[], Snapshot]) -> None:
+        self._shell = shell
+        self._loads = loads
         self._look = look
         self._kept: dict[Caller, tuple[float, Capabilities]] = {}
 
@@ -121,15 +123,15 @@ class CapabilityRoutes(Routes):
 
         503 while it starts and while it shuts down.
         """
-        if self._gateway.is_draining:
+        if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down.", retry_after_s=KEPT_S)
-        if self._gateway.is_starting:
+        if self._shell.is_starting:
             raise StartingUp("The gateway is starting.", retry_after_s=1.0)
         response.headers["cache-control"] = f"private, max-age={KEPT_S:g}"
         return self._current(caller_of(request))
 
     def _current(self, caller: Caller) -> Capabilities:
-        now = self._gateway.clock()
+        now = self._shell.clock()
         kept = self._kept.get(caller)
         if kept is not None and now - kept[0] < KEPT_S:
             return kept[1]
@@ -140,15 +142,15 @@ class CapabilityRoutes(Routes):
         return made
 
     def _made(self, caller: Caller) -> Capabilities:
-        gateway, look = self._gateway, self._look()
-        runner = gateway.config.runner
-        listed = [entry for entry in gateway.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
+        shell, look = self._shell, self._look()
+        runner = shell.config.runner
+        listed = [entry for entry in shell.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
         # A caller that nothing tells from others may be the one that ordered it.
         is_told = caller.admin or not caller.may_list
         names = {entry.id: entry.shown_id(to_operator=is_told) for entry in listed}
         words = {entry.id: look.word(entry) for entry in listed}
         loaded = [entry for entry in listed if words[entry.id] is StatusWord.LOADED]
-        unasked = [record for record in gateway.resolver.unasked if caller.sees(record.id)]
+        unasked = [record for record in shell.resolver.unasked if caller.sees(record.id)]
         return Capabilities(
             runnerType=runner.type or f"greenroom-{greenroom.__version__}",
             runnerId=runner.id or socket.gethostname(),
@@ -177,24 +179,24 @@ class CapabilityRoutes(Routes):
             quantization=entry.facts.quantization,
             contextLength=(entry.config.ctx_size or None) if reads else None,
             loadedAt=self._loaded_at(entry.id),
-            gpuMemoryMB=self._gateway.loads.gpu_mib(entry.id),
+            gpuMemoryMB=self._loads.gpu_mib(entry.id),
         )
 
     def _loaded_at(self, model: ModelId) -> int | None:
-        slots, live = self._gateway.loop.scheduler.view.slots_of(model), self._gateway.slots.live
+        slots, live = self._shell.loop.scheduler.view.slots_of(model), self._shell.slots.live
         since = min((live[slot.id].ready_since for slot in slots if slot.id in live), default=None)
-        return None if since is None else int(time.time() - (self._gateway.clock() - since))
+        return None if since is None else int(time.time() - (self._shell.clock() - since))
 
     def _loading(self, entry: Entry, name: str) -> LoadingModel:
-        progress = self._gateway.loads.progress_of(entry.id)
+        progress = self._loads.progress_of(entry.id)
         eta = None if progress.eta_s is None else math.ceil(progress.eta_s)
         return LoadingModel(id=name, progress=round(progress.share, 3), eta=eta)
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _resources(self, loaded: list[Entry]) -> Resources:
-        gpus = self._gateway.memory_watch.last.reading.gpus
-        total, used = sum(gpu.total_mib for gpu in gpus), sum(gpu_used_mib(self._gateway, gpu) for gpu in gpus)
+        gpus = self._shell.memory_watch.last.reading.gpus
+        total, used = sum(gpu.total_mib for gpu in gpus), sum(gpu_used_mib(self._shell, gpu) for gpu in gpus)
         told = [gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
         size, share = self._kv_cache(loaded)
         return Resources(
@@ -212,8 +214,8 @@ class CapabilityRoutes(Routes):
         text = [entry for entry in loaded if entry.facts.abilities is None or entry.facts.abilities & _TEXT]
         if not text:
             return 0, 0.0
-        sizes = {entry.id: size for entry in text if (size := kv_mib(self._gateway, entry)) is not None}
-        view, live = self._gateway.loop.scheduler.view, self._gateway.slots
+        sizes = {entry.id: size for entry in text if (size := kv_mib(self._shell, entry)) is not None}
+        view, live = self._shell.loop.scheduler.view, self._shell.slots
         told = {entry.id: cache for entry in text if (cache := cache_view(live, view.slots_of(entry.id))) is not None}
         # A cache of unknown size counts as one MiB, so that it is not lost among others.
         weights = {model: max(1, sizes.get(model, 1)) for model in told}
@@ -222,7 +224,7 @@ class CapabilityRoutes(Routes):
         return sum(sizes.values()) if sizes else None, share
 
     def _queue(self) -> QueueCapacity:
-        state, waits = self._gateway.loop.scheduler.view, sorted(self._gateway.metrics.waits_s)
+        state, waits = self._shell.loop.scheduler.view, sorted(self._shell.metrics.waits_s)
         # The same mean as in the error of a full queue.
         mean = None if state.avg_wait_s is None else round(1000 * state.avg_wait_s)
         p95 = round(1000 * waits[math.ceil(0.95 * len(waits)) - 1]) if waits else None
@@ -238,7 +240,7 @@ class CapabilityRoutes(Routes):
             streaming=bool(union & _STREAMS) or None in known.values(),
             prefixCaching=any(entry.facts.keeps_prefixes for entry in listed)
             or any(_TEXT.intersection(record.abilities) for record in unasked),
-            multiTenant=self._gateway.config.server.multi_tenant,
+            multiTenant=self._shell.config.server.multi_tenant,
             visionInput=Ability.VISION in union,
             audioInput=bool(union & {Ability.AUDIO, Ability.TRANSCRIPTION, Ability.TRANSLATION}),
             functionCalling=Ability.TOOLS in union,

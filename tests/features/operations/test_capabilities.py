@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import greenroom
-from greenroom.api.reports.capabilities import KEPT_S
 from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Tier
 from greenroom.engines.base import CacheFigures
 from greenroom.errors import LoadOutOfMemory
+from greenroom.features.operations.capabilities import KEPT_S
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot
 from tests.api.management_rig import GPU, NOW, Client, FakeGateway, FakeWatch, model
