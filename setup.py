@@ -48,7 +48,7 @@ HOT = (
     "access/budgets.py",
     "access/keys.py",
     "access/limits.py",
-    "access/requestors.py",
+    "access/client_stats.py",
     "access/shared_window.py",
 )
 # Only tests and simulations ask for the invariants; code of packages themselves runs only at the start.

@@ -30,7 +30,7 @@ from greenroom.features.jobs.jobs import Jobs
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.moves import OperatorMoves
-from greenroom.features.versions.state_follower import StateFollower
+from greenroom.features.versions.state_watcher import DesiredStateWatcher
 from greenroom.features.versions.store import VersionStore, begin_versions
 from greenroom.features.versions.updates import Updates
 from greenroom.features.versions.version_changes import UpdateServices
@@ -47,10 +47,10 @@ from greenroom.runtime.loop import Tickets
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.record.learned import LearnedTimes
-from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.rejections import RejectionErrors
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
-from greenroom.serving.prefix_cache import CacheSalts
+from greenroom.serving.prefix_cache import PrefixSalts
 from greenroom.serving.rungs import model_facts
 from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.history import History
@@ -112,7 +112,7 @@ class App:
         moves = self._moves = wire_moves(common, memory, leases, self.spending)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.tickets = Tickets(self.loop)
-        rejections = Rejections(
+        rejections = RejectionErrors(
             self.mover.failures,
             self.state,
             self.loop,
@@ -161,13 +161,13 @@ class App:
                 unchanging=self._reloading,
             ),
         )
-        self.state_follower = StateFollower(self.updates, self.state)
+        self.state_watcher = DesiredStateWatcher(self.updates, self.state)
 
     def _wire_front(self, memory: MemoryParts) -> None:
         """Make what answers requests, and the door before it: the last, because routes are given all other parts."""
-        common, self.salts = self._common, CacheSalts()
+        common, self.salts = self._common, PrefixSalts()
         access = self._access = wire_access(common, self._use_changed_keys)
-        self.limiter, self.requestors = access.limiter, access.requestors
+        self.limiter, self.client_stats = access.limiter, access.client_stats
         self.keys, self.usage = access.keys, access.usage
         serving = wire_serving(common, memory, access, self.resolver, self.pictures, self.salts, self.tickets)
         self.inference, self.bodies = serving.inference, serving.bodies
@@ -279,7 +279,7 @@ class App:
 
     @property
     def is_catching_up(self) -> bool:
-        return self.state_follower.is_catching_up
+        return self.state_watcher.is_catching_up
 
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)
@@ -295,7 +295,7 @@ class App:
         self.jobs.start()
         self.downloads.start()
         self.updates.start()
-        self.state_follower.start()
+        self.state_watcher.start()
         self.memory_watch.start()
         self.figures.start()
         self.history.start()
@@ -387,7 +387,7 @@ class App:
         )
         self.resolver.reloaded()
         self.updates.start()
-        self.state_follower.reloaded()
+        self.state_watcher.reloaded()
         self.models.forget_removed()
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
@@ -417,7 +417,7 @@ class App:
             drain_s = self.config.server.drain_s
             await in_time(wait_until_idle(common, self._moves, front, drain_s), "requests", drain_s + IDLE_MAX_S)
             self.history.close()
-            for part in (self.figures, self.loads, self.state_follower, self.updates, self.downloads):
+            for part in (self.figures, self.loads, self.state_watcher, self.updates, self.downloads):
                 await in_time(part.close(), type(part).__name__, common.timeouts.close_s)
             await in_time(close_parts(common, memory, leases, front), "connections", PARTS_MAX_S)
             kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from greenroom.access.budgets import Window
 from greenroom.access.keys import ANYONE, Caller, Keys
-from greenroom.access.limits import Charge, Limiter, Meter, reset_at
+from greenroom.access.limits import Limiter, Quota, QuotaHold, reset_at
 from greenroom.config.schema import Config, RateLimits, TenantLimits
 from greenroom.core.model import TenantId
 from greenroom.errors import RateLimited
@@ -242,7 +242,7 @@ def test_keys_of_the_configuration_carry_their_limits() -> None:
     assert found.limits == RateLimits(concurrent_max=1)
 
 
-def begun(limiter: Limiter, tokens: int = 0, model: str = "m") -> Charge:
+def begun(limiter: Limiter, tokens: int = 0, model: str = "m") -> QuotaHold:
     charge = limiter.charge_of(limiter.admit(ANYONE, None), ANYONE, None, model)
     assert charge is not None
     charge.tokens_asked = tokens
@@ -317,7 +317,7 @@ def test_a_request_that_asks_for_more_tokens_than_the_limit_is_let_in_alone() ->
         begun(made, tokens=1_000)
 
 
-def told(charge: Charge) -> dict[bytes, int]:
+def told(charge: QuotaHold) -> dict[bytes, int]:
     """What its caller is told by X-RateLimit-*."""
     lines = (line.partition(b": ") for line in charge.answer_lines().split(b"\r\n") if line)
     return {name.removeprefix(b"x-ratelimit-"): int(value) for name, _, value in lines}
@@ -378,7 +378,7 @@ def test_what_counts_is_what_was_used_once_all_answers_have_ended(
     """Against exact sums by minute: reservations within the limit count where they were made, the excess at the end."""
     clock, exact = Clock(), dict[int, int]()
     made = limiter(clock, default={"tokens_per_minute": limit})
-    running: list[tuple[float, int, int, int, Charge]] = []
+    running: list[tuple[float, int, int, int, QuotaHold]] = []
     for pause_s, tokens, used, takes_s in asked:
         clock.now += pause_s
         running.sort(key=lambda one: one[0])
@@ -398,7 +398,7 @@ def test_what_counts_is_what_was_used_once_all_answers_have_ended(
     assert left_of(made) == max(0, counted)
 
 
-def _settle(clock: Clock, exact: dict[int, int], one: tuple[float, int, int, int, Charge]) -> None:
+def _settle(clock: Clock, exact: dict[int, int], one: tuple[float, int, int, int, QuotaHold]) -> None:
     ends, began, reserved, used, charge = one
     clock.now = max(clock.now, ends)
     charge.end(used)
@@ -469,14 +469,14 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
     }
     limiter.configure(Config.model_validate({"models": models}))
 
-    def begun() -> tuple[Charge, list[Any]]:
+    def begun() -> tuple[QuotaHold, list[Any]]:
         charge, meters = limiter.charge_of_any(None, ANYONE, None, ("a", "b", "free"))
         assert charge is not None and meters[2] is None
         charge.tokens_asked = 60
         charge.begin()
         return charge, meters
 
-    def tokens_left(meter: Meter) -> int | None:
+    def tokens_left(meter: Quota) -> int | None:
         return meter.figures(START)["tokens_left"]
 
     one, (a, b, _) = begun()

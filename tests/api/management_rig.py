@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
+from greenroom.access.client_stats import ClientStats
 from greenroom.access.key_ring import KeyRing
 from greenroom.access.keys import Caller
 from greenroom.access.limits import Limiter
-from greenroom.access.requestors import Requestors
 from greenroom.api.reports.history import sample
 from greenroom.api.reports.streams import Streams
 from greenroom.config import loader
@@ -68,7 +68,7 @@ from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
-from greenroom.serving.prefix_cache import CacheSalts
+from greenroom.serving.prefix_cache import PrefixSalts
 from greenroom.serving.rungs import model_facts
 from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.activity import Activity
@@ -229,7 +229,7 @@ class FakeStore:
 
 
 class FakeGateway:
-    salts = CacheSalts()
+    salts = PrefixSalts()
 
     def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
         self.config = Config(models=dict(models or {}), server=Server(**server))
@@ -239,7 +239,7 @@ class FakeGateway:
         self.now = NOW
         # How far the wall clock is set ahead.
         self.wall_ahead_s = 0.0
-        self.requestors = Requestors(self.clock)
+        self.client_stats = ClientStats(self.clock)
         self.limiter = Limiter(wall=self.clock)
         self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=lambda path, text: None)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()

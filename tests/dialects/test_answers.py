@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from greenroom.dialects.anthropic_answer import messages_translation
-from greenroom.dialects.neutral import Frame
+from greenroom.dialects.neutral import AnswerContext
 from greenroom.dialects.ollama_answer import chat_translation
 from greenroom.dialects.responses_answer import response_translation
 from greenroom.errors import BadRequest
@@ -17,7 +17,7 @@ from tests.later import Later
 
 responses = Later("openai.types.responses")
 
-FRAME = Frame("m", "abc", 1_700_000_000.0)
+FRAME = AnswerContext("m", "abc", 1_700_000_000.0)
 DIALECTS = [messages_translation, response_translation, chat_translation]
 
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from greenroom.dialects.anthropic_answer import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
-from greenroom.dialects.neutral import OBJECTS_MAX, Frame, read
+from greenroom.dialects.neutral import OBJECTS_MAX, AnswerContext, read
 from greenroom.dialects.ollama_answer import chat_translation, embed_translation, generate_translation
 from greenroom.dialects.responses_answer import response_translation
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.tokenize import tokenize_translation
-from greenroom.dialects.translation import PassedOn
+from greenroom.dialects.translation import PassThrough
 from greenroom.errors import BadRequest, EngineFault
 from tests.later import Later
 
 anthropic, ollama = Later("anthropic.types"), Later("ollama")
-FRAME = Frame("m", "abc", 1_700_000_000.0)
+FRAME = AnswerContext("m", "abc", 1_700_000_000.0)
 
 
 def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
@@ -252,7 +252,7 @@ def test_tools_of_unknown_types_may_hold_anything(translate: Any, odd: dict[str,
     own["type"] = "custom" if translate is messages_translation else "function"
     said = {"model": "m", "max_tokens": 5, "messages": turns, "input": turns, "tools": [odd, own]}
     fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in said.items()}
-    tools = msgspec.json.decode(translate(Frame("m", "x", 0), False).request(fields)["tools"])
+    tools = msgspec.json.decode(translate(AnswerContext("m", "x", 0), False).request(fields)["tools"])
     assert [tool["function"]["name"] for tool in tools] == ["f"]
 
 
@@ -266,8 +266,8 @@ def test_tools_of_unknown_types_may_hold_anything(translate: Any, odd: dict[str,
     ],
 )
 def test_the_next_number_of_a_stream_that_passes_as_it_is(sent: bytes, number: int) -> None:
-    assert PassedOn(Dialect.RESPONSES, b"/v1/responses").next_number(sent) == number
-    assert PassedOn(Dialect.ANTHROPIC, b"/v1/messages").next_number(sent) == 0
+    assert PassThrough(Dialect.RESPONSES, b"/v1/responses").next_number(sent) == number
+    assert PassThrough(Dialect.ANTHROPIC, b"/v1/messages").next_number(sent) == 0
 
 
 def asked(translate: Any, **body: Any) -> dict[str, Any]:

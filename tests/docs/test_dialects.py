@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from greenroom.dialects import anthropic_answer, ollama_answer, responses_answer
-from greenroom.dialects.neutral import Fields, Frame
+from greenroom.dialects.neutral import AnswerContext, Fields
 from greenroom.dialects.translation import ChatTranslation
 from greenroom.errors import BadRequest
 from greenroom.serving.routes import MODEL_ROUTES
@@ -19,9 +19,9 @@ from tests.docs.pages import section, text_of
 
 PAGE = "docs/dialects.md"
 HELLO = [{"role": "user", "content": "hi"}]
-FRAME = Frame("m", "1", 0.0)
+FRAME = AnswerContext("m", "1", 0.0)
 # How the fields below a heading are read, and a body to which they are added.
-Translate = Callable[[Frame, bool], ChatTranslation]
+Translate = Callable[[AnswerContext, bool], ChatTranslation]
 SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
     "Anthropic": (anthropic_answer.messages_translation, {"max_tokens": 9, "messages": HELLO}),
     "OpenAI Responses": (responses_answer.response_translation, {"input": "hi"}),

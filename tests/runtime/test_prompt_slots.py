@@ -5,38 +5,38 @@ from __future__ import annotations
 import asyncio
 import random
 
-from greenroom.runtime.prompt_slots import Owner, Pin, PromptSlots
+from greenroom.runtime.prompt_slots import CachePin, Owner, PromptCacheSlots
 
 LAB, SHOP = ("lab", ""), ("shop", "")
 
 
-def pinned(prompts: PromptSlots, owner: Owner, **more: bool) -> Pin:
+def pinned(prompts: PromptCacheSlots, owner: Owner, **more: bool) -> CachePin:
     pin = prompts.pin(owner, **more)
     assert pin is not None
     return pin
 
 
-def served(prompts: PromptSlots, owner: Owner, **more: bool) -> Pin:
+def served(prompts: PromptCacheSlots, owner: Owner, **more: bool) -> CachePin:
     pin = pinned(prompts, owner, **more)
     prompts.release(pin)
     return pin
 
 
-def closed(count: int = 2) -> PromptSlots:
+def closed(count: int = 2) -> PromptCacheSlots:
     """A book with a prompt of the lab in its first slot."""
-    prompts = PromptSlots(count)
+    prompts = PromptCacheSlots(count)
     served(prompts, None)
     served(prompts, LAB)
     return prompts
 
 
 def test_requests_of_one_owner_are_sent_as_they_are() -> None:
-    prompts = PromptSlots(2)
+    prompts = PromptCacheSlots(2)
     assert [served(prompts, LAB).fields for _ in range(3)] == [{}, {}, {}] and prompts.is_open
 
 
 def test_another_owner_waits_for_requests_that_may_be_anywhere_and_reuses_nothing() -> None:
-    prompts = PromptSlots(2)
+    prompts = PromptCacheSlots(2)
     first = pinned(prompts, LAB)
     assert prompts.pin(SHOP) is None and not prompts.is_sole(LAB)
     prompts.release(first)
@@ -73,7 +73,7 @@ def test_a_request_in_several_slots_has_all_of_them_and_leaves_none_to_others() 
 
 
 def test_the_only_owner_keeps_its_slot_when_it_asks_for_several_answers() -> None:
-    prompts = PromptSlots(4)
+    prompts = PromptCacheSlots(4)
     anywhere = pinned(prompts, LAB)
     assert prompts.pin(LAB, spreads=True) is None
     prompts.release(anywhere)
@@ -115,9 +115,9 @@ async def test_one_that_needs_all_slots_is_not_overtaken_and_holds_up_none_if_it
 def test_no_owner_meets_another_whatever_the_order() -> None:
     """A server with slots that keep what they were last sent, and choose any slot for what is not pinned."""
     for seed in range(200):
-        order, prompts = random.Random(seed), PromptSlots(4)
+        order, prompts = random.Random(seed), PromptCacheSlots(4)
         held: list[Owner] = [None] * 4
-        running: list[tuple[Pin, int]] = []
+        running: list[tuple[CachePin, int]] = []
         for _ in range(100):
             busy = {at for _, at in running}
             owner: Owner = order.choice([LAB, LAB, SHOP, ("lab", "tag"), None][: order.choice((2, 5))])

@@ -43,7 +43,7 @@ from greenroom.errors import (
 from greenroom.leases.records import Lease
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.slot_memory import SlotMemory
-from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, Rejections
+from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, RejectionErrors
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 
@@ -70,7 +70,7 @@ def rejections(
     progress: float | None = None,
     leases: Mapping[LeaseId, str] = {},
     known: NoLeases | None = None,
-) -> Rejections:
+) -> RejectionErrors:
     failures = {M: failed} if failed else {}
     config = Config.model_validate({"models": {M: {"cmd": "serve ${PORT}", "memory_mib": 1}}})
     catalog = Catalog()
@@ -78,7 +78,7 @@ def rejections(
     devices = {DeviceId(f"gpu{n}"): Device(DeviceId(f"gpu{n}"), DeviceKind.GPU, mib) for n, mib in enumerate(gpus_mib)}
     others = [OtherLease(id, name, {}) for id, name in leases.items()]
     view = SimpleNamespace(slots_of=lambda _: slots, ledger=SimpleNamespace(devices=devices, others=others))
-    return Rejections(
+    return RejectionErrors(
         failures,
         GatewayState(config, is_draining=is_draining),
         # One of which nothing else is asked.

@@ -12,8 +12,8 @@ from greenroom.errors import BadRequest
 from greenroom.serving.prefix_cache import (
     FLUSHES_MAX,
     TAG_CHARS_MAX,
-    CacheSalts,
-    CacheScope,
+    PrefixSalts,
+    PrefixScope,
     cache_scope,
     tenant_word,
 )
@@ -24,7 +24,7 @@ LAB, SHOP, NO_ONE = TenantId("lab"), TenantId("shop"), TenantId("")
 def test_tenant_tag_and_mode_are_told() -> None:
     said = {b"x-cache-tag": b"session 1", b"x-cache-mode": b"None", b"x-tenant-id": b"somebody else"}
     scope = cache_scope(LAB, said)
-    assert scope == CacheScope("lab", "session 1", is_used=False)
+    assert scope == PrefixScope("lab", "session 1", is_used=False)
     assert scope.headers == [(b"x-tenant-id", b"lab"), (b"x-cache-tag", b"session 1"), (b"x-cache-mode", b"none")]
 
 
@@ -55,35 +55,35 @@ def test_a_tenants_word_is_ascii_and_stands_for_no_other_tenant(tenant: str) -> 
 
 
 def test_salt_is_the_same_for_one_tenant_and_tag_and_no_other() -> None:
-    salts = CacheSalts()
+    salts = PrefixSalts()
     # Joined without lengths, some of these would be one.
-    scopes = [CacheScope(*pair) for pair in (("lab", ""), ("shop", ""), ("", ""), ("lab", "a"), ("lab", "b"))]
-    scopes += [CacheScope("laba", ""), CacheScope("", "lab"), CacheScope("3:lab", "")]
+    scopes = [PrefixScope(*pair) for pair in (("lab", ""), ("shop", ""), ("", ""), ("lab", "a"), ("lab", "b"))]
+    scopes += [PrefixScope("laba", ""), PrefixScope("", "lab"), PrefixScope("3:lab", "")]
     made = [salts.of(scope) for scope in scopes]
     assert len(set(made)) == len(made) and made == [salts.of(scope) for scope in scopes]
-    assert CacheSalts().of(scopes[0]) != made[0], "no one can know it"
+    assert PrefixSalts().of(scopes[0]) != made[0], "no one can know it"
 
 
 def test_salt_of_a_caller_keeps_it_apart_and_leads_to_no_other() -> None:
-    salts, lab, shop = CacheSalts(), cache_scope(LAB, {}), cache_scope(SHOP, {})
+    salts, lab, shop = PrefixSalts(), cache_scope(LAB, {}), cache_scope(SHOP, {})
     plain = salts.of(lab)
     assert salts.of(lab, Raw(b'"mine"')) not in (plain, salts.of(shop, Raw(b'"mine"')))
     assert salts.of(shop, Raw(plain)) != plain
 
 
 def test_mode_none_has_a_new_salt_each_time() -> None:
-    salts, scope = CacheSalts(), cache_scope(LAB, {b"x-cache-mode": b"none"})
+    salts, scope = PrefixSalts(), cache_scope(LAB, {b"x-cache-mode": b"none"})
     assert salts.of(scope) != salts.of(scope)
 
 
 def test_a_tenant_that_flushes_very_often_flushes_itself_and_no_other() -> None:
-    salts, lab, shop = CacheSalts(), cache_scope(LAB, {}), cache_scope(SHOP, {})
+    salts, lab, shop = PrefixSalts(), cache_scope(LAB, {}), cache_scope(SHOP, {})
     of_shop, of_lab = salts.of(shop), {salts.of(lab)}
     for number in range(3 * FLUSHES_MAX):
         tag = f"t{number}"
-        before = salts.of(CacheScope("lab", tag))
+        before = salts.of(PrefixScope("lab", tag))
         salts.flush(None, "lab", tag)
-        assert salts.of(CacheScope("lab", tag)) != before
+        assert salts.of(PrefixScope("lab", tag)) != before
         of_lab.add(salts.of(lab))
     assert salts.of(shop) == of_shop and len(of_lab) > 2
     salts.flush(None, "shop", None)
@@ -91,7 +91,7 @@ def test_a_tenant_that_flushes_very_often_flushes_itself_and_no_other() -> None:
 
 
 def test_flushes_of_more_tenants_than_are_kept_flush_everything() -> None:
-    salts, lab = CacheSalts(), cache_scope(LAB, {})
+    salts, lab = PrefixSalts(), cache_scope(LAB, {})
     before = salts.of(lab)
     for number in range(FLUSHES_MAX + 1):
         salts.flush(None, f"tenant-{number}", None)

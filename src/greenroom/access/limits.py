@@ -32,7 +32,7 @@ Kind = Literal["tenant", "key", "model"]
 _LINES: Final = b"x-ratelimit-limit: %d\r\nx-ratelimit-remaining: %d\r\nx-ratelimit-reset: %d\r\n"
 
 # What a request reserved: where, of which budget, how much, and for which minute.
-Reserved = tuple["Meter", Budget, int, int]
+Reserved = tuple["Quota", Budget, int, int]
 # The budget of a limit that has this name in the store, so much, and this period.
 NewBudget = Callable[[str, int, float], Budget]
 
@@ -41,7 +41,7 @@ def in_memory(name: str, limit: int, period_s: float) -> Budget:
     return Window(limit, period_s)
 
 
-class Meter:
+class Quota:
     """What one tenant, key or model may use, and what it uses."""
 
     def __init__(self, kind: Kind, name: str) -> None:
@@ -103,26 +103,26 @@ class Meter:
         return RateLimited(f"{self.kind.capitalize()} {self.name} {why}", retry_after_s=wait_s, beside=beside)
 
 
-class Charge:
+class QuotaHold:
     """One request, and the meters that it is counted against."""
 
     __slots__ = ("_begun", "_least", "_least_of", "_of_caller", "_reserved", "_wall", "meters", "model", "tokens_asked")
 
-    def __init__(self, meters: tuple[Meter, ...], wall: Callable[[], float]) -> None:
+    def __init__(self, meters: tuple[Quota, ...], wall: Callable[[], float]) -> None:
         """`meters` are those of its tenant and its key."""
         self.meters = self._of_caller = meters
-        self.model: Meter | None = None
+        self.model: Quota | None = None
         # What it says it will use at most; 0 if it says nothing.
         self.tokens_asked = 0
         self._wall = wall
         # The meters at which it has a place, and what it reserved. A reload changes neither.
-        self._begun: tuple[Meter, ...] = ()
+        self._begun: tuple[Quota, ...] = ()
         self._reserved: list[Reserved] = []
         # Of the limits on requests that it was counted for, the one with the least left.
         self._least = UNLIMITED
         self._least_of: Budget | None = None
 
-    def admit(self, meters: tuple[Meter, ...], *, is_job: bool) -> None:
+    def admit(self, meters: tuple[Quota, ...], *, is_job: bool) -> None:
         """Count a request for these meters. Raises RateLimited, and then nothing is counted.
 
         A job needs no place at once: it waits for one on disk.
@@ -136,7 +136,7 @@ class Charge:
                 raise meter.no_place(now)
         self._count(meters, now)
 
-    def set_model(self, model: Meter | None) -> None:
+    def set_model(self, model: Quota | None) -> None:
         """Count it against this model, too."""
         self.model = model
         self.meters = self._of_caller if model is None else (*self._of_caller, model)
@@ -153,7 +153,7 @@ class Charge:
         """
         self._enter(self.meters, () if is_counted or self.model is None else (self.model,))
 
-    def serve_by(self, model: Meter | None) -> None:
+    def serve_by(self, model: Quota | None) -> None:
         """Count a request that has begun for this model, too, instead of for the one before. Raises RateLimited."""
         if model is self.model:
             return
@@ -163,7 +163,7 @@ class Charge:
             self._enter((model,), (model,))
             self.set_model(model)
 
-    def _enter(self, meters: tuple[Meter, ...], counted: tuple[Meter, ...]) -> None:
+    def _enter(self, meters: tuple[Quota, ...], counted: tuple[Quota, ...]) -> None:
         """Take a place and reserve tokens at these meters, and count a request for some of them."""
         now, reserved = self._wall(), self._reserved
         for meter in meters:
@@ -187,7 +187,7 @@ class Charge:
             meter.in_flight += 1
         self._begun += meters
 
-    def _count(self, meters: tuple[Meter, ...], now: float) -> None:
+    def _count(self, meters: tuple[Quota, ...], now: float) -> None:
         """Count a request for all of these meters, or for none. Raises RateLimited."""
         for meter in meters:
             for budget in meter.requests:
@@ -200,7 +200,7 @@ class Charge:
                 if left < self._least:
                     self._least, self._least_of = left, budget
 
-    def _leave(self, model: Meter) -> None:
+    def _leave(self, model: Quota) -> None:
         """Give back its place and its tokens at this model. It stays counted as a request."""
         self.set_model(None)
         if model in self._begun:
@@ -261,16 +261,16 @@ class Limiter:
         self._new_budget = new_budget
         self._wall = wall
         self._config = Config()
-        self._meters: dict[tuple[Kind, str], Meter] = {}
+        self._meters: dict[tuple[Kind, str], Quota] = {}
         # Of earlier configurations: they limit nothing, and go on counting if their limits come back.
-        self._former: dict[tuple[Kind, str], Meter] = {}
+        self._former: dict[tuple[Kind, str], Quota] = {}
         # False: the tenants that callers name are ignored.
         self._are_named = True
-        self._of_model: dict[str, Meter] = {}
+        self._of_model: dict[str, Quota] = {}
         # The meters of a key's holder, as long as it is the same record; and those of tenants that callers name.
-        self._of_caller: dict[str, tuple[Caller, tuple[Meter, ...]]] = {}
-        self._of_named: dict[bytes, tuple[Meter, ...]] = {}
-        self._of_others: tuple[Meter, ...] = ()
+        self._of_caller: dict[str, tuple[Caller, tuple[Quota, ...]]] = {}
+        self._of_named: dict[bytes, tuple[Quota, ...]] = {}
+        self._of_others: tuple[Quota, ...] = ()
 
     def configure(self, config: Config, callers: Iterable[Caller] = ()) -> None:
         """Go by these limits from now on, with what is counted already. `callers` are those that have a key."""
@@ -294,7 +294,7 @@ class Limiter:
         self.is_on = bool(self._meters)
 
     @property
-    def meters(self) -> list[Meter]:
+    def meters(self) -> list[Quota]:
         """Of all tenants, keys and models that are limited."""
         return list(self._meters.values())
 
@@ -302,38 +302,38 @@ class Limiter:
         """By the clock that its minutes go by."""
         return self._wall()
 
-    def admit(self, caller: Caller, said_tenant: bytes | None, *, is_job: bool = False) -> Charge | None:
+    def admit(self, caller: Caller, said_tenant: bytes | None, *, is_job: bool = False) -> QuotaHold | None:
         """Count a request at its headers; None if neither tenant nor key are limited. Raises RateLimited."""
         meters = self._of(caller, said_tenant)
         if not meters:
             return None
-        charge = Charge(meters, self._wall)
+        charge = QuotaHold(meters, self._wall)
         charge.admit(meters, is_job=is_job)
         return charge
 
     def charge_of(
-        self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, model: str
-    ) -> Charge | None:
+        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, model: str
+    ) -> QuotaHold | None:
         """The charge of a request whose body has been read; None if nothing that it uses is limited."""
         meter = self._of_model.get(model)
         if admitted is None:
             meters = self._of(caller, said_tenant)
             if meter is None and not meters:
                 return None
-            admitted = Charge(meters, self._wall)
+            admitted = QuotaHold(meters, self._wall)
         admitted.set_model(meter)
         return admitted
 
     def charge_of_any(
-        self, admitted: Charge | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
-    ) -> tuple[Charge | None, list[Meter | None]]:
+        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
+    ) -> tuple[QuotaHold | None, list[Quota | None]]:
         """The charge of a request that one of these models will serve (`Charge.serve_by`), and the meter of each."""
         meters = [self._of_model.get(model) for model in models]
         if admitted is None and (any(meters) or self._of(caller, said_tenant)):
-            admitted = Charge(self._of(caller, said_tenant), self._wall)
+            admitted = QuotaHold(self._of(caller, said_tenant), self._wall)
         return admitted, meters
 
-    def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Meter, ...]:
+    def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Quota, ...]:
         if caller.tenant is None:
             # Without keys anyone can make up tenants: those that are not configured share one budget.
             if said_tenant is None or not self._are_named:
@@ -342,8 +342,8 @@ class Limiter:
         known = self._of_caller.get(caller.name)
         return known[1] if known is not None and known[0] is caller else self._meters_of(caller)
 
-    def _meters_of(self, caller: Caller) -> tuple[Meter, ...]:
-        meters: tuple[Meter, ...] = ()
+    def _meters_of(self, caller: Caller) -> tuple[Quota, ...]:
+        meters: tuple[Quota, ...] = ()
         tenants, tenant = self._config.tenants, caller.tenant
         if tenant is not None and (limits := tenants.get(tenant) or tenants.get(DEFAULT_TENANT)) is not None:
             meters = (self._meter(TENANT, tenant, limits),)
@@ -352,9 +352,9 @@ class Limiter:
         self._of_caller[caller.name] = (caller, meters)
         return meters
 
-    def _meter(self, kind: Kind, name: str, limits: RateLimits) -> Meter:
+    def _meter(self, kind: Kind, name: str, limits: RateLimits) -> Quota:
         key = (kind, name)
-        meter = self._meters.get(key) or self._former.pop(key, None) or Meter(kind, name)
+        meter = self._meters.get(key) or self._former.pop(key, None) or Quota(kind, name)
         meter.apply(limits, self._new_budget)
         self._meters[key] = meter
         return meter

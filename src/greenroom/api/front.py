@@ -68,7 +68,7 @@ class RouteRules(Protocol):
         ...
 
 
-class FrontDoor:
+class Door:
     """`jobs` takes the requests whose callers prefer the answer later; without it they are answered like all others."""
 
     def __init__(
@@ -107,7 +107,7 @@ class FrontDoor:
         is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
         is_job = route is None and not is_upstream and head.method == b"POST" and routed_path(head) == JOBS_PATH
         if route is not None or is_upstream or is_job:
-            self._inference.expect_calm(head, _caller(head))
+            self._inference.check_cooldown(head, _caller(head))
         if self.limiter is not None and (route is not None or is_upstream or is_job):
             is_later = is_job or (PREFER in said and self._jobs is not None and prefers_later(head))
             self._count(self.limiter, head, is_job=is_later)
@@ -204,7 +204,7 @@ class FrontDoor:
 class MetricsDoor:
     """The door of the second port: metrics and health checks by the rules of the first door, and nothing else."""
 
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: Door) -> None:
         self._door = door
 
     def admit(self, head: Head) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from greenroom.dialects.anthropic_request import read_messages, read_to_count
-from greenroom.dialects.neutral import Frame, Piece, Tokens, ToolPiece
+from greenroom.dialects.neutral import AnswerContext, Delta, Tokens, ToolPiece
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import ChatTranslation
 
@@ -29,12 +29,12 @@ _ARGUMENTS: Final = (b"input_json_delta", b"partial_json")
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def messages_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+def messages_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
     writer = MessageWriter(frame)
     return ChatTranslation(Dialect.ANTHROPIC, read_messages, writer.whole, writer if is_stream else None)
 
 
-def count_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+def count_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
     return ChatTranslation(Dialect.ANTHROPIC, read_to_count, count_body, None)
 
 
@@ -59,7 +59,7 @@ class MessageWriter:
         "_tokens",
     )
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: AnswerContext) -> None:
         self._frame = frame
         self._has_begun = False
         # The open block, which is of a kind or the place of a call; its index, and the arguments of a call so far.
@@ -73,7 +73,7 @@ class MessageWriter:
         self._stop: str | None = None
         self._tokens = Tokens()
 
-    def whole(self, answer: Piece) -> bytes:
+    def whole(self, answer: Delta) -> bytes:
         content: list[dict[str, Any]] = []
         if answer.thought:
             content.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
@@ -84,7 +84,7 @@ class MessageWriter:
         reason = _reason(answer.reason, answer.stop, has_calls=bool(answer.tools))
         return _encode(self._message(content, reason, answer.tokens or Tokens(), answer.stop))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Delta) -> bytes:
         written = [] if self._has_begun else [self._begin()]
         if piece.thought:
             written += self._say("thinking", piece.thought)
@@ -188,7 +188,7 @@ def model_card(id: str, name: str | None, created: int) -> dict[str, Any]:
     return {"type": "model", "id": id, "display_name": name or id, "created_at": made.isoformat()}
 
 
-def count_body(answer: Piece) -> bytes:
+def count_body(answer: Delta) -> bytes:
     """How many tokens a request has, which the shortest answer to it tells."""
     return _encode({"input_tokens": (answer.tokens or Tokens()).prompt})
 
@@ -197,7 +197,7 @@ def _event(kind: str, more: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **more}))
 
 
-def _use(tool: ToolPiece, frame: Frame) -> dict[str, Any]:
+def _use(tool: ToolPiece, frame: AnswerContext) -> dict[str, Any]:
     return {"type": "tool_use", "id": tool.id or f"toolu_{frame.id}_{tool.place}", "name": tool.name or ""}
 
 

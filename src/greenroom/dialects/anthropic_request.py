@@ -20,8 +20,8 @@ from greenroom.dialects.neutral import (
     Image,
     NamedChoice,
     Part,
+    Reasoning,
     Text,
-    Thought,
     Tool,
     ToolResult,
     ToolUse,
@@ -212,7 +212,7 @@ def _parts(role: str, content: _Blocks, param: str) -> Iterator[Part]:
                 raise BadRequest(f"{param}: a tool_result has tool_use_id.", param=param)
             yield ToolResult(block.tool_use_id, tuple(_result(block, param)))
         elif block.type == "thinking":
-            yield Thought(block.thinking or "")
+            yield Reasoning(block.thinking or "")
         elif block.type in _SHOWN or role != "assistant":
             yield from _shown_part(block, param)
 

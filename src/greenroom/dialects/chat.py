@@ -15,13 +15,13 @@ from msgspec import Raw
 from greenroom.dialects.neutral import (
     NOTHING,
     Conversation,
+    Delta,
     Fields,
     Image,
     NamedChoice,
     Part,
-    Piece,
+    Reasoning,
     Text,
-    Thought,
     Tokens,
     ToolPiece,
     ToolResult,
@@ -67,7 +67,7 @@ def chat_fields(asked: Conversation, *, model: Raw, stream: bool) -> Fields:
     return {name: value if isinstance(value, Raw) else Raw(_encode(value)) for name, value in fields.items()}
 
 
-def shows_pictures(fields: Fields) -> bool:
+def has_images(fields: Fields) -> bool:
     """True if a chat that was written here has a picture. Quotes inside of texts are escaped."""
     return _PICTURE in bytes(fields.get("messages", NOTHING))
 
@@ -111,7 +111,7 @@ def _result(part: ToolResult) -> dict[str, Any]:
 
 def _message(role: str, parts: Sequence[Part]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _content(parts)}
-    if thought := "\n".join(part.text for part in parts if isinstance(part, Thought)):
+    if thought := "\n".join(part.text for part in parts if isinstance(part, Reasoning)):
         message["reasoning_content"] = thought
     calls = [part for part in parts if isinstance(part, ToolUse)]
     if calls:
@@ -202,7 +202,7 @@ _error: Final = msgspec.json.Decoder(_Error | str)
 _wrapped: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
-def read_answer(body: bytes) -> Piece:
+def read_answer(body: bytes) -> Delta:
     """A whole answer. Raises EngineFault if it is none."""
     try:
         answer = _answer.decode(body)
@@ -236,22 +236,22 @@ class ChatEvents:
         self._held = b""
         self.is_whole = False
 
-    def feed(self, data: bytes) -> list[Piece]:
+    def feed(self, data: bytes) -> list[Delta]:
         """What came since. The piece with an error is the last one that counts."""
         lines = (self._held + data).split(b"\n")
         self._held = lines.pop()
         pieces = self._pieces(lines)
         if len(self._held) > TEXT_BYTES_MAX:
             self._held = b""
-            pieces.append(Piece(error="The engine sent an event that is too long."))
+            pieces.append(Delta(error="The engine sent an event that is too long."))
         return pieces
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[Delta]:
         """What a last line says that has no line break."""
         held, self._held = self._held, b""
         return self._pieces([held])
 
-    def _pieces(self, lines: list[bytes]) -> list[Piece]:
+    def _pieces(self, lines: list[bytes]) -> list[Delta]:
         pieces = []
         for line in lines:
             if not line.startswith(b"data:") or not (said := line[5:].strip()):
@@ -265,29 +265,29 @@ class ChatEvents:
         return pieces
 
 
-def _event(said: bytes) -> Piece:
+def _event(said: bytes) -> Delta:
     try:
         answer = _answer.decode(said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Piece(error="The engine sent an event that is no chat.")
+        return Delta(error="The engine sent an event that is no chat.")
     if bytes(answer.error) not in (b"", b"null"):
-        return Piece(error=error_message(said))
+        return Delta(error=error_message(said))
     return _piece(answer)
 
 
-def _piece(answer: _ChatAnswer) -> Piece:
+def _piece(answer: _ChatAnswer) -> Delta:
     tokens = _tokens(answer) if answer.usage is not None else None
     if not answer.choices:
-        return Piece(tokens=tokens)
+        return Delta(tokens=tokens)
     choice = answer.choices[0]
     said = choice.delta or choice.message
     stop = choice.stop_reason or choice.matched_stop
     stop = stop if isinstance(stop, str) and choice.finish_reason == "stop" else None
     if said is None:
-        return Piece(reason=choice.finish_reason, tokens=tokens, stop=stop)
+        return Delta(reason=choice.finish_reason, tokens=tokens, stop=stop)
     tools = () if not said.tool_calls else tuple(map(_tool, range(len(said.tool_calls)), said.tool_calls))
     thought = said.reasoning_content or said.reasoning or ""
-    return Piece(said.content or "", thought, tools, choice.finish_reason, tokens, stop=stop)
+    return Delta(said.content or "", thought, tools, choice.finish_reason, tokens, stop=stop)
 
 
 def _tool(place: int, call: _ChatCall) -> ToolPiece:

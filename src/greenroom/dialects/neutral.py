@@ -39,7 +39,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class Reasoning:
     """What the model thought before it said something."""
 
     text: str
@@ -63,7 +63,7 @@ class ToolResult:
     name: str | None = None
 
 
-Part = Text | Image | Thought | ToolUse | ToolResult
+Part = Text | Image | Reasoning | ToolUse | ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ToolPiece(NamedTuple):
     arguments: str
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """Some of an answer. A whole answer is one piece.
 
     `reason` is why it ended: stop, length, tool_calls or content_filter. `stop` is the stop sequence that ended it,
@@ -151,7 +151,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class AnswerContext:
     """What an answer tells of itself: the model as it was asked for, an id that is its own, and when it began."""
 
     model: str

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from greenroom.dialects.chat import TEXT_BYTES_MAX, error_message
-from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, ToolPiece
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolPiece
 from greenroom.dialects.ollama_request import (
     embed_fields,
     embedding_fields,
@@ -31,11 +31,11 @@ _NS_A_MS: Final = 1_000_000
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def chat_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+def chat_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
     return _translation(OllamaAnswer(frame, is_chat=True), read_chat, is_stream)
 
 
-def generate_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+def generate_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
     return _translation(OllamaAnswer(frame, is_chat=False), read_generate, is_stream)
 
 
@@ -51,7 +51,7 @@ def _translation(
     def unloaded() -> bytes | None:
         if answer.loads != "unload":
             return None
-        return answer.end() if is_stream else answer.whole(Piece())
+        return answer.end() if is_stream else answer.whole(Delta())
 
     writer = answer if is_stream else None
     return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
@@ -64,7 +64,7 @@ class OllamaAnswer:
     number: Final = 0
     __slots__ = ("_calls", "_created", "_is_chat", "_model", "_reason", "_tokens", "loads")
 
-    def __init__(self, frame: Frame, *, is_chat: bool) -> None:
+    def __init__(self, frame: AnswerContext, *, is_chat: bool) -> None:
         self._model = frame.model
         self._created = _time(frame.created)
         self._is_chat = is_chat
@@ -74,14 +74,14 @@ class OllamaAnswer:
         self._tokens = Tokens()
         self.loads: str | None = None
 
-    def whole(self, answer: Piece) -> bytes:
+    def whole(self, answer: Delta) -> bytes:
         if self.loads is not None:
             return self._line("", done=self.loads)
         reason = "length" if answer.reason == "length" else "stop"
         tokens = answer.tokens or Tokens()
         return self._line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Delta) -> bytes:
         if piece.tokens is not None:
             self._tokens = piece.tokens
         if piece.reason == "length":
@@ -176,18 +176,18 @@ _VECTOR: Final = re.compile(rb'"embedding"\s*:\s*\[')
 _PLACE: Final = Raw(b"[0]")
 
 
-def embed_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
+def embed_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
     def write(vectors: list[Raw], tokens: int) -> dict[str, Any]:
         return _embed(frame, vectors, tokens)
 
     return EmbeddingTranslation(embed_fields, write, lambda: LongVectors(write))
 
 
-def embeddings_translation(frame: Frame, is_stream: bool) -> EmbeddingTranslation:
+def embeddings_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
     return EmbeddingTranslation(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
 
 
-def _embed(frame: Frame, vectors: list[Raw], tokens: int) -> dict[str, Any]:
+def _embed(frame: AnswerContext, vectors: list[Raw], tokens: int) -> dict[str, Any]:
     return {
         "model": frame.model,
         "embeddings": vectors,

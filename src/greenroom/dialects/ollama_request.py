@@ -20,8 +20,8 @@ from greenroom.dialects.neutral import (
     Fields,
     Image,
     Part,
+    Reasoning,
     Text,
-    Thought,
     Tool,
     ToolResult,
     ToolUse,
@@ -238,7 +238,7 @@ def _turns(messages: list[_OllamaMessage]) -> Iterator[Turn]:
         if message.content or not message.tool_calls:
             parts.append(Text(message.content or ""))
         if message.thinking:
-            parts.append(Thought(message.thinking))
+            parts.append(Reasoning(message.thinking))
         for place, call in enumerate(message.tool_calls or ()):
             id = call.id or f"call_{number}_{place}"
             waiting.add(id, call.function.name)

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece, Tokens, Tool, ToolPiece
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, Tool, ToolPiece
 from greenroom.dialects.responses_request import read_response
 from greenroom.dialects.shapes import Dialect
 from greenroom.dialects.translation import ChatTranslation
@@ -35,7 +35,7 @@ _DELTA: Final = (
 )
 
 
-def response_translation(frame: Frame, is_stream: bool) -> ChatTranslation:
+def response_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
     answer = ResponseAnswer(frame)
     return ChatTranslation(Dialect.RESPONSES, answer.read, answer.whole, answer if is_stream else None)
 
@@ -53,7 +53,7 @@ class ResponseAnswer:
 
     __slots__ = ("_calls", "_cut", "_echo", "_frame", "_grouped", "_output", "_said", "_tokens", "number")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: AnswerContext) -> None:
         self._frame = frame
         self._echo: dict[str, Any] = {}
         # The tools of namespaces, by the names that the engine calls them by.
@@ -74,7 +74,7 @@ class ResponseAnswer:
         self._grouped = {tool.name: tool for tool in asked.tools if tool.group is not None}
         return asked
 
-    def whole(self, answer: Piece) -> bytes:
+    def whole(self, answer: Delta) -> bytes:
         if answer.thought:
             self._output.append(self._thought(answer.thought))
         if answer.text or not (answer.tools or answer.thought):
@@ -86,7 +86,7 @@ class ResponseAnswer:
 
     # --- a stream ---------------------------------------------------------------------------------------------------
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Delta) -> bytes:
         written = [] if self.number else self._begin()
         if piece.thought:
             written += self._grow("reasoning", piece.thought)

@@ -20,8 +20,8 @@ from greenroom.dialects.neutral import (
     Image,
     NamedChoice,
     Part,
+    Reasoning,
     Text,
-    Thought,
     Tool,
     ToolResult,
     ToolUse,
@@ -247,7 +247,7 @@ def _parts(item: _Item) -> Iterator[Part]:
         content = decoded(item.content, "input", _content)
         thought = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
         if text := "\n".join(part.text for part in thought or () if part.text):
-            yield Thought(text)
+            yield Reasoning(text)
     elif _is_call(item):
         yield _call(item)
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.dialects.chat import CHAT_PATH, TEXT_BYTES_MAX, ChatEvents, chat_fields, error_message, read_answer
-from greenroom.dialects.neutral import Conversation, Fields, Frame, Piece
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields
 from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
@@ -33,7 +33,7 @@ class StreamWriter(Protocol):
     @property
     def number(self) -> int: ...
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Delta) -> bytes:
         """Whole events for this piece of a stream, perhaps none."""
         ...
 
@@ -81,7 +81,7 @@ class StreamTranslator:
             return written
         return written + (self._writer.end() if self._events.is_whole else self._fail(_CUT_OFF))
 
-    def _write(self, pieces: list[Piece]) -> bytes:
+    def _write(self, pieces: list[Delta]) -> bytes:
         written = []
         for piece in pieces:
             if piece.error is not None:
@@ -105,7 +105,7 @@ class ChatTranslation:
 
     dialect: Dialect
     read: Callable[[Fields], Conversation]
-    write: Callable[[Piece], bytes]
+    write: Callable[[Delta], bytes]
     writer: StreamWriter | None
     stream_type: bytes = EVENTS
     path: bytes = CHAT_PATH
@@ -130,7 +130,7 @@ class ChatTranslation:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOn:
+class PassThrough:
     """For an engine that has the dialect itself: only its errors get the dialect's shape."""
 
     dialect: Dialect
@@ -178,4 +178,4 @@ class Translation(Protocol):
 
 
 # Makes the translation of one request, which is a stream or not, for an engine that does not have the dialect.
-Translate = Callable[[Frame, bool], Translation]
+Translate = Callable[[AnswerContext, bool], Translation]

@@ -146,7 +146,7 @@ def as_text(name: str) -> str:
 
 
 class Version(msgspec.Struct, frozen=True):
-    """`repo_id` is told to callers, see `told_as`; `path` is what the key `path` of a model takes."""
+    """`repo_id` is told to callers, see `shown_as`; `path` is what the key `path` of a model takes."""
 
     number: int
     repo_id: str
@@ -159,7 +159,7 @@ class Version(msgspec.Struct, frozen=True):
     state: int = 0
 
 
-def told_as(repo_id: str, *, to_operator: bool) -> str:
+def shown_as(repo_id: str, *, to_operator: bool) -> str:
     """What a caller is told of where weights come from: of an absolute path, only operators see more than its name."""
     is_path = repo_id.startswith(("/", "~"))
     return os.path.basename(repo_id.rstrip("/")) if is_path and not to_operator else repo_id

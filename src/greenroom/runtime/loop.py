@@ -21,7 +21,7 @@ from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
 from greenroom.errors import GreenroomError
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.rejections import RejectionErrors
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
@@ -54,7 +54,7 @@ class AsyncEffects:
         loop: SchedulerLoop,
         mover: Mover,
         tickets: dict[str, Ticket],
-        rejections: Rejections,
+        rejections: RejectionErrors,
         leases: LeaseEffects,
     ) -> None:
         self._loop = loop

@@ -18,7 +18,7 @@ Owner = tuple[str, str] | None
 _NO_CACHE = {"cache_prompt": b"false"}
 
 
-class Pin:
+class CachePin:
     """The place of one request. Without an index the server chooses."""
 
     __slots__ = ("erase", "fields", "index")
@@ -31,7 +31,7 @@ class Pin:
         self.erase = erase
 
 
-class PromptSlots:
+class PromptCacheSlots:
     def __init__(self, count: int) -> None:
         self._owners: list[Owner] = [None] * count
         self._is_busy = [False] * count
@@ -47,11 +47,11 @@ class PromptSlots:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def pin(self, owner: Owner, *, spreads: bool = False) -> Pin | None:
+    def pin(self, owner: Owner, *, spreads: bool = False) -> CachePin | None:
         """A place for a request of this owner; None if there is none now or others wait for one: await `place`."""
         return None if self._line else self._pin(owner, spreads)
 
-    async def place(self, owner: Owner, *, spreads: bool = False) -> Pin:
+    async def place(self, owner: Owner, *, spreads: bool = False) -> CachePin:
         """Wait for a place."""
         turn = object()
         self._line.append(turn)
@@ -63,7 +63,7 @@ class PromptSlots:
             self._line.remove(turn)
             self._tell()
 
-    def _pin(self, owner: Owner, spreads: bool) -> Pin | None:
+    def _pin(self, owner: Owner, spreads: bool) -> CachePin | None:
         if self.is_sole(owner):
             self._sole = owner
             if spreads:
@@ -71,16 +71,16 @@ class PromptSlots:
             if any(self._is_busy):
                 return None
             self._unpinned += 1
-            return Pin(None, {})
+            return CachePin(None, {})
         self._close()
         if spreads:
             return self._pin_all(owner)
         # A request that is not pinned may still take any slot, and find there what a pinned one leaves.
         if self._unpinned or (index := self._best(owner)) is None:
             return None
-        return Pin(index, self._take(index, owner))
+        return CachePin(index, self._take(index, owner))
 
-    def _pin_all(self, owner: Owner) -> Pin | None:
+    def _pin_all(self, owner: Owner) -> CachePin | None:
         """Every slot, and the prompts of all but one are erased; None while any is in use."""
         if self._unpinned or any(self._is_busy):
             return None
@@ -91,7 +91,7 @@ class PromptSlots:
         others = tuple(other for other in range(len(self)) if other != index)
         for other in others:
             self._owners[other], self._is_busy[other] = None, True
-        return Pin(index, fields, others)
+        return CachePin(index, fields, others)
 
     def _take(self, index: int, owner: Owner) -> dict[str, bytes]:
         """Put this owner's prompt into a slot. Returns the fields that do so."""
@@ -105,7 +105,7 @@ class PromptSlots:
         """True if no other owner's prompt is in any slot, so that this one may use them all."""
         return self.is_open and owner is not None and self._sole in (None, owner)
 
-    def release(self, pin: Pin) -> None:
+    def release(self, pin: CachePin) -> None:
         """The request is over. Its prompt stays."""
         if pin.index is None:
             self._unpinned -= 1

@@ -80,7 +80,7 @@ class KnownLeases(Protocol):
         ...
 
 
-class Rejections:
+class RejectionErrors:
     def __init__(
         self,
         failures: Mapping[ModelId, GreenroomError],

@@ -73,7 +73,7 @@ class _Operator:
 OPERATOR: Final[Asker] = _Operator()
 
 
-class Unresolved(Exception):
+class NeedsDiskLookup(Exception):
     """A name that is not known without a look at the disk."""
 
     def __init__(self, name: str, options: ModelOptions, asker: Asker) -> None:
@@ -122,7 +122,7 @@ class Resolver:
         return (record := self.on_disk(name)) is not None and asker.sees(record.id)
 
     def find(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
-        """The model of this name. Raises Unresolved if only the disk can tell, and ModelNotFound.
+        """The model of this name. Raises NeedsDiskLookup if only the disk can tell, and ModelNotFound.
 
         One that the asker does not see takes the way of an unknown one, so that neither words nor time tell it apart.
         """
@@ -145,7 +145,7 @@ class Resolver:
             raise ModelNotFound.named(name)
         entry = self.adhoc.named(name, options, asker.sees)
         if entry is None or not asker.sees(entry.base_id) or not self.adhoc.is_current(entry):
-            raise Unresolved(name, options, asker)
+            raise NeedsDiskLookup(name, options, asker)
         return self.adhoc.used(entry, name, options, asker.tenant)
 
     def _expect_version(self, name: str, asker: Asker) -> None:
@@ -161,7 +161,7 @@ class Resolver:
     async def named(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
         """The same, after a look at the disk if need be. Raises ModelNotFound, PathNotFound, BadRequest."""
         for _ in range(TRIES_MAX):
-            with suppress(Unresolved):
+            with suppress(NeedsDiskLookup):
                 return self.find(name, options, asker)
             # When this returns, others may have made it leave already.
             await self._shared(name, options, asker)

@@ -15,7 +15,7 @@ from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.prompt_slots import PromptSlots
+from greenroom.runtime.prompt_slots import PromptCacheSlots
 from greenroom.runtime.remote.spending import SpendingMeter
 from greenroom.telemetry.logs import get_logger
 
@@ -94,7 +94,7 @@ class LiveSlot:
         self.call = call
         # Whose prompts it holds; None if requests cannot name its slots.
         count = entry.facts.prompt_slots
-        self.prompts = PromptSlots(count) if count else None
+        self.prompts = PromptCacheSlots(count) if count else None
         # What its engine last told of its cache; None if it tells nothing.
         self.figures: CacheFigures | None = None
         # Since when its engine has answered nothing but 503, and when it last did; None if it has answered otherwise.

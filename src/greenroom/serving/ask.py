@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from greenroom.access.keys import Caller, Permission, parse_priority
-from greenroom.access.limits import Charge, Meter
+from greenroom.access.limits import Quota, QuotaHold
 from greenroom.access.profiles import RequestProfile
 from greenroom.config.schema import Config, Heartbeat
 from greenroom.core.events import Choice, RequestArrived
@@ -27,7 +27,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.serving.answers import LaterAnswer, RemadeAnswer
 from greenroom.serving.body import peek
 from greenroom.serving.body.long_body import LongBody
-from greenroom.serving.prefix_cache import CacheScope
+from greenroom.serving.prefix_cache import PrefixScope
 from greenroom.serving.routes import UPSTREAM, Route
 
 _OFF: Final = Heartbeat.OFF
@@ -99,7 +99,7 @@ class Rungs:
     """
 
     asks: Mapping[ModelId, Ask]
-    meters: Mapping[ModelId, Meter | None]
+    meters: Mapping[ModelId, Quota | None]
     choice: Choice
 
 
@@ -160,7 +160,7 @@ class Ask:
         tenant: TenantId,
         client: str,
         heartbeat: Heartbeat,
-        scope: CacheScope,
+        scope: PrefixScope,
         body: Body,
         budget_s: float | None,
         caller: Caller,
@@ -184,7 +184,7 @@ class Ask:
         # How long the model should stay afterwards; None if not given.
         self.keep_alive_s: float | None = None
         # A JSON body as it was read, for a payload that is made at once; and the fields to put in and to leave out.
-        self.peeked: peek.Peeked | None = None
+        self.peeked: peek.BodyFields | None = None
         self.puts: dict[str, bytes] = {}
         self.drops = _EMPTY
         # Makes the payload where the body is not JSON.
@@ -204,7 +204,7 @@ class Ask:
         # We asked the engine for usage and the caller did not: the event with it is dropped.
         self.drop_usage = False
         # What it is counted against; None if nothing that it uses is limited.
-        self.charge: Charge | None = None
+        self.charge: QuotaHold | None = None
         # Set if the answer is kept for later, and if it is made anew from the engine's.
         self.job: LaterAnswer | None = None
         self.remade: RemadeAnswer | None = None
@@ -274,7 +274,7 @@ class Ask:
         self.peeked = None
         return joined
 
-    def _peeked_again(self) -> peek.Peeked:
+    def _peeked_again(self) -> peek.BodyFields:
         peeked = peek.peek(self._body.read(), lambda _: self.asked_as)
         if self.translation is not None:
             peeked.fields = self.translation.request(peeked.fields)

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from greenroom.access.keys import OTHER, Caller, Tenants, cap
-from greenroom.access.limits import Charge, Limiter
+from greenroom.access.limits import Limiter, QuotaHold
 from greenroom.access.profiles import Profiles, RequestProfile
 from greenroom.base.names import public_name
 from greenroom.config.live import GatewayState
@@ -51,7 +51,7 @@ from greenroom.serving.body import model_options, multipart, peek
 from greenroom.serving.body.body_check import CHAT, TOOLS, expect_functions
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.body.media import check_media, is_upload
-from greenroom.serving.prefix_cache import ONLY_SCOPE, CacheSalts, cache_scope
+from greenroom.serving.prefix_cache import ONLY_SCOPE, PrefixSalts, cache_scope
 from greenroom.serving.routes import (
     GENERATE,
     UPSTREAM_PREFIX,
@@ -87,7 +87,7 @@ class AskReader:
         resolver: Resolver,
         catalog: Catalog,
         tenants: Tenants,
-        salts: CacheSalts,
+        salts: PrefixSalts,
         gateway: GatewayState,
         picture_urls: PictureUrls | None = None,
     ) -> None:
@@ -109,8 +109,8 @@ class AskReader:
     def read(
         self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, long: LongBody | None = None
     ) -> Ask:
-        """A JSON request. Raises Unresolved if only the disk can tell which model it names, and Pending where `long`
-        is given: its body."""
+        """A JSON request; `long` is its body if it is long. Raises NeedsDiskLookup if only the disk tells which model
+        it names, and Pending where `long` is given."""
         head = exchange.head
         _expect_post(head)
         may_be_meant = route is GENERATE or route.is_native or self.profiles is not None
@@ -135,7 +135,13 @@ class AskReader:
         )
 
     def _read_task(
-        self, exchange: Exchange, route: Route, caller: Caller, settings: Settings, peeked: peek.Peeked, task: TaskRoute
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        settings: Settings,
+        peeked: peek.BodyFields,
+        task: TaskRoute,
     ) -> Ask:
         def read_for(name: str) -> Ask:
             # Each is read for itself: engines have different dialects.
@@ -152,7 +158,7 @@ class AskReader:
         route: Route,
         caller: Caller,
         settings: Settings,
-        peeked: peek.Peeked,
+        peeked: peek.BodyFields,
         name: str,
         task: TaskRoute | None = None,
     ) -> Ask:
@@ -199,11 +205,11 @@ class AskReader:
         if ask.entry.engine.takes_functions_only and not is_operators:
             expect_functions(raw, ask.entry.public_id)
 
-    def _check_long_media(self, ask: Ask, peeked: peek.Peeked, long: LongBody) -> None:
+    def _check_long_media(self, ask: Ask, peeked: peek.BodyFields, long: LongBody) -> None:
         fields, hosts = peeked.fields, ask.entry.config.media_hosts
         long.done(("media", ask.entry.id), lambda: check_media(fields, hosts))
 
-    def _rewrite(self, ask: Ask, peeked: peek.Peeked, head: Head, task: TaskRoute | None) -> None:
+    def _rewrite(self, ask: Ask, peeked: peek.BodyFields, head: Head, task: TaskRoute | None) -> None:
         """Note which fields the engine is sent in place of the caller's, or not at all."""
         route = ask.route
         ask.puts, ask.drops = self._rewrites_of(ask.entry)
@@ -308,7 +314,7 @@ class AskReader:
         """A request for a task, which reads as one to the first of its models until one is granted."""
         head, charge, meters = exchange.head, None, None
         if self.limiter is not None:
-            assert head.charge is None or isinstance(head.charge, Charge)
+            assert head.charge is None or isinstance(head.charge, QuotaHold)
             models = [self._catalog.limited_as(one.entry) for one in rungs.asks.values()]
             charge, meters = self.limiter.charge_of_any(head.charge, caller, said_tenant(head), models)
         ask = rungs.ask(charge, meters)
@@ -445,7 +451,7 @@ class AskReader:
             ask.keep_alive_s = kept_alive_s(ask, task.section.keep_alive_s, settings)
         if self.limiter is not None and task is None:
             admitted = head.charge
-            assert admitted is None or isinstance(admitted, Charge)
+            assert admitted is None or isinstance(admitted, QuotaHold)
             model = self._catalog.limited_as(entry)
             ask.charge = self.limiter.charge_of(admitted, caller, said.get(TENANT_HEADER), model)
         if entry.facts.keeps_prefixes and not entry.facts.prompt_slots:

@@ -21,7 +21,7 @@ import msgspec
 from greenroom.core.model import TenantId
 from greenroom.errors import BadRequest, NotAllowed
 from greenroom.http.headers import Headers
-from greenroom.runtime.prompt_slots import Owner, PromptSlots
+from greenroom.runtime.prompt_slots import Owner, PromptCacheSlots
 
 TAG_CHARS_MAX: Final = 64
 # Flushes that are kept apart.
@@ -33,7 +33,7 @@ _MODES: Final = frozenset((b"prefix", b"none", b"auto"))
 
 
 @dataclass(slots=True, init=False)
-class CacheScope:
+class PrefixScope:
     """Whose prefixes a request may reuse, and may leave: those of its tenant and tag; none unless `is_used`."""
 
     tenant: str
@@ -65,7 +65,7 @@ class CacheScope:
 PROMPTLESS_PATHS: Final = ("/tokenize", "/detokenize", "/apply-template", "/lora-adapters", "/props")
 
 
-def expect_sole(prompts: PromptSlots, owner: Owner, model: str) -> None:
+def expect_sole(prompts: PromptCacheSlots, owner: Owner, model: str) -> None:
     """Raises NotAllowed where a prompt that is not pinned could meet those of others."""
     if not prompts.is_sole(owner):
         raise NotAllowed(
@@ -75,10 +75,10 @@ def expect_sole(prompts: PromptSlots, owner: Owner, model: str) -> None:
 
 
 # Of a request that has no tenant and names neither tag nor mode.
-ONLY_SCOPE: Final = CacheScope("", "")
+ONLY_SCOPE: Final = PrefixScope("", "")
 
 
-def cache_scope(tenant: TenantId, said: dict[bytes, bytes]) -> CacheScope:
+def cache_scope(tenant: TenantId, said: dict[bytes, bytes]) -> PrefixScope:
     """The scope that these headers name. Raises BadRequest, whatever the engine."""
     tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
     if not tenant and not tag and mode is None:
@@ -87,7 +87,7 @@ def cache_scope(tenant: TenantId, said: dict[bytes, bytes]) -> CacheScope:
         check_tag(tag, "X-Cache-Tag")
     if mode is not None and mode.lower() not in _MODES:
         raise BadRequest("X-Cache-Mode is prefix, none or auto.", param="X-Cache-Mode")
-    return CacheScope(tenant, (tag or b"").decode(), mode is None or mode.lower() != b"none")
+    return PrefixScope(tenant, (tag or b"").decode(), mode is None or mode.lower() != b"none")
 
 
 def tenant_word(tenant: str) -> str:
@@ -101,7 +101,7 @@ def check_tag(tag: bytes, param: str) -> None:
         raise BadRequest(f"{param} has 1 to {TAG_CHARS_MAX} printable ASCII characters.", param=param)
 
 
-class CacheSalts:
+class PrefixSalts:
     """Salts for engines that keep prefixes apart by a word in the body. Unlike a tenant's name, none can be guessed."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class CacheSalts:
         count = self._flushes.get(whole, 0) + 1
         self._flushes = {key: number for key, number in self._flushes.items() if key[1] != tenant} | {whole: count}
 
-    def _epochs(self, model: str, scope: CacheScope) -> bytes:
+    def _epochs(self, model: str, scope: PrefixScope) -> bytes:
         """Changes with every flush of this model, tenant or tag."""
         if not self._flushes:
             return b""
@@ -135,7 +135,7 @@ class CacheSalts:
         counts = [self._flushes.get(key, 0) for key in keys]
         return b",".join(b"%d" % count for count in counts) if any(counts) else b""
 
-    def of(self, scope: CacheScope, own: msgspec.Raw | None = None, model: str = "") -> bytes:
+    def of(self, scope: PrefixScope, own: msgspec.Raw | None = None, model: str = "") -> bytes:
         """The salt for this scope, as JSON. `own` is the caller's, which keeps prefixes further apart.
 
         A scope that is not used gets one for this request only, so that no other finds this prompt, nor it theirs.

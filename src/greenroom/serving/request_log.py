@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import quote
 
+from greenroom.access.client_stats import ClientStats
 from greenroom.access.keys import ANYONE, BY_TOKENS, Caller
-from greenroom.access.requestors import Requestors
 from greenroom.engines.base import Engine
 from greenroom.engines.usage import Usage, estimated
 from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay, RelayOutcome
-from greenroom.library.records import Version, told_as
+from greenroom.library.records import Version, shown_as
 from greenroom.runtime.loop import Ticket
 from greenroom.serving import render
 from greenroom.serving.ask import Ask
@@ -63,10 +63,10 @@ class RequestLog:
         metrics: Metrics,
         write_down: Callable[[Record], None] | None = None,
         usage: UsageCounts | None = None,
-        requestors: Requestors | None = None,
+        client_stats: ClientStats | None = None,
     ) -> None:
         """`write_down` is called for every request that has ended. Without `usage` none is kept."""
-        self._requestors = requestors or Requestors(time.monotonic)
+        self._requestors = client_stats or ClientStats(time.monotonic)
         self._activity = activity
         self._metrics = metrics
         self._write_down = write_down
@@ -103,7 +103,7 @@ class RequestLog:
         """True if clients that make too many mistakes are refused for a while."""
         return self._requestors.are_cooled
 
-    def expect_calm(self, caller: Caller, tenant: str, client: str) -> None:
+    def check_cooldown(self, caller: Caller, tenant: str, client: str) -> None:
         """Raises CoolingDown."""
         if self._requestors.are_cooled:
             self._requestors.check(_key_of(caller), tenant, client)
@@ -252,7 +252,7 @@ def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
     """Two headers; none for a model that is not under version control."""
     if version is None:
         return []
-    repo_id = quote(told_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
+    repo_id = quote(shown_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
     return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
 
 

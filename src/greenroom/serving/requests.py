@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from greenroom.access.keys import Caller, Permission
-from greenroom.access.limits import Charge
+from greenroom.access.limits import QuotaHold
 from greenroom.config.schema import Heartbeat
 from greenroom.dialects.translation import JSON, ChatTranslation
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
@@ -21,7 +21,7 @@ from greenroom.http.request import Head
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
 from greenroom.runtime.remote.spending import settle
-from greenroom.runtime.resolver import Resolver, Unresolved
+from greenroom.runtime.resolver import NeedsDiskLookup, Resolver
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.serving import render
 from greenroom.serving.ask import Ask, Settings, client_named
@@ -75,7 +75,7 @@ class Inference:
         request_id = self.ids.next()
         try:
             self._answer(exchange, self._read(exchange, route, caller), request_id)
-        except Unresolved as wanted:
+        except NeedsDiskLookup as wanted:
             self._own(self._handle_resolved(exchange, route, caller, wanted, request_id), request_id)
         except Exception as error:
             self._refuse(exchange, error, request_id, caller)
@@ -97,14 +97,14 @@ class Inference:
                 return self._read(exchange, route, caller, long)
             except Pending as pending:
                 step = pending.step
-            except Unresolved as wanted:
+            except NeedsDiskLookup as wanted:
                 if is_resolved:
                     raise
                 is_resolved, step = True, _resolving(self._resolver, wanted)
             await step()
 
     async def _handle_resolved(
-        self, exchange: Exchange, route: Route, caller: Caller, wanted: Unresolved, request_id: str
+        self, exchange: Exchange, route: Route, caller: Caller, wanted: NeedsDiskLookup, request_id: str
     ) -> None:
         """Answer a request for a model that was not known yet."""
         try:
@@ -156,7 +156,7 @@ class Inference:
 
     def _answer(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         try:
-            self._log.expect_calm(ask.caller, ask.tenant, ask.client)
+            self._log.check_cooldown(ask.caller, ask.tenant, ask.client)
             if ask.keep_alive_s == 0 and self._has_left(exchange, ask, request_id):
                 return
             self._begin(exchange, ask, request_id)
@@ -195,7 +195,7 @@ class Inference:
         if not is_hit:
             self._prefetch.waits(ask.entry)
 
-    def _charge(self, exchange: Exchange, ask: Ask, charge: Charge) -> None:
+    def _charge(self, exchange: Exchange, ask: Ask, charge: QuotaHold) -> None:
         """Count what the body tells: model, tokens, a place among the requests at once. Raises RateLimited."""
         # An answer that refuses it tells other numbers: those of the limit that it exceeds.
         exchange.head.answer_lines = None
@@ -222,10 +222,10 @@ class Inference:
         tenant = self._reader.tenant_of(head, caller)
         self._log.count_refused(error, caller, tenant, client_named(head), model, asked)
 
-    def expect_calm(self, head: Head, caller: Caller) -> None:
+    def check_cooldown(self, head: Head, caller: Caller) -> None:
         """Raises CoolingDown if the client that the headers name makes too many mistakes."""
         if self._log.are_cooled and (client := client_named(head)):
-            self._log.expect_calm(caller, self._reader.tenant_of(head, caller), client)
+            self._log.check_cooldown(caller, self._reader.tenant_of(head, caller), client)
 
     def narrowed(self, head: Head, caller: Caller) -> Caller:
         """The caller, limited to the models that its profile allows."""
@@ -253,7 +253,7 @@ class Inference:
     def _cooled(self, error: GreenroomError, head: Head, caller: Caller) -> GreenroomError:
         """The error that is told instead of this one: a client that cools down is told nothing else."""
         try:
-            self._log.expect_calm(caller, self._reader.tenant_of(head, caller), client_named(head))
+            self._log.check_cooldown(caller, self._reader.tenant_of(head, caller), client_named(head))
         except CoolingDown as cooling:
             return cooling
         return error
@@ -280,7 +280,7 @@ class Inference:
             await asyncio.wait(self._tasks)
 
 
-def _resolving(resolver: Resolver, wanted: Unresolved) -> Callable[[], Awaitable[None]]:
+def _resolving(resolver: Resolver, wanted: NeedsDiskLookup) -> Callable[[], Awaitable[None]]:
     name, options, asker = wanted.name, wanted.options, wanted.asker
 
     async def resolve() -> None:

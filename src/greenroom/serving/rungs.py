@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from greenroom.access.limits import Charge, Meter
+from greenroom.access.limits import Quota, QuotaHold
 from greenroom.core.model import ModelId
 from greenroom.errors import GreenroomError, MediaRefused, ModelNotFound, NoAbility
 from greenroom.runtime.catalogue import Catalog
@@ -55,7 +55,7 @@ class RungReader:
         if refused is not None and not self.asks:
             raise refused
 
-    def ask(self, charge: Charge | None, meters: Sequence[Meter | None] | None) -> Ask:
+    def ask(self, charge: QuotaHold | None, meters: Sequence[Quota | None] | None) -> Ask:
         """The request, with what its task says. `meters` limit its models, in their order."""
         ask, section = next(iter(self.asks.values())).copied(), self._ladder.task.section
         by_model = dict(zip(self.asks, meters or [None] * len(self.asks), strict=True))

@@ -34,20 +34,20 @@ from greenroom.http.engine_connection import Sink
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import Renamed, Translated
+from greenroom.http.relays.translated import ModelNameRewriter, TranslatingRelay
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.records import Version
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.prompt_slots import Pin, PromptSlots
+from greenroom.runtime.prompt_slots import CachePin, PromptCacheSlots
 from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.serving import render
 from greenroom.serving.ask import Ask, Settings, arrival
 from greenroom.serving.ask_reader import AskReader
-from greenroom.serving.collected import Collected
-from greenroom.serving.failing_over import BUSY, BUSY_IF_BROKEN, FailingOver
+from greenroom.serving.buffered import BufferedRelay
+from greenroom.serving.failover import BUSY, BUSY_IF_BROKEN, FailoverSink
 from greenroom.serving.prefix_cache import PROMPTLESS_PATHS, expect_sole
 from greenroom.serving.request_log import (
     NOT_KNOWN,
@@ -125,7 +125,7 @@ class Running(Served):
         # Why the last model of its task that was tried did not serve it.
         self._failure: GreenroomError | None = None
         # Its place among the prompts of its engine, where that has such places.
-        self._pin: Pin | None = None
+        self._pin: CachePin | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- the way of one request -------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Running(Served):
             if relay.wanted:
                 await slot.pool.send(head, payload, self._sink(relay))
             await relay.wait()
-        if isinstance(relay, Collected) and not self.exchange.gone:
+        if isinstance(relay, BufferedRelay) and not self.exchange.gone:
             await self._answer_anew(relay)
 
     async def _payload(self) -> Payload:
@@ -292,7 +292,7 @@ class Running(Served):
         """The relay; for a task behind one that holds failures back if another of its models can serve."""
         if not self._has_choice or not self._may_run_again():
             return relay
-        return FailingOver(relay, self._name, self._has_other_after)
+        return FailoverSink(relay, self._name, self._has_other_after)
 
     def _has_other_after(self, status: int) -> bool:
         slot = self.ticket.slot
@@ -320,7 +320,7 @@ class Running(Served):
         self.record.state = "waiting"
         self._shared.tickets.lost(self.ticket, was_busy)
 
-    async def _answer_anew(self, relay: Collected) -> None:
+    async def _answer_anew(self, relay: BufferedRelay) -> None:
         assert self.ask.remade is not None
         self.exchange.on_gone = self._leave
         # The engine has done its part: the next request need not wait until the pictures are on disk.
@@ -369,7 +369,7 @@ class Running(Served):
             is_at_work = self._shared.tickets.works_on_another(self.ticket)
             slot.answered(relay.status, self._shared.loop.clock(), is_at_work=is_at_work)
 
-    def _pinned(self, prompts: PromptSlots) -> bool:
+    def _pinned(self, prompts: PromptCacheSlots) -> bool:
         """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
         if self._pin is None:
             owner = self.ask.scope.owner
@@ -383,7 +383,7 @@ class Running(Served):
             self._pin = prompts.pin(owner, spreads=self.ask.spreads)
         return self._pin is not None
 
-    async def _wait_for_place(self, prompts: PromptSlots) -> None:
+    async def _wait_for_place(self, prompts: PromptCacheSlots) -> None:
         owner = self.ask.scope.owner
         self._pin = await prompts.place(owner, spreads=self.ask.spreads)
         if self.ask.route is UPSTREAM and self._pin.index is not None:
@@ -412,13 +412,13 @@ class Running(Served):
         if exchange.head.upgrade is not None:
             return Tunnel(exchange, RelayOptions(self._extra_headers()), on_done=on_done)
         if (remade := ask.remade) is not None:
-            return Collected(exchange, remade.body(), remade.bytes_max, on_done=on_done)
+            return BufferedRelay(exchange, remade.body(), remade.bytes_max, on_done=on_done)
         options, started = self._relay_options(), exchange.started
         if ask.translation is not None:
-            return Translated(exchange, ask.translation, options, committed=started, on_done=on_done)
+            return TranslatingRelay(exchange, ask.translation, options, committed=started, on_done=on_done)
         told, name = ask.entry.engine_name, ask.asked_as if ask.entry.is_adhoc else self._name
         if told != name:
-            return Renamed(exchange, told, name, options, committed=started, on_done=on_done)
+            return ModelNameRewriter(exchange, told, name, options, committed=started, on_done=on_done)
         return Relay(exchange, options, committed=started, on_done=on_done)
 
     def _relay_options(self) -> RelayOptions:

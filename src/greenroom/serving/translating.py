@@ -9,20 +9,20 @@ import secrets
 import time
 
 from greenroom.config.schema import Ability
-from greenroom.dialects.chat import shows_pictures
-from greenroom.dialects.neutral import Frame
+from greenroom.dialects.chat import has_images
+from greenroom.dialects.neutral import AnswerContext
 from greenroom.dialects.tokenize import TOKENIZE_PATH, tokenize_translation
-from greenroom.dialects.translation import PassedOn, Translate, Translation
+from greenroom.dialects.translation import PassThrough, Translate, Translation
 from greenroom.engines.base import LLAMACPP_PATHS, VLLM_PATHS
 from greenroom.errors import NoAbility
 from greenroom.http.body import Body
 from greenroom.serving.ask import Ask
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.body.media import check_body
-from greenroom.serving.body.peek import Fields, Peeked
+from greenroom.serving.body.peek import BodyFields, Fields
 
 
-def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> None:
+def translate_ask(ask: Ask, peeked: BodyFields, translate: Translate, name: str) -> None:
     """Have the engine asked in a dialect that it has; `name` is the model in its answer.
 
     Raises BadRequest for what cannot be said in it.
@@ -37,7 +37,7 @@ def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> 
     if abilities is not None and Ability.VISION not in abilities and has_pictures:
         raise NoAbility(f"{ask.entry.id} does not do vision; send it no pictures.", param="model")
     if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
-        ask.translation = PassedOn(ask.route.dialect, ask.target)
+        ask.translation = PassThrough(ask.route.dialect, ask.target)
     else:
         ask.translation, ask.target, peeked.fields = translation, translation.path, fields
 
@@ -45,9 +45,9 @@ def translate_ask(ask: Ask, peeked: Peeked, translate: Translate, name: str) -> 
 def _translated(translate: Translate, name: str, stream: bool, said: Fields) -> tuple[Translation, Fields, bool]:
     """Also says whether it has pictures. The fields are read in any case: an engine may break where a mistake should
     be named."""
-    translation = translate(Frame(name, secrets.token_hex(12), time.time()), stream)
+    translation = translate(AnswerContext(name, secrets.token_hex(12), time.time()), stream)
     fields = translation.request(said)
-    return translation, fields, shows_pictures(fields)
+    return translation, fields, has_images(fields)
 
 
 def check_whole(ask: Ask, body: Body, long: LongBody | None, refused: frozenset[str] = frozenset()) -> None:
@@ -60,7 +60,7 @@ def check_whole(ask: Ask, body: Body, long: LongBody | None, refused: frozenset[
         long.done(("whole", ask.entry.id), lambda: check_body(text, hosts, refused))
 
 
-def check_native(ask: Ask, peeked: Peeked, body: Body) -> None:
+def check_native(ask: Ask, peeked: BodyFields, body: Body) -> None:
     """Raises NoAbility if the engine has no such route, MediaRefused, or BadRequest."""
     engine, path = ask.entry.engine, ask.target.partition(b"?")[0]
     if path.decode() not in engine.speaks:

@@ -18,7 +18,7 @@ from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects
-from greenroom.runtime.memory.book import NeedBook
+from greenroom.runtime.memory.book import MemoryNeedsStore
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB, DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.readings import Probe, Reading
@@ -116,7 +116,7 @@ def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
     watch = MemoryWatch(probe, owners, loop, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
-    needs = catalog.needs = Needs(NeedBook(common.state_dir.path, warn), kinds)
+    needs = catalog.needs = Needs(MemoryNeedsStore(common.state_dir.path, warn), kinds)
     # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
     kept = 0 if config.gpus else WORKER_GPU_MIB
     gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]

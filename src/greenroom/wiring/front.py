@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.access.client_stats import ClientStats
 from greenroom.access.key_ring import KeyRing, Look
 from greenroom.access.keys import Tenants
 from greenroom.access.limits import Limiter
 from greenroom.access.profiles import Profiles
-from greenroom.access.requestors import Requestors
 from greenroom.access.usage_store import UsageStore
 from greenroom.api.asgi import AsgiBridge
-from greenroom.api.front import FrontDoor, HostRule, MetricsDoor
+from greenroom.api.front import Door, HostRule, MetricsDoor
 from greenroom.config.limits import is_named
 from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
@@ -34,7 +34,7 @@ from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.resolver import Resolver
 from greenroom.serving.ask import Settings
 from greenroom.serving.ask_reader import AskReader
-from greenroom.serving.prefix_cache import CacheSalts
+from greenroom.serving.prefix_cache import PrefixSalts
 from greenroom.serving.request_log import RequestLog
 from greenroom.serving.requests import Inference
 from greenroom.serving.tasks import Tasks
@@ -53,7 +53,7 @@ _log = get_logger("server")
 @dataclass(frozen=True, slots=True)
 class AccessParts:
     tenants: Tenants
-    requestors: Requestors
+    client_stats: ClientStats
     limiter: Limiter
     shared_limits: SharedLimits | None
     counts: UsageCounts | None
@@ -67,7 +67,7 @@ def wire_access(common: CommonParts, on_changed_keys: Callable[[], None]) -> Acc
     gateway, days = common.gateway, common.gateway.config.server.usage_days
     counts = UsageCounts(lambda tenant: is_named(gateway.config, tenant)) if days else None
     usage = None if counts is None else UsageStore(common.state_dir.path, counts, days)
-    return AccessParts(Tenants(), Requestors(common.clock), *_limits(common), counts, usage, KeyRing(on_changed_keys))
+    return AccessParts(Tenants(), ClientStats(common.clock), *_limits(common), counts, usage, KeyRing(on_changed_keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def wire_serving(
     access: AccessParts,
     resolver: Resolver,
     pictures: PictureStore,
-    salts: CacheSalts,
+    salts: PrefixSalts,
     tickets: Tickets,
 ) -> ServingParts:
     server = common.gateway.config.server
@@ -101,7 +101,7 @@ def wire_serving(
         common.metrics,
         None if activity_file is None else activity_file.add,
         access.counts,
-        access.requestors,
+        access.client_stats,
     )
     inference = Inference(reader, resolver, common.loop, tickets, log, settings, prefetch)
     return ServingParts(activity_file, prefetch, reader, inference, bodies, EdgeState(limits))
@@ -113,7 +113,7 @@ class FrontParts:
     serving: ServingParts
     tasks: Tasks
     management: AsgiBridge
-    door: FrontDoor
+    door: Door
     edge: Edge
     # None without a port of their own.
     metrics_edge: Edge | None
@@ -123,7 +123,7 @@ class FrontParts:
         server = config.server
         self.serving.inference.configure(Settings.of(config))
         self.access.tenants.are_named = server.multi_tenant
-        self.access.requestors.configure(config.clients)
+        self.access.client_stats.configure(config.clients)
         self.serving.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.tasks.configure(config)
         self.serving.reader.tasks = self.tasks if self.tasks else None
@@ -177,13 +177,13 @@ def wire_front(access: AccessParts, serving: ServingParts, gateway: Gateway) -> 
     application = make_management(gateway)
     management = AsgiBridge(application)
     later = AsyncRequests(gateway.jobs, serving.bodies, inference.ids.next, inference.refused)
-    door = FrontDoor(inference, management, application, later)
+    door = Door(inference, management, application, later)
     front = FrontParts(access, serving, gateway.tasks, management, door, *_edges(door, server, serving))
     front.configure(gateway.config)
     return front
 
 
-def _edges(door: FrontDoor, server: Server, serving: ServingParts) -> tuple[Edge, Edge | None]:
+def _edges(door: Door, server: Server, serving: ServingParts) -> tuple[Edge, Edge | None]:
     """The edge for callers, and the one for metrics if these have a port of their own."""
     edge = Edge(
         admit=door.admit,

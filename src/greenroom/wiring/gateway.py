@@ -10,8 +10,8 @@ from greenroom.features.operations.load_routes import Pinning
 from greenroom.features.operations.routes import PrefixCaches, Reloading
 
 if TYPE_CHECKING:
+    from greenroom.access.client_stats import ClientStats
     from greenroom.access.limits import Limiter
-    from greenroom.access.requestors import Requestors
     from greenroom.access.usage_store import UsageStore
     from greenroom.features.governance.gate import GovernanceGate
     from greenroom.features.jobs.jobs import Jobs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.loop import Tickets
     from greenroom.runtime.remote.fallback import CloudFallback
     from greenroom.runtime.remote.spending import Spending
-    from greenroom.serving.prefix_cache import CacheSalts
+    from greenroom.serving.prefix_cache import PrefixSalts
     from greenroom.telemetry.history import History
 
 
@@ -48,8 +48,8 @@ class Gateway(Box, ConfigFile, Reloading, Pinning, PrefixCaches, Protocol):
     usage: UsageStore | None
     """None where none is kept."""
     limiter: Limiter
-    requestors: Requestors
+    client_stats: ClientStats
     governance: GovernanceGate
     spending: Spending
     cloud_fallback: CloudFallback
-    salts: CacheSalts
+    salts: PrefixSalts

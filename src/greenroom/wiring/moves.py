@@ -23,7 +23,7 @@ from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.proc import PortRange
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.memory.slot_memory import HostedMemory
-from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants, ModelRoots
+from greenroom.runtime.moves.admission import AlwaysGranted, Cleanup, Grants, MemoryGrants, ModelRoots
 from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSlots
 from greenroom.runtime.moves.mover import Mover, RemoteMoves
@@ -149,7 +149,7 @@ def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, spe
         common.state_dir,
         PortRange(ports.first, ports.last),
         memory.slot_memory,
-        Admission(leases.grants, cleanup, memory.slot_memory),
+        MemoryGrants(leases.grants, cleanup, memory.slot_memory),
         lost,
         roots,
     )
@@ -200,7 +200,7 @@ def _hosted(
         common.slots,
         opener,
         hosted_memory,
-        Admission(leases.grants, cleanup, hosted_memory),
+        MemoryGrants(leases.grants, cleanup, hosted_memory),
         lost,
         common.observer,
         common.loop,

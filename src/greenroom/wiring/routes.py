@@ -68,7 +68,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Explaining(gateway, gateway.leasing).add_to(app)
     Simulating(gateway).add_to(app)
     UsageRoutes(gateway.usage).add_to(app)
-    ClientRoutes(gateway, gateway.requestors).add_to(app)
+    ClientRoutes(gateway, gateway.client_stats).add_to(app)
     RemoteRoutes(gateway, gateway.spending, gateway.cloud_fallback).add_to(app)
     Gpus(gateway).add_to(app)
     LeaseRoutes(gateway, gateway.leasing).add_to(app)

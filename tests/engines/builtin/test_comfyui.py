@@ -12,7 +12,7 @@ from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.base import LaunchPlace
 from greenroom.engines.builtin.comfyui import ComfyUiEngine, checkpoint_names
 from greenroom.errors import LoadFailed, UnusableModel
-from greenroom.runtime.memory.book import NeedBook
+from greenroom.runtime.memory.book import MemoryNeedsStore
 from greenroom.runtime.memory.needs import Needs, Subject, warn
 
 ENGINE = ComfyUiEngine()
@@ -110,7 +110,7 @@ def test_checkpoints_that_other_nodes_choose_are_not_names() -> None:
 
 async def test_what_it_takes_before_its_first_picture_is_not_its_need(folder: Path) -> None:
     gpu = DeviceId("GPU-a")
-    needs = Needs(NeedBook(None, warn), {gpu: "NVIDIA H200"})
+    needs = Needs(MemoryNeedsStore(None, warn), {gpu: "NVIDIA H200"})
     one = Subject(ModelId("m"), model(folder), ENGINE)
     estimated = needs.need_of(one)[0]
     # Its weights come with the first picture.

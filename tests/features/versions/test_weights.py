@@ -13,8 +13,8 @@ import pytest
 
 from greenroom.config.schema import Model
 from greenroom.features.library.downloads import Downloads
-from greenroom.features.versions.weights import VersionWeights, WeightsOrder, _is_needed
-from greenroom.library.fetched_marks import FETCHING, FOLDER
+from greenroom.features.versions.weights import VersionWeights, WeightsRef, _is_needed
+from greenroom.library.download_locks import FETCHING, FOLDER
 from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from tests.library.hub_cache import add_snapshot
@@ -40,7 +40,7 @@ class SlowRoots:
 async def test_a_fetch_that_is_cancelled_while_it_begins_leaves_no_lock(tmp_path: Path) -> None:
     roots = SlowRoots(tmp_path)
     weights = VersionWeights(cast(Library, SimpleNamespace(roots=roots)), cast(Downloads, None))
-    fetching = asyncio.ensure_future(weights.found(cast(Model, None), WeightsOrder("org/name"), set()))
+    fetching = asyncio.ensure_future(weights.found(cast(Model, None), WeightsRef("org/name"), set()))
     await until(roots.asked.is_set)
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.dialects.anthropic_answer import messages_translation
-from greenroom.dialects.neutral import Frame
+from greenroom.dialects.neutral import AnswerContext
 from greenroom.dialects.ollama_answer import embed_translation
 from greenroom.errors import EngineLost, ResultTooLarge
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, Translated
+from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, TranslatingRelay
 from greenroom.http.request import Head
-from greenroom.serving.collected import Collected
+from greenroom.serving.buffered import BufferedRelay
 
 PIECE_BYTES = 256 * 1024
 
@@ -44,18 +44,18 @@ class SeenWire:
         raise AssertionError(receiver)
 
 
-def answered(body: bytes, status: int = 200) -> tuple[Translated, bytes]:
-    relay, wire = relayed(body, messages_translation(Frame("m", "1", 0.0), False), status)
+def answered(body: bytes, status: int = 200) -> tuple[TranslatingRelay, bytes]:
+    relay, wire = relayed(body, messages_translation(AnswerContext("m", "1", 0.0), False), status)
     return relay, wire.seen
 
 
 def relayed(
     body: bytes, translation: AnswerTranslation, status: int = 200, piece_bytes: int = PIECE_BYTES
-) -> tuple[Translated, SeenWire]:
+) -> tuple[TranslatingRelay, SeenWire]:
     wire = SeenWire()
     head = Head(b"POST", b"/v1/messages", [], "1.1", "", keep_alive=True)
     exchange = Exchange(wire, EdgeState(EdgeLimits()), head, Body(BodyBudget(EdgeLimits())))
-    relay = Translated(exchange, translation, RelayOptions([]))
+    relay = TranslatingRelay(exchange, translation, RelayOptions([]))
     relay.head(status, [(b"content-type", b"application/json")])
     for at in range(0, len(body), piece_bytes):
         if relay.wanted:
@@ -91,7 +91,7 @@ def test_of_a_long_error_the_beginning_is_told() -> None:
     assert relay.outcome is RelayOutcome.COMPLETE and b"no room no room" in seen and len(seen) < 8_000
 
 
-EMBED = embed_translation(Frame("m [0]", "1", 0.0), False)
+EMBED = embed_translation(AnswerContext("m [0]", "1", 0.0), False)
 
 
 def embeddings(places: list[int], *, spaced: bool = False) -> tuple[dict[str, Any], bytes]:
@@ -204,10 +204,10 @@ def budget() -> BodyBudget:
     return BodyBudget(EdgeLimits())
 
 
-def collecting(budget: BodyBudget, bytes_max: int = 1_000) -> Collected:
+def collecting(budget: BodyBudget, bytes_max: int = 1_000) -> BufferedRelay:
     head = Head(b"POST", b"/", [], "1.1", "", keep_alive=True)
     exchange = Exchange(NoWire(), EdgeState(EdgeLimits()), head, Body(budget))
-    relay = Collected(exchange, Body(budget), bytes_max)
+    relay = BufferedRelay(exchange, Body(budget), bytes_max)
     relay.head(200, [])
     relay.body(ANSWER)
     return relay
@@ -234,7 +234,7 @@ def test_a_complete_answer_is_taken_once(budget: BodyBudget) -> None:
     ],
     ids=["client leaves", "stopped", "engine lost", "client leaves before it is taken", "stopped before it is taken"],
 )
-def test_an_answer_that_is_not_taken_is_dropped(budget: BodyBudget, end: Callable[[Collected], object]) -> None:
+def test_an_answer_that_is_not_taken_is_dropped(budget: BodyBudget, end: Callable[[BufferedRelay], object]) -> None:
     relay = collecting(budget)
     assert budget.memory_bytes == len(ANSWER)
     end(relay)

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.config.schema import Ability
-from greenroom.library.fetched_marks import FOLDER, FetchedMarks
+from greenroom.library.download_locks import FOLDER, DownloadLocks
 from greenroom.library.library import LOOK_TIMES
 from greenroom.library.roots import Roots
 from tests.harness import fake, gateway, tiny, write_config
@@ -119,7 +119,7 @@ async def test_model_that_nothing_uses_is_deleted(app: App, tmp_path: Path) -> N
 
 async def test_what_an_update_fetched_is_locked_while_it_is_deleted(app: App, tmp_path: Path) -> None:
     root, path = tmp_path / "models", str(tmp_path / "models" / "b.gguf")
-    other = FetchedMarks(lambda: Roots([str(root)]))
+    other = DownloadLocks(lambda: Roots([str(root)]))
     other.mark(path)
     assert other.use(path)
     status, told = await ask(app, "DELETE", "/v1/models/inventory/b.gguf")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.features.versions import state_follower
+from greenroom.features.versions import state_watcher as state_watcher
 from greenroom.features.versions.desired import DesiredState, read_state, write_state
-from greenroom.features.versions.state_follower import FileWatch
+from greenroom.features.versions.state_watcher import FileWatch
 from greenroom.trainer import Outcome, Trainer
 from tests.harness import gateway, url, write_config
 from tests.integration.raw import http
@@ -47,8 +47,8 @@ class Looks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.numbers: list[int] = []
-        monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr(state_follower, "read_state", self._read)
+        monkeypatch.setattr(state_watcher, "LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr(state_watcher, "read_state", self._read)
 
     def _read(self, path: str) -> DesiredState | None:
         self.begun += 1
@@ -174,7 +174,7 @@ async def test_without_notices_of_the_kernel_the_file_is_polled(
 ) -> None:
     """As on a volume that other machines write, or where too many watches are in use."""
     monkeypatch.setattr(FileWatch, "watch", lambda self, path: None)
-    monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(state_watcher, "LOOK_EVERY_S", 0.1)
     async with gateway(tmp_path, models(tmp_path), **following(tmp_path)) as app:
         await until(lambda: is_ready(app), "it has looked once")
         weights(tmp_path, "bravo")
@@ -209,7 +209,7 @@ async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_betwe
 ) -> None:
     """Also on a volume that tells nothing of what others write."""
     monkeypatch.setattr(FileWatch, "watch", lambda self, path: None)
-    monkeypatch.setattr(state_follower, "LOOK_EVERY_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(state_watcher, "LOOK_EVERY_S", 10 * PATIENCE_S)
     path = str(tmp_path / "sync_state.json")
     weights(tmp_path, "charlie"), weights(tmp_path, "delta")
     write_state(path, DesiredState(5, "org/bravo"))

@@ -19,7 +19,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.features.versions import updates
-from greenroom.library.fetched_marks import FetchedMarks, close_all
+from greenroom.library.download_locks import DownloadLocks, close_all
 from greenroom.library.roots import Roots
 from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import asking, http
@@ -384,7 +384,7 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
 @pytest.mark.slow
 async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: StandinHub, tmp_path: Path) -> None:
     async with versioned(tmp_path, keep=1) as app:
-        fetching = FetchedMarks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
+        fetching = DownloadLocks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
         try:
             await update(app, "org/bravo")
             assert files(tmp_path, "alpha"), "it may be what the other one fetches"

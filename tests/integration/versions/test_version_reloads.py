@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from greenroom.library.fetched_marks import FOLDER, FetchedMarks, close_all
+from greenroom.library.download_locks import FOLDER, DownloadLocks, close_all
 from greenroom.library.roots import Roots
 from tests.harness import gateway, tiny
 from tests.integration.raw import http
@@ -30,7 +30,7 @@ async def test_a_reload_while_weights_are_fetched_leaves_them_to_their_update(hu
     async with gateway(tmp_path, models(keep=1), **options(tmp_path)) as app:
         await has_first_version(app)
         # Another gateway fetches, so the first version is deleted later.
-        fetching = FetchedMarks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
+        fetching = DownloadLocks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
         try:
             await update(app, "org/bravo")
         finally:

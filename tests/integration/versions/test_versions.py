@@ -13,7 +13,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
 from greenroom.features.versions.updates import UpdateOrder
-from greenroom.features.versions.weights import WeightsOrder
+from greenroom.features.versions.weights import WeightsRef
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file
@@ -176,7 +176,7 @@ async def test_an_update_tells_what_it_wants_at_once_and_nothing_of_the_last_one
     async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
         await update(app, "./nothing", status=404)
         assert app.updates.error("m") is not None
-        order = UpdateOrder(WeightsOrder(weights(tmp_path, "bravo")))
+        order = UpdateOrder(WeightsRef(weights(tmp_path, "bravo")))
         beginning = asyncio.create_task(app.updates.submit("m", order, tenant="t", key="k"))
         await asyncio.sleep(0)
         assert not beginning.done() and app.updates.running("m") is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.model import Need
-from greenroom.runtime.memory.book import FILE_NAME, BookKey, Measured, NeedBook
+from greenroom.runtime.memory.book import FILE_NAME, BookKey, Measured, MemoryNeedsStore
 from tests.full_disk import full_disk
 
 KEY = BookKey("file", "llamacpp 1", "arguments", "NVIDIA H200")
@@ -22,8 +22,8 @@ class Warnings(list[str]):
         self.append(f"{what}: {error}")
 
 
-def open_book(folder: Path, warnings: Warnings | None = None) -> NeedBook:
-    return NeedBook(folder, Warnings() if warnings is None else warnings)
+def open_book(folder: Path, warnings: Warnings | None = None) -> MemoryNeedsStore:
+    return MemoryNeedsStore(folder, Warnings() if warnings is None else warnings)
 
 
 def test_a_figure_is_the_peak_itself_and_known_after_a_restart(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_one_raise_is_forgiven_when_a_load_was_measured_and_two_are_not(tmp_path
 
 
 def test_only_so_many_figures_are_remembered(tmp_path: Path) -> None:
-    book = NeedBook(tmp_path, Warnings(), figures_max=1)
+    book = MemoryNeedsStore(tmp_path, Warnings(), figures_max=1)
     book.note(KEY, Measured(1))
     book.note(OTHER, Measured(2))
     assert book.recall(KEY) is None and book.recall(OTHER) == Measured(2)
 
 
 def test_a_book_without_a_folder_is_forgotten() -> None:
-    book = NeedBook(None, Warnings())
+    book = MemoryNeedsStore(None, Warnings())
     book.note(KEY, Measured(1))
     book.writing()()
     assert book.recall(KEY) == Measured(1)

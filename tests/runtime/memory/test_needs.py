@@ -12,7 +12,7 @@ from greenroom.config.schema import Config, Model
 from greenroom.core.model import DeviceId, ModelId, Need
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.memory.book import NeedBook
+from greenroom.runtime.memory.book import MemoryNeedsStore
 from greenroom.runtime.memory.needs import Needs, Subject, kind_of, warn
 from tests.models import tiny
 
@@ -31,7 +31,7 @@ def subject(name: str = "m", **keys: Any) -> Subject:
 
 
 def needs_in(folder: Path | None = None, gpus: dict[DeviceId, str] | None = None) -> Needs:
-    return Needs(NeedBook(folder, warn), ONE if gpus is None else gpus)
+    return Needs(MemoryNeedsStore(folder, warn), ONE if gpus is None else gpus)
 
 
 # --- which figure counts --------------------------------------------------------------------------------------------

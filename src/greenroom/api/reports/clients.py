@@ -1,7 +1,7 @@
 """`/api/v1/clients`: what each client of a key asks for, how often, with which errors, and whether it cools down.
 
 `/api/v1/limits`: what tenants, keys and models may use, and how much of that is left now. For operators alone: they
-tell of all tenants. `access/requestors.py` and `access/limits.py` count.
+tell of all tenants. `access/client_stats.py` and `access/limits.py` count.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fastapi import Query
 from pydantic import Field, create_model
 
 from greenroom.access.budgets import LIMITS, Limit
+from greenroom.access.client_stats import ROWS_MAX, ClientRecord, ClientStats
 from greenroom.access.keys import ANYONE, Permission
 from greenroom.access.limits import KEY, MODEL, TENANT, Kind, Limiter
 from greenroom.access.profiles import Profiles
-from greenroom.access.requestors import ROWS_MAX, Requestor, Requestors
 from greenroom.api.declared import Routes, get
 from greenroom.api.shell import Shell
 from greenroom.api.views import View
@@ -74,19 +74,19 @@ class ClientList(View):
 
 
 class ClientRoutes(Routes):
-    def __init__(self, shell: Shell, requestors: Requestors) -> None:
+    def __init__(self, shell: Shell, client_stats: ClientStats) -> None:
         self._shell = shell
-        self._requestors = requestors
+        self._requestors = client_stats
 
     @get(CLIENTS_PATH, needs=Permission.READ)
     async def list_clients(self, limit: Annotated[int, Query(ge=1, le=ROWS_MAX)] = 100) -> ClientList:
         """What asked models lately, by key, tenant and client; that which asked last first."""
-        requestors, profiles = self._requestors, Profiles(self._shell.config.profiles)
-        now = requestors.now()
-        return ClientList(clients=[_client(row, profiles, now) for row in requestors.rows()[:limit]])
+        client_stats, profiles = self._requestors, Profiles(self._shell.config.profiles)
+        now = client_stats.now()
+        return ClientList(clients=[_client(row, profiles, now) for row in client_stats.rows()[:limit]])
 
 
-def _client(row: Requestor, profiles: Profiles, now: float) -> ClientView:
+def _client(row: ClientRecord, profiles: Profiles, now: float) -> ClientView:
     profile = profiles.of(row.key or ANYONE.name, row.tenant, row.client)
     return ClientView(
         key=row.key or None,

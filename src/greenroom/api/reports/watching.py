@@ -29,7 +29,7 @@ from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
 from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import NotFound
-from greenroom.library.records import told_as
+from greenroom.library.records import shown_as
 from greenroom.telemetry.exposition import (
     CacheCounts,
     DeviceMemory,
@@ -142,7 +142,7 @@ class Watching(Routes):
             raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
         shown = record.as_dict() | ({} if is_admin else _DISCREET)
         if (repo_id := record.model_repo_id) is not None:
-            shown["model_repo_id"] = told_as(repo_id, to_operator=is_admin)
+            shown["model_repo_id"] = shown_as(repo_id, to_operator=is_admin)
         return views.RequestView(**shown)
 
     def _sees(self, caller: Caller, model: str) -> bool:

@@ -1,7 +1,7 @@
 """What callers get without asking, and what they may ask at most: profiles by key, tenant and client, and cooldown.
 
 Owns these keys. A client's id is chosen by its caller, so what a client gets can only be less than its key gets.
-`access/profiles.py` finds the profile of a request, `access/requestors.py` counts and cools down.
+`access/profiles.py` finds the profile of a request, `access/client_stats.py` counts and cools down.
 """
 
 from collections.abc import Iterator

@@ -106,9 +106,9 @@ def _with_context(subject: Subject, ctx: int | None) -> Subject:
 
 
 def _book(config: Config) -> Any:
-    from greenroom.runtime.memory.book import NeedBook
+    from greenroom.runtime.memory.book import MemoryNeedsStore
 
-    return NeedBook(Path(config.state_dir).expanduser(), lambda what, error: screen.note(f"{what}: {error}"))
+    return MemoryNeedsStore(Path(config.state_dir).expanduser(), lambda what, error: screen.note(f"{what}: {error}"))
 
 
 def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:

@@ -126,7 +126,7 @@ async def _directly(order: Mapping[str, Any], to: str | None) -> View:
     import asyncio
 
     from greenroom.features.library.downloads import LiveDownload
-    from greenroom.library.fetched_marks import disown
+    from greenroom.library.download_locks import disown
     from greenroom.library.fetcher import Done, Failed, Trouble, fetched_paths, start_fetch
     from greenroom.library.orders import OrderRules, read_order
 

@@ -21,7 +21,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.environment import hub_cache
 from greenroom.config.live import GatewayState
 from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
-from greenroom.library.fetched_marks import disown
+from greenroom.library.download_locks import disown
 from greenroom.library.fetcher import (
     Done,
     Failed,

@@ -48,9 +48,9 @@ from greenroom.features.operations.moves import OperatorMoves
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.prompt_slots import PromptSlots
+from greenroom.runtime.prompt_slots import PromptCacheSlots
 from greenroom.runtime.slots import LiveSlot
-from greenroom.serving.prefix_cache import TAG_CHARS_MAX, CacheSalts, check_tag, tenant_word
+from greenroom.serving.prefix_cache import TAG_CHARS_MAX, PrefixSalts, check_tag, tenant_word
 from greenroom.telemetry.logs import get_logger
 
 MODELS = "/api/v1/models"
@@ -339,7 +339,7 @@ class PrefixCaches(Protocol):
 
 
 class Caches(Routes):
-    def __init__(self, shell: Shell, salts: CacheSalts, caches: PrefixCaches) -> None:
+    def __init__(self, shell: Shell, salts: PrefixSalts, caches: PrefixCaches) -> None:
         """`salts` keep prefixes apart at engines that take one."""
         self._shell = shell
         self._salts = salts
@@ -417,7 +417,7 @@ def _can_flush(entry: Entry, tenant: str | None) -> bool:
     return facts.keeps_prefixes is True and has_a_way
 
 
-async def _erased(live: LiveSlot, prompts: PromptSlots, tenant: str | None, tag: str | None) -> int | None:
+async def _erased(live: LiveSlot, prompts: PromptCacheSlots, tenant: str | None, tag: str | None) -> int | None:
     """Let no request reuse these prompts, and erase them. Returns the tokens erased; None where it does not tell."""
     # What it keeps all the same is reused by no request.
     return await live.erase(prompts.forget(lambda whose, marked: tenant in (None, whose) and tag in (None, marked)))

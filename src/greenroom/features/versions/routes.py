@@ -21,9 +21,9 @@ from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.errors import BadRequest
 from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
-from greenroom.features.versions.weights import WeightsOrder
+from greenroom.features.versions.weights import WeightsRef
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
-from greenroom.library.records import Version, told_as
+from greenroom.library.records import Version, shown_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.serving.versioned import versioned_model
 
@@ -178,7 +178,7 @@ class VersionRoutes(Routes):
         return ServedVersion(
             model=name,
             model_version=None if version is None else version.number,
-            model_repo_id=None if version is None else told_as(version.repo_id, to_operator=is_admin),
+            model_repo_id=None if version is None else shown_as(version.repo_id, to_operator=is_admin),
             commit=None if version is None else version.commit,
             updating=updates.running(name) is not None,
             desired=None if desired is None else _wanted(desired, to_operator=is_admin),
@@ -217,7 +217,7 @@ class VersionRoutes(Routes):
     async def _update(
         self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
     ) -> UpdateView:
-        order = UpdateOrder(WeightsOrder(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
+        order = UpdateOrder(WeightsRef(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
         return await self._begun(response, await self._updates.submit(name, order, **owner_of(request)), wait)
 
     async def _begun(self, response: Response, row: Operation, wait: bool) -> UpdateView:
@@ -254,14 +254,14 @@ class VersionRoutes(Routes):
 
 
 def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:
-    repo_id = told_as(update.repo_id, to_operator=to_operator)
+    repo_id = shown_as(update.repo_id, to_operator=to_operator)
     return Desired(model_repo_id=repo_id, revision=update.revision, model_version=update.number_asked)
 
 
 def _shown(version: Version, *, serves: bool, to_operator: bool) -> VersionView:
     return VersionView(
         model_version=version.number,
-        model_repo_id=told_as(version.repo_id, to_operator=to_operator),
+        model_repo_id=shown_as(version.repo_id, to_operator=to_operator),
         commit=version.commit,
         since=version.since,
         serves=serves,

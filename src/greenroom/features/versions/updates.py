@@ -31,7 +31,7 @@ from greenroom.errors import (
 )
 from greenroom.features.versions.store import NamedVersions
 from greenroom.features.versions.version_changes import UpdateServices, VersionChanges
-from greenroom.features.versions.weights import TENANT, FoundWeights, WeightsOrder
+from greenroom.features.versions.weights import TENANT, FoundWeights, WeightsRef
 from greenroom.library.records import Version
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
@@ -54,7 +54,7 @@ INTERRUPTED: Final = OperationError("restarted", "The gateway ended during the l
 class UpdateOrder:
     """`number` is the least number that the version gets: its own is larger than every earlier one of the model."""
 
-    weights: WeightsOrder
+    weights: WeightsRef
     number: int | None = None
     allow_gap: bool = False
     # To kept weights instead of new ones.
@@ -127,7 +127,7 @@ class Updates:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                row = await self.submit(name, UpdateOrder(WeightsOrder(repo_id)), tenant=TENANT, key=TENANT)
+                row = await self.submit(name, UpdateOrder(WeightsRef(repo_id)), tenant=TENANT, key=TENANT)
                 await self.ended(row.id)
                 return
             except ShuttingDown:
@@ -236,7 +236,7 @@ class Updates:
         if back_to is None:
             there = ", ".join(str(one.number) for one in kept) or "none"
             raise BadRequest(f"{model} cannot go back to that version; those that are kept: {there}.", param="version")
-        order = UpdateOrder(WeightsOrder(back_to.repo_id, back_to.commit), back_to=back_to)
+        order = UpdateOrder(WeightsRef(back_to.repo_id, back_to.commit), back_to=back_to)
         return await self.submit(model, order, tenant=tenant, key=key)
 
     async def settle(self, model: str, state: int) -> None:

@@ -18,7 +18,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.features.library.downloads import NO_KEY, DownloadFacts, Downloads
-from greenroom.library.fetched_marks import FetchedMarks, close_all, disown
+from greenroom.library.download_locks import DownloadLocks, close_all, disown
 from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Version
@@ -39,7 +39,7 @@ BEGIN_EVERY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsOrder:
+class WeightsRef:
     """An id of the hub with a revision, or a path below the roots."""
 
     repo_id: str
@@ -58,9 +58,9 @@ class VersionWeights:
     def __init__(self, library: Library, downloads: Downloads) -> None:
         self._library = library
         self._downloads = downloads
-        self._marks = FetchedMarks(lambda: library.roots)
+        self._marks = DownloadLocks(lambda: library.roots)
 
-    async def found(self, model: Model, order: WeightsOrder, fetched: set[str]) -> FoundWeights:
+    async def found(self, model: Model, order: WeightsRef, fetched: set[str]) -> FoundWeights:
         """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails.
 
         Raises PathNotFound, BadRequest, UnusableModel or FetchFailed.
@@ -110,7 +110,7 @@ class VersionWeights:
         _expect_kind(record, model)
         return record.source.commit
 
-    async def _fetched(self, model: Model, order: WeightsOrder, fetched: set[str]) -> FoundWeights:
+    async def _fetched(self, model: Model, order: WeightsRef, fetched: set[str]) -> FoundWeights:
         downloads = self._downloads
         try:
             wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
@@ -241,7 +241,7 @@ def _choose(
     broken: Sequence[BrokenModel],
     quantization: str | None,
     model: Model,
-    order: WeightsOrder,
+    order: WeightsRef,
 ) -> LibraryRecord:
     """The one of these that the model's engine runs. Raises UnusableModel."""
     fitting = [record for record in there if _fits(record.kind, model)]

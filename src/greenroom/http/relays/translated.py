@@ -66,7 +66,7 @@ class AnswerTranslation(Protocol):
         ...
 
 
-class Translated(Relay):
+class TranslatingRelay(Relay):
     """Use in place of a Relay. An answer that cannot be translated ends as a lost engine does, with its own error."""
 
     __slots__ = ("_events", "_objects", "_translation")
@@ -211,7 +211,7 @@ class NameFilter:
         return next((size for size in sizes for whole in wholes if data.endswith(whole[:size])), 0)
 
 
-class Renamed(Relay):
+class ModelNameRewriter(Relay):
     """Use in place of a Relay, for a caller that asked for `old` as `new`."""
 
     __slots__ = ("_names",)

@@ -64,7 +64,7 @@ class Measured:
         return bool(self.gpu_mib or self.host_mib)
 
 
-class NeedBook:
+class MemoryNeedsStore:
     """`recall` and `note` never block; what `writing` returns may. A book without a folder is kept in memory only."""
 
     def __init__(self, folder: Path | None, warn: Warn, figures_max: int = FIGURES_MAX) -> None:

@@ -21,7 +21,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine, EngineFacts, equal_counts
 from greenroom.engines.estimates.estimate import NAME, Estimate, EstimatePart, mib
 from greenroom.engines.identity import arguments_identity
-from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
+from greenroom.runtime.memory.book import BookKey, Measured, MemoryNeedsStore
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("needs")
@@ -97,8 +97,8 @@ class Account:
 class Needs:
     """`gpus` are all GPUs with the kind of each; without any, models run on the host."""
 
-    def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
-        self.book = book if book is not None else NeedBook(None, warn)
+    def __init__(self, book: MemoryNeedsStore | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
+        self.book = book if book is not None else MemoryNeedsStore(None, warn)
         self.gpus: Mapping[DeviceId, str] = gpus or {}
         # MiB on each GPU that a model may use; empty if that is not known.
         self.usable_mib: Mapping[DeviceId, int] = {}

@@ -83,7 +83,7 @@ class FreeMemory(Protocol):
         """What of this claim is not really free, after a moment of waiting for it."""
 
 
-class Admission:
+class MemoryGrants:
     """What must hold before a move takes memory, and after it has given memory back."""
 
     def __init__(self, grants: Grants, cleanup: Cleanup, memory: FreeMemory) -> None:

@@ -20,7 +20,7 @@ from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory
-from greenroom.runtime.moves.admission import Admission
+from greenroom.runtime.moves.admission import MemoryGrants
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.observer import Observer
@@ -55,7 +55,7 @@ class HostedMoves:
         slots: LiveSlots,
         opener: SlotOpener,
         memory: HostedMemory,
-        admission: Admission,
+        admission: MemoryGrants,
         lost: LostSlots,
         observer: Observer,
         loop: SchedulerLoop,

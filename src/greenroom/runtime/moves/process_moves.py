@@ -24,7 +24,7 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
-from greenroom.runtime.moves.admission import Admission, ModelRoots
+from greenroom.runtime.moves.admission import MemoryGrants, ModelRoots
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory, failed
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.moves.starting import Starting
@@ -54,7 +54,7 @@ class ProcessMoves:
         state_dir: StateDir,
         ports: PortRange,
         memory: SlotMemory,
-        admission: Admission,
+        admission: MemoryGrants,
         lost: LostSlots,
         roots: ModelRoots,
     ) -> None:

@@ -69,7 +69,7 @@ MESSAGES: Final = "messages"
 CONTENT: Final = (MESSAGES, "input", "documents", "query", "prompt")
 
 
-class Peeked:
+class BodyFields:
     """`fields` has everything that was sent, of a `long` body its outline; the other attributes are read from it."""
 
     __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "long", "model", "priority", "stream")
@@ -85,9 +85,9 @@ class Peeked:
         self.keep_alive_s: float | None = None
 
 
-def copied(peeked: Peeked) -> Peeked:
+def copied(peeked: BodyFields) -> BodyFields:
     """The same, whose fields can be replaced."""
-    copy = Peeked(peeked.fields)
+    copy = BodyFields(peeked.fields)
     copy.model, copy.stream, copy.priority, copy.client_id = (
         peeked.model,
         peeked.stream,
@@ -112,7 +112,7 @@ _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
 
-def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -> Peeked:
+def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -> BodyFields:
     """Read the top level. Raises BadRequest, which names the field or the position that is wrong.
 
     `meant` returns the model where the body names none, for the client that the body names; None if there is none.
@@ -120,7 +120,7 @@ def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -
     return read_top_level(fields_of(body), meant)
 
 
-def peek_long(long: LongBody, meant: Callable[[str | None], str | None] | None = None) -> Peeked:
+def peek_long(long: LongBody, meant: Callable[[str | None], str | None] | None = None) -> BodyFields:
     """The same of a long body. Also raises Pending."""
     outline = long.outline
     fields = long.done("fields", lambda: fields_of(outline.text))
@@ -138,9 +138,9 @@ def fields_of(body: bytes) -> Fields:
     return fields
 
 
-def read_top_level(fields: Fields, meant: Callable[[str | None], str | None] | None) -> Peeked:
+def read_top_level(fields: Fields, meant: Callable[[str | None], str | None] | None) -> BodyFields:
     """What they say to the gateway. Raises BadRequest."""
-    peeked = Peeked(fields)
+    peeked = BodyFields(fields)
     if PRIORITY in fields or CLIENT_ID in fields or BUDGET_S in fields:
         _read_ours(peeked)
     model = fields.get("model")
@@ -281,7 +281,7 @@ def read_budget_s(said: str, *, param: str = BUDGET_S) -> float:
     return check_budget_s(seconds, param=param)
 
 
-def _read_ours(peeked: Peeked) -> None:
+def _read_ours(peeked: BodyFields) -> None:
     fields = peeked.fields
     peeked.priority = _value(_number_or_text, fields.get(PRIORITY), PRIORITY, bad_priority)
     client_id = _value(_text_or_null, fields.get(CLIENT_ID), CLIENT_ID, "a string")

@@ -10,7 +10,7 @@ import pytest
 
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.registry import engine_for
-from greenroom.runtime.memory.book import NeedBook
+from greenroom.runtime.memory.book import MemoryNeedsStore
 from greenroom.runtime.memory.needs import Needs, Subject, warn
 from tests.cli.command import Cli
 from tests.engines.estimates.test_estimate_hf import folder
@@ -94,7 +94,7 @@ async def remember(config: Path, state: Path, gpu_mib: int) -> None:
 
     state.mkdir()
     model = load(config).config.models["chat"]
-    needs = Needs(NeedBook(state, warn), {DeviceId("GPU-a"): "Fake GPU"})
+    needs = Needs(MemoryNeedsStore(state, warn), {DeviceId("GPU-a"): "Fake GPU"})
     needs.measured(Subject(ModelId("chat"), model, engine_for(model)), {DeviceId("GPU-a"): gpu_mib})
     await needs.close()
 

@@ -16,7 +16,7 @@ import pytest
 
 from greenroom.cli.main import main
 from greenroom.features.library import cli_pull as pull
-from greenroom.library.fetched_marks import FetchedMarks
+from greenroom.library.download_locks import DownloadLocks
 from greenroom.library.roots import Roots
 from tests.cli.command import Cli, in_terminal
 from tests.cli.fake_gateway import FakeGateway, answer, error
@@ -56,7 +56,7 @@ def test_what_is_pulled_is_no_longer_deleted_by_updates_that_fetched_it(hub: Sta
     assert main(["pull", REPO, "--quantization", "q4_0"]) == 0
     root = tmp_path / "hf" / "hub"
     path = str(root / "models--org--name/snapshots" / hub.commit(REPO) / "model-Q4_0.gguf")
-    marks = FetchedMarks(lambda: Roots([str(root)]))
+    marks = DownloadLocks(lambda: Roots([str(root)]))
     marks.mark(path)
     assert marks.use(path)
     assert main(["pull", REPO, "--quantization", "q4_0"]) == 0

@@ -20,7 +20,7 @@ BUSY: Final = frozenset((429, 503))
 BUSY_IF_BROKEN: Final = frozenset((429,))
 
 
-class FailingOver:
+class FailoverSink:
     """A Sink before a relay. Use for one answer."""
 
     __slots__ = ("_has_other", "_name", "_relay")

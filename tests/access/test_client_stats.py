@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.access.requestors import IDLE_S, MISTAKES, MODELS_MAX, OTHER, Requestors
+from greenroom.access.client_stats import IDLE_S, MISTAKES, MODELS_MAX, OTHER, ClientStats
 from greenroom.config.schema import Clients
 from greenroom.errors import CoolingDown
 
@@ -12,11 +12,11 @@ RULES = Clients(errors_max=2, window_s=60, cooldown_s=10, cooldown_max_s=35)
 
 
 class World:
-    """Requestors by a clock that stands until it is set."""
+    """Statistics of clients by a clock that stands until it is set."""
 
     def __init__(self, rules: Clients = RULES, **bounds: int) -> None:
         self.now = 1_000.0
-        self.table = Requestors(lambda: self.now, **bounds)
+        self.table = ClientStats(lambda: self.now, **bounds)
         self.table.configure(rules)
 
     def fail(self, times: int = 1, *, status: int = 400, key: str = "k", client: str = "c") -> None:

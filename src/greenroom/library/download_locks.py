@@ -29,7 +29,7 @@ MARK_BYTES_MAX: Final = 16 * 1024 * 1024
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-class FetchedMarks:
+class DownloadLocks:
     def __init__(self, roots: Callable[[], Roots]) -> None:
         self._roots = roots
         # The locks of the weights that this gateway uses.

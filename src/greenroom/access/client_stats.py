@@ -32,7 +32,7 @@ _ROUNDS_MAX: Final = 32
 Who = tuple[str, str, str]
 
 
-class Requestor:
+class ClientRecord:
     """One client of a key. Times are those of the clock."""
 
     def __init__(self, who: Who, now: float) -> None:
@@ -118,7 +118,7 @@ def _length_s(rules: Clients, rounds: int) -> float:
     return min(rules.cooldown_s * 2.0 ** (rounds - 1), rules.cooldown_max_s)
 
 
-class Requestors:
+class ClientStats:
     """All clients of this gateway. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float], *, rows_max: int = ROWS_MAX, clients_max: int = CLIENTS_MAX) -> None:
@@ -128,12 +128,12 @@ class Requestors:
         self._rules = Clients()
         # False: no client ever cools down.
         self.are_cooled = False
-        self._rows: dict[Who, Requestor] = {}
+        self._rows: dict[Who, ClientRecord] = {}
         # The clients of one key and tenant that are kept apart.
-        self._clients: dict[tuple[str, str], dict[str, Requestor]] = {}
+        self._clients: dict[tuple[str, str], dict[str, ClientRecord]] = {}
         self._swept_at = -math.inf
         # All that does not fit.
-        self._overflow = Requestor((OTHER, OTHER, OTHER), clock())
+        self._overflow = ClientRecord((OTHER, OTHER, OTHER), clock())
 
     def configure(self, rules: Clients) -> None:
         self._rules = rules
@@ -167,7 +167,7 @@ class Requestors:
                 retry_after_s=left_s,
             )
 
-    def rows(self) -> list[Requestor]:
+    def rows(self) -> list[ClientRecord]:
         """Those that asked last first; then all that did not fit into the table, as one."""
         rows = sorted(self._rows.values(), key=lambda row: row.seen_at, reverse=True)
         return [*rows, self._overflow] if self._overflow.requests else rows
@@ -178,11 +178,11 @@ class Requestors:
     def _has_room(self, key: str, tenant: str, now: float) -> bool:
         return len(self._clients.get((key, tenant), ())) < self._clients_max or bool(self._quiet(key, tenant, now))
 
-    def _quiet(self, key: str, tenant: str, now: float) -> list[Requestor]:
+    def _quiet(self, key: str, tenant: str, now: float) -> list[ClientRecord]:
         """Its clients that make room for others of the same key."""
         return [row for row in self._clients[(key, tenant)].values() if row.may_be_forgotten(self._rules, now)]
 
-    def _new_row(self, who: Who, now: float) -> Requestor:
+    def _new_row(self, who: Who, now: float) -> ClientRecord:
         key, tenant, _ = who
         if len(self._rows) >= self._rows_max:
             self._forget_idle(now)
@@ -197,11 +197,11 @@ class Requestors:
             return row
         if len(self._rows) >= self._rows_max:
             return self._overflow
-        row = self._rows[who] = Requestor(who, now)
+        row = self._rows[who] = ClientRecord(who, now)
         self._keep_apart(row)
         return row
 
-    def _keep_apart(self, row: Requestor) -> None:
+    def _keep_apart(self, row: ClientRecord) -> None:
         if row.client != OTHER:
             self._clients.setdefault((row.key, row.tenant), {})[row.client] = row
 
@@ -217,7 +217,7 @@ class Requestors:
             self._keep_apart(row)
 
 
-def _named(row: Requestor) -> str:
+def _named(row: ClientRecord) -> str:
     if row.client:
         return f"The client {row.client}"
     return f"The key {row.key}" if row.key else "What gives neither a key nor a client's id"

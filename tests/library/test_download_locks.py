@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from greenroom.library.fetched_marks import FOLDER, MARK_BYTES_MAX, FetchedMarks, close_all, disown
+from greenroom.library.download_locks import FOLDER, MARK_BYTES_MAX, DownloadLocks, close_all, disown
 from greenroom.library.roots import Roots
 
 
-def marks(root: Path) -> FetchedMarks:
-    return FetchedMarks(lambda: Roots([str(root)]))
+def marks(root: Path) -> DownloadLocks:
+    return DownloadLocks(lambda: Roots([str(root)]))
 
 
-def fetched(root: Path, name: str) -> tuple[FetchedMarks, Path]:
+def fetched(root: Path, name: str) -> tuple[DownloadLocks, Path]:
     """A gateway that uses a file which an update of it has fetched."""
     one, path = marks(root), root / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def test_gateways_that_name_the_folder_by_other_roots_know_of_each_other(tmp_pat
     path = tmp_path / "hub" / "a.gguf"
     path.parent.mkdir()
     path.write_bytes(b"weights")
-    first = FetchedMarks(lambda: Roots([str(tmp_path), str(tmp_path / "hub")]))
-    second = FetchedMarks(lambda: Roots([str(tmp_path / other) for other in others]))
+    first = DownloadLocks(lambda: Roots([str(tmp_path), str(tmp_path / "hub")]))
+    second = DownloadLocks(lambda: Roots([str(tmp_path / other) for other in others]))
     first.mark(str(path))
     assert second.use(str(path)) and first.use(str(path))
     assert first.take(str(path)) is None, "the second one uses them"

@@ -14,7 +14,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import UNREAD_BYTES_MAX, Relay, RelayOutcome
 
 
-class Collected(Relay):
+class BufferedRelay(Relay):
     """Use in place of a Relay. COMPLETE means that `take` has the answer, or the reason why it could not be held."""
 
     __slots__ = ("_bytes_max", "_failure", "_into")

@@ -21,7 +21,7 @@ from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.features.versions.desired import DesiredState, read_state
 from greenroom.features.versions.store import NamedVersions
 from greenroom.features.versions.updates import UpdateOrder, Updates
-from greenroom.features.versions.weights import TENANT, WeightsOrder
+from greenroom.features.versions.weights import TENANT, WeightsRef
 from greenroom.library.records import Version
 from greenroom.telemetry.logs import get_logger
 
@@ -33,7 +33,7 @@ RETRY_S: Final = 2.0
 RETRY_MAX_S: Final = 120.0
 
 
-class StateFollower:
+class DesiredStateWatcher:
     def __init__(self, updates: Updates, gateway: GatewayState) -> None:
         self._updates = updates
         self._gateway = gateway
@@ -127,7 +127,7 @@ class StateFollower:
             await updates.settle(model, state.number)
             return
         order = UpdateOrder(
-            WeightsOrder(state.repo_id, state.revision),
+            WeightsRef(state.repo_id, state.revision),
             state.number,
             state.allow_gap,
             back_to=_kept(known, state) if state.rollback else None,
