@@ -9,7 +9,7 @@ from greenroom.core.model import MoveKind, Outcome
 from greenroom.core.plain import PlainScheduler
 from greenroom.core.scheduler import DefaultScheduler
 from tests.core.queue.test_order import ready
-from tests.core.world import Fate, World, gpu, model
+from tests.core.world import Fate, World, gpu, host, model
 
 
 def served_by(world: World, name: str) -> str:
@@ -138,3 +138,16 @@ def test_a_request_stays_with_the_candidate_it_turned_to_while_the_store_is_down
         assert world.arrive(name, "a", "b").fate is Fate.WAITING
         assert waitlist["either"].model == "b" and waitlist[name].model == "b"
     assert waitlist["waits for a"].model == "a"
+
+
+def test_the_plan_of_a_pinned_model_is_not_called_off_for_a_candidate_beside_which_it_has_no_room() -> None:
+    pinned = (
+        model("kept", 1_000, pinned=True, preload=True),
+        model("fixed", 3_000, pinned=True, preload=True, sizes_itself=True),
+    )
+    models = (*pinned, model("small", 2_000), model("large", 5_000), model("middle", 4_000))
+    world = World(models, (gpu(0, 8_000), host(10_000)), plays=False)
+    world.arrive("first", "small")
+    assert world.scheduler.view.explanation(world.asking("asked", "large", "middle", priority=0)).calls_off == ()
+    world.arrive("asked", "large", "middle", priority=0)
+    assert world.scheduler.state.waitlist["asked"].model == "middle"

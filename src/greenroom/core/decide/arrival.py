@@ -220,12 +220,13 @@ def too_late(state: State, event: RequestArrived, waiter: Waiter, model: ModelId
 
 
 def called_off(state: State, priority: int, now: float) -> list[Slot]:
-    """Planned slots that give way to a new request of this priority."""
+    """Planned slots that give way to a new request of this priority. A pinned one does not: it would only come back."""
     promised = [state.slots[slot] for slot in state.ledger.promises]
     return [
         slot
         for slot in promised
         if slot.lease is None
+        and not slot.spec.pinned
         and (queue := state.waitlist.queues.get(slot.model)) is not None
         and state.pacing.gives_way(slot.last_priority, queue, priority, now)
     ]
