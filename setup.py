@@ -37,6 +37,8 @@ HOT = (
     "serving/body/body_check.py",
     "serving/body/media.py",
     "serving/body/peek.py",
+    "serving/buffered.py",
+    "serving/failover.py",
     "serving/prefix_cache.py",
     "serving/request_log.py",
     "serving/requests.py",

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,21 @@ RINGS = (
     {"cli"},
 )
 # Beside the rings: programs for other interpreters, and for those that train.
-APART = {"workers": set(), "trainer": {"features.versions", "leases", "core", "config"}}
+APART = {"workers": (), "trainer": ("features.versions.desired",)}
+# Lower, and yet not for these: what they are about does not need it.
+NEVER = {
+    # Pure functions of bytes.
+    "dialects": {"config", "core"},
+    # A world of its own.
+    "sim": {"dialects", "process", "http", "telemetry", "leases"},
+    # A running gateway neither simulates nor imports; its commands do.
+    **{
+        package: {"sim", "importing"}
+        for package in ("library", "runtime", "access", "serving", "api", "features", "wiring", "app")
+    },
+    "importing": {"dialects", "process", "http", "telemetry", "leases"},
+    "engines": {"dialects", "http", "telemetry", "leases"},
+}
 # Features know of each other what is written here, by the part that they import.
 FEATURE_ARROWS = {
     "operations": {"library"},
@@ -113,7 +128,7 @@ def imports(path: Path) -> set[str]:
 def ring_of(module: str) -> int:
     """The ring of a module, `greenroom` left out."""
     package, _, rest = module.partition(".")
-    if package == "features" and rest.rpartition(".")[2].startswith(COMMANDS):
+    if package == "features" and re.fullmatch(r"cli(_\w+)?", rest.rpartition(".")[2]):
         package = COMMANDS
     return next(ring for ring, packages in enumerate(RINGS) if package in packages)
 
@@ -124,9 +139,11 @@ def is_allowed(mine: str, theirs: str) -> bool:
     if other in RINGS[0] or package == other != "features":
         return True
     if package in APART:
-        return any(theirs.startswith(one) for one in APART[package])
+        return theirs in APART[package]
     if other in APART:
-        return ring_of(mine) == ring_of(COMMANDS)
+        return other == "trainer" and ring_of(mine) == ring_of(COMMANDS)
+    if other in NEVER.get(package, ()) and ring_of(mine) != ring_of(COMMANDS):
+        return False
     if ring_of(mine) != ring_of(theirs):
         return ring_of(theirs) < ring_of(mine)
     if ring_of(mine) == ring_of(COMMANDS):

@@ -52,6 +52,29 @@ def test_all_of_the_core_and_of_http_is_compiled(build: ModuleType) -> None:
     assert whole <= files
 
 
+def classes(path: Path) -> dict[str, list[str]]:
+    """The classes of a file at its top level, with the names of their bases."""
+    found = (node for node in tree_of(path.read_text()).body if isinstance(node, ast.ClassDef))
+    return {one.name: [base.id for base in one.bases if isinstance(base, ast.Name)] for one in found}
+
+
+def test_no_python_class_inherits_from_a_compiled_one(build: ModuleType) -> None:
+    """Such a module is imported and fails when its class is used. Errors may: compiled, they stay Python classes."""
+    hot = {ROOT / file for file in build.hot_files()}
+    compiled = {name for file in hot if file.name != "errors.py" for name in classes(file)}
+    for path in sorted(set((ROOT / build.PACKAGE).rglob("*.py")) - hot):
+        own, taken = classes(path), _taken_from(path, hot)
+        bad = [name for name, bases in own.items() if any(base in taken & compiled for base in bases)]
+        assert not bad, f"{path} must be in HOT: {bad}"
+
+
+def _taken_from(path: Path, files: set[Path]) -> set[str]:
+    """The names that it imports from these files."""
+    modules = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts) for file in files}
+    nodes = [node for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in nodes if node.module in modules for alias in node.names}
+
+
 def awaits_while_handling(source: str) -> list[int]:
     """The lines that wait inside of `except` or `finally`."""
     handling = [

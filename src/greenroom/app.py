@@ -97,7 +97,16 @@ class App:
         self._wire(config, probe, seen)
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
-        common = self._common = wire_common(self.state, self.state_dir, self.clock, self._is_named, self._timeouts)
+        self.versions = VersionStore(self.state_dir.path)
+        common = self._common = wire_common(
+            self.state,
+            self.state_dir,
+            self.clock,
+            self._is_named,
+            self._timeouts,
+            seen,
+            lambda name: self.versions.of(name).current,
+        )
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects
@@ -185,20 +194,12 @@ class App:
         self.resolver = Resolver(self.catalog, self.library, self.state, self.models, self.learned)
         self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
-        self.versions = VersionStore(self.state_dir.path)
-        self.catalog.version_of = lambda name: self.versions.of(name).current
 
     def _is_named(self, tenant: str) -> bool:
         return is_named(self.config, tenant) or tenant in self.door.keys.tenants
 
     def _use_changed_keys(self) -> None:
-        self._front.use_keys(self.config)
-        if self.keys.problems:
-            for problem in self.keys.problems:
-                known = len(self.keys.of_file)
-                _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=known)
-        else:
-            _log.info("keys reread", file=self.keys.path, keys=len(self.keys.of_file))
+        self._front.use_changed_keys(self.config)
 
     # --- start ----------------------------------------------------------------------------------------------------
 

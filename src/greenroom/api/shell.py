@@ -83,7 +83,7 @@ class Failures(Protocol):
         ...
 
 
-class Box(Shell, Protocol):
+class Overview(Shell, Protocol):
     """What the pages of state show beside that."""
 
     started_at: float

@@ -84,10 +84,20 @@ class Draft:
 
 
 class Catalog:
-    """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded."""
+    def __init__(
+        self,
+        needs: Needs | None = None,
+        device_of: Callable[[str], DeviceId] = DeviceId,
+        version_of: Callable[[str], Version | None] = lambda name: None,
+    ) -> None:
+        """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded.
 
-    def __init__(self, needs: Needs | None = None) -> None:
+        `device_of` translates names of devices into the scheduler's ids. `version_of` gives the version that a model
+        serves; None for one that has none yet, and for models that are not under version control.
+        """
         self.needs = needs or Needs()
+        self._device_of = device_of
+        self._version_of = version_of
         self._entries: Mapping[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
         # Which configuration each name of an ad-hoc model means: the one that was asked for last.
@@ -99,10 +109,6 @@ class Catalog:
         self._revisions: dict[ModelId, int] = {}
         self._last = 0
         self._shared = SharedSettings(fits_memory=True, stay_warm=StayWarm())
-        # The version of a model under version control; None for one that has none yet, and for other models.
-        self.version_of: Callable[[str], Version | None] = lambda name: None
-        # Translates names of devices into the scheduler's ids.
-        self.device_of: Callable[[str], DeviceId] = DeviceId
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -225,7 +231,7 @@ class Catalog:
     def _with_weights(self, config: Config) -> Iterator[tuple[str, Model]]:
         """The configured models, with the weights that each serves. Those without a version yet are left out."""
         for name, model in config.models.items():
-            version = self.version_of(name) if model.versions is not None else None
+            version = self._version_of(name) if model.versions is not None else None
             if version is not None:
                 yield name, model.model_copy(update={"path": version.path})
             elif model.versions is None or model.path is not None:
@@ -319,7 +325,7 @@ class Catalog:
             need=need,
             need_asleep=asleep,
             # Two names may mean one device.
-            devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
+            devices=tuple(dict.fromkeys(self._device_of(device) for device in model.devices)),
             **split_keys(facts),
             sizes_itself=facts.sizes_itself,
             concurrency=engine.concurrency(model),
@@ -331,7 +337,7 @@ class Catalog:
             exclusive=real_path if model.exclusive else "",
             is_remote=facts.is_remote,
         )
-        version = None if model.versions is None else self.version_of(model_id)
+        version = None if model.versions is None else self._version_of(model_id)
         return Entry(model_id, model, engine, spec, facts, base_id=str(model_id), real_path=real_path, version=version)
 
     def _facts(self, model: Model) -> EngineFacts:

@@ -1,7 +1,7 @@
 """Answers that do not simply pass from the engine to the client: kept for later, or made anew from the whole answer.
 
-Owns the seams between the request that is served and what becomes of its answer. `jobs.py` keeps answers;
-`pictures.py` makes URLs of pictures.
+Owns the seams between the request that is served and what becomes of its answer. `features/jobs/jobs.py` keeps answers;
+`features/pictures/answers.py` makes URLs of pictures.
 """
 
 from __future__ import annotations

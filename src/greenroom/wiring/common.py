@@ -15,6 +15,7 @@ from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.core.view import SchedulerView
+from greenroom.library.records import Version
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects
@@ -36,6 +37,7 @@ from greenroom.telemetry.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class CommonParts:
+    device_names: DeviceNames
     catalog: Catalog
     slots: LiveSlots
     hosted_slots: HostedSlots
@@ -62,9 +64,14 @@ def wire_common(
     clock: Callable[[], float],
     is_named_tenant: Callable[[str], bool],
     timeouts: Timeouts,
+    seen: Reading,
+    version_of: Callable[[str], Version | None],
 ) -> CommonParts:
-    config = gateway.config
-    server, catalog, slots, hub = config.server, Catalog(), LiveSlots(), Hub(begins_after=int(time.time()) * 1_000_000)
+    """`seen` is the first reading of the probe."""
+    config, server, names = gateway.config, gateway.config.server, DeviceNames(seen.gpus)
+    needs = Needs(MemoryNeedsStore(state_dir.path, warn), {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus})
+    catalog, slots = Catalog(needs, names.expected, version_of), LiveSlots()
+    hub = Hub(begins_after=int(time.time()) * 1_000_000)
     with_aliases = server.metrics_aliases is not None
     metrics = Metrics(catalog.is_known, is_named_tenant, catalog.is_adhoc, with_aliases=with_aliases)
     observer = Observer(hub, metrics)
@@ -73,6 +80,7 @@ def wire_common(
     seen_effects = effects if recorder is None else recorder.watching(effects)
     loop = SchedulerLoop(limits.make_scheduler(config.scheduler.implementation, seen_effects), clock, recorder)
     return CommonParts(
+        device_names=names,
         catalog=catalog,
         slots=slots,
         hosted_slots=HostedSlots(),
@@ -93,7 +101,6 @@ def wire_common(
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
     common: CommonParts
-    device_names: DeviceNames
     owners: MemoryOwners
     watch: MemoryWatch
     needs: Needs
@@ -110,18 +117,14 @@ class MemoryParts:
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the first reading of the probe."""
     catalog, loop, times = common.catalog, common.loop, common.timeouts.memory
-    names = DeviceNames(seen.gpus)
-    catalog.device_of = names.expected
     run = common.state_dir.identity("")
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
     watch = MemoryWatch(probe, owners, loop, config.memory.look_every_s, seen, common.hosted_slots, times)
-    kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
-    needs = catalog.needs = Needs(MemoryNeedsStore(common.state_dir.path, warn), kinds)
     # Beside a model of a worker the worker itself needs room; on simulated GPUs nothing is set aside.
     kept = 0 if config.gpus else WORKER_GPU_MIB
     gpus = [device for device in devices(config, seen) if device.kind is DeviceKind.GPU]
-    needs.usable_mib = {gpu.id: gpu.usable_mib - kept for gpu in gpus}
-    slot_memory = SlotMemory(loop, catalog, needs, watch, times)
+    catalog.needs.usable_mib = {gpu.id: gpu.usable_mib - kept for gpu in gpus}
+    slot_memory = SlotMemory(loop, catalog, catalog.needs, watch, times)
     growth = Growth(common.slots, watch, slot_memory, loop)
     watch.on_look = growth.look
-    return MemoryParts(common, names, owners, watch, needs, slot_memory)
+    return MemoryParts(common, owners, watch, catalog.needs, slot_memory)

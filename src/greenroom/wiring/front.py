@@ -140,6 +140,15 @@ class FrontParts:
         limiter = self.access.limiter
         self.door.limiter = self.serving.reader.limiter = limiter if limiter.is_on else None
 
+    def use_changed_keys(self, config: Config) -> None:
+        """The key file was read again."""
+        self.use_keys(config)
+        ring = self.access.keys
+        for problem in ring.problems:
+            _log.warning("the key file cannot be used as it is", problem=problem, keys_that_count=len(ring.of_file))
+        if not ring.problems:
+            _log.info("keys reread", file=ring.path, keys=len(ring.of_file))
+
     async def bind(self, server: Server) -> None:
         """Take the ports; connections wait until `accept`. Raises OSError, or ConfigError for `metrics_port`."""
         await self.edge.bind(server.host, server.port)

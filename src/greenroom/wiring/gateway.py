@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from greenroom.api.reports.configuration import ConfigFile
-from greenroom.api.shell import Box
+from greenroom.api.shell import Overview
 from greenroom.features.operations.load_routes import Pinning
 from greenroom.features.operations.routes import PrefixCaches, Reloading
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from greenroom.telemetry.history import History
 
 
-class Gateway(Box, ConfigFile, Reloading, Pinning, PrefixCaches, Protocol):
+class Gateway(Overview, ConfigFile, Reloading, Pinning, PrefixCaches, Protocol):
     """`app.py` passes in the real gateway, tests a small one with real tables."""
 
     library: Library
@@ -53,3 +53,4 @@ class Gateway(Box, ConfigFile, Reloading, Pinning, PrefixCaches, Protocol):
     spending: Spending
     cloud_fallback: CloudFallback
     salts: PrefixSalts
+    """By which engines keep prefixes apart that take a salt."""

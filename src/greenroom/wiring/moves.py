@@ -66,7 +66,7 @@ class LeaseParts:
 
 def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
     """Raises ConfigError if the client of the shared store is not installed."""
-    leasable, wait_max_s = LeasableMemory(common.loop, memory.device_names, memory.watch), config.leases.wait_max_s
+    leasable, wait_max_s = LeasableMemory(common.loop, common.device_names, memory.watch), config.leases.wait_max_s
     journal = JournalWriter(common.state_dir.path)
     own = LocalLeasing(common.loop, journal, leasable, common.hub, wait_max_s=wait_max_s)
     if config.leases.store is None:

@@ -12,7 +12,7 @@ from fastapi import Query
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
 from greenroom.api.reports.memory import gpu_used_mib, green_room_used_mib
-from greenroom.api.shell import Box, Shell
+from greenroom.api.shell import Overview, Shell
 from greenroom.api.views import View
 from greenroom.core.model import Tier
 from greenroom.telemetry.history import History, Sample
@@ -143,26 +143,26 @@ class HistoryRoutes(Routes):
         )
 
 
-def sample(box: Box, wall: Callable[[], float] = time.time) -> Sample:
+def sample(gateway: Overview, wall: Callable[[], float] = time.time) -> Sample:
     """The gateway at this moment, in a dozen figures."""
-    state = box.loop.scheduler.view
+    state = gateway.loop.scheduler.view
     slots = [slot for slot in state.slots.values() if slot.lease is None]
-    gpus = box.memory_watch.last.reading.gpus
+    gpus = gateway.memory_watch.last.reading.gpus
     held: dict[str, float] = {str(device): 0.0 for device in state.ledger.devices}
     for holding in state.ledger.holdings.values():
         for device in state.ledger.devices:
             held[str(device)] += holding.on(device)
     return Sample(
         at=round(wall(), 3),
-        clock=box.clock(),
-        totals=box.metrics.totals(),
+        clock=gateway.clock(),
+        totals=gateway.metrics.totals(),
         queue=state.waitlist.depth,
         in_flight=sum(len(slot.in_flight) for slot in slots),
-        connections=box.edge.connections,
+        connections=gateway.edge.connections,
         green_room_mib=green_room_used_mib(state),
         ready=sum(slot.tier is Tier.READY for slot in slots),
         asleep=sum(slot.tier is Tier.ASLEEP for slot in slots),
-        used_mib=held | {gpu.uuid: float(gpu_used_mib(box, gpu)) for gpu in gpus if gpu.uuid in held},
+        used_mib=held | {gpu.uuid: float(gpu_used_mib(gateway, gpu)) for gpu in gpus if gpu.uuid in held},
         utilisation={gpu.uuid: float(gpu.utilisation) for gpu in gpus if gpu.utilisation is not None},
     )
 

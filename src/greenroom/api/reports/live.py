@@ -17,7 +17,7 @@ import msgspec
 
 from greenroom.api.reports.snapshot import Snapshot, is_failing
 from greenroom.api.reports.streams import EVENTS_MAX, event_frame
-from greenroom.api.shell import Box
+from greenroom.api.shell import Overview
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import DROPPED, Event, Hub
 
@@ -36,9 +36,9 @@ _LEFT_OUT: Final[dict[str, Any]] = {
 
 
 class LiveState:
-    def __init__(self, box: Box, look: Callable[[], Snapshot], period_s: float) -> None:
+    def __init__(self, gateway: Overview, look: Callable[[], Snapshot], period_s: float) -> None:
         """Models are compared every `period_s`."""
-        self._box = box
+        self._gateway = gateway
         self._look = look
         self._period_s = period_s
         self._viewers: set[StateFeed] = set()
@@ -76,11 +76,11 @@ class LiveState:
 
     def rendered(self, model: str) -> msgspec.Raw | None:
         """This model as it is now; None if there is no such model any more."""
-        now = self._box.clock()
+        now = self._gateway.clock()
         at, found = self._rendered.get(model, (now, None))
         # Older ones have changed in nothing but the times that pass by themselves, which are of the event all the same.
         if found is None or now - at > self._period_s:
-            entry = self._box.catalog.find(model)
+            entry = self._gateway.catalog.find(model)
             if entry is None or entry.shown_id(to_operator=True) != model:
                 return None
             view = self._look().model(entry, to_operator=True, waiting=self._waiting[entry.id])
@@ -109,14 +109,14 @@ class LiveState:
 
     def _facts_now(self) -> dict[str, object]:
         """What viewers are told about each model, without times that pass by themselves."""
-        state, now = self._box.loop.scheduler.view, self._box.clock()
+        state, now = self._gateway.loop.scheduler.view, self._gateway.clock()
         self._waiting = waiting = Counter(str(caller.model) for caller in state.callers())
-        shown = {entry.shown_id(to_operator=True): entry for entry in self._box.catalog.shown}
+        shown = {entry.shown_id(to_operator=True): entry for entry in self._gateway.catalog.shown}
         return {name: self._facts_of(entry, waiting[entry.id], now) for name, entry in shown.items()}
 
     def _facts_of(self, entry: Entry, waiting: int, now: float) -> object:
-        box = self._box
-        state, live = box.loop.scheduler.view, box.slots.live
+        gateway = self._gateway
+        state, live = gateway.loop.scheduler.view, gateway.slots.live
         record = state.models.get(entry.id)
         slots = tuple(
             (
@@ -135,7 +135,7 @@ class LiveState:
             for slot in state.slots_of(entry.id)
         )
         known = None if record is None else (record.need, record.failures, is_failing(record, now))
-        return (entry.spec, waiting, slots, known, box.mover.failures.get(entry.id))
+        return (entry.spec, waiting, slots, known, gateway.mover.failures.get(entry.id))
 
     def _rest_now(self) -> bytes:
         return self._look().status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import greenroom
 from greenroom.api import views
 from greenroom.api.reports.memory import GpuPicture, cache_view, green_room_view
-from greenroom.api.shell import Box
+from greenroom.api.shell import Overview
 from greenroom.api.views import StatusWord
 from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, SlotId, Tier
 from greenroom.core.view import ModelFacts, SchedulerView, SlotFacts, WaitingCaller
@@ -33,12 +33,12 @@ SCHEDULER_FAILED_S = 60.0
 
 
 class Snapshot:
-    """One moment of a box."""
+    """One moment of a gateway."""
 
-    def __init__(self, box: Box, uptime_s: float) -> None:
-        self._box = box
-        self._state: SchedulerView = box.loop.scheduler.view
-        self._now = box.clock()
+    def __init__(self, gateway: Overview, uptime_s: float) -> None:
+        self._gateway = gateway
+        self._state: SchedulerView = gateway.loop.scheduler.view
+        self._now = gateway.clock()
         self._uptime_s = uptime_s
 
     # --- /v1/models -------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Snapshot:
         tier, told = tier_of(self._state.slots_of(entry.id)).value, entry.facts.quantization
         return views.ModelCard(
             id=entry.shown_id(to_operator=to_operator),
-            created=int(self._box.started_at),
+            created=int(self._gateway.started_at),
             name=config.name,
             description=config.description,
             aliases=list(config.aliases),
@@ -76,24 +76,24 @@ class Snapshot:
         state = self._state
         return views.Health(
             status=self._health_word(),
-            leaseStore=None if self._box.sharing is None else "up" if self._is_store_up else "down",
+            leaseStore=None if self._gateway.sharing is None else "up" if self._is_store_up else "down",
             keyFile=self._key_file(),
             uptime=int(self._uptime_s),
-            modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._box.catalog),
+            modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.catalog),
             queueDepth=state.waitlist.depth,
         )
 
     def _key_file(self) -> Literal["ok", "stale"] | None:
-        keys = self._box.keys
+        keys = self._gateway.keys
         return None if keys.path is None else "stale" if keys.problems else "ok"
 
     def _health_word(self) -> views.HealthWord:
-        state, catalog = self._state, self._box.catalog
-        if self._box.is_draining:
+        state, catalog = self._state, self._gateway.catalog
+        if self._gateway.is_draining:
             return "draining"
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return "saturated"
-        if self._now - self._box.loop.failed_at < SCHEDULER_FAILED_S:
+        if self._now - self._gateway.loop.failed_at < SCHEDULER_FAILED_S:
             return "failed"
         if not self._is_store_up and not any(self.word(entry) is StatusWord.LOADED for entry in catalog):
             return "failed"
@@ -105,27 +105,27 @@ class Snapshot:
         return "healthy"
 
     def _is_out_of_memory(self, entry: Entry) -> bool:
-        failure = self._box.mover.failures.get(entry.id)
+        failure = self._gateway.mover.failures.get(entry.id)
         return isinstance(failure, LoadOutOfMemory) and self.word(entry) is StatusWord.FAILED
 
     def ready(self) -> views.ProbeAnswer:
         """Whether requests are accepted."""
         state = self._state
-        if self._box.is_draining:
+        if self._gateway.is_draining:
             return views.ProbeAnswer(status="draining")
-        if self._box.is_starting:
+        if self._gateway.is_starting:
             return views.ProbeAnswer(status="starting")
-        models, catalog = self._box.config.models, self._box.catalog
+        models, catalog = self._gateway.config.models, self._gateway.catalog
         if any(model.versions is not None and not catalog.is_known(name) for name, model in models.items()):
             return views.ProbeAnswer(status="no_version")
-        if self._box.is_catching_up:
+        if self._gateway.is_catching_up:
             return views.ProbeAnswer(status="catching_up")
         is_full = state.waitlist.depth >= state.limits.queue_depth_max
         return views.ProbeAnswer(status="saturated" if is_full else "ok")
 
     @property
     def _is_store_up(self) -> bool:
-        return self._box.sharing is None or self._box.sharing.failure is None
+        return self._gateway.sharing is None or self._gateway.sharing.failure is None
 
     def word(self, entry: Entry) -> StatusWord:
         return status_word(self._state, entry.id, self._now)
@@ -137,21 +137,21 @@ class Snapshot:
     # --- /api/v1/status ---------------------------------------------------------------------------------------------
 
     def status(self, *, with_models: bool = True) -> views.StatusView:
-        box, state = self._box, self._state
+        gateway, state = self._gateway, self._state
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
-        known = {entry.id for entry in box.catalog.shown}
-        picture = GpuPicture(box, self._now)
+        known = {entry.id for entry in gateway.catalog.shown}
+        picture = GpuPicture(gateway, self._now)
         return views.StatusView(
             version=greenroom.__version__,
             build=BUILD,
-            started=datetime.fromtimestamp(box.started_at, UTC).isoformat(timespec="seconds"),
+            started=datetime.fromtimestamp(gateway.started_at, UTC).isoformat(timespec="seconds"),
             uptime_s=round(self._uptime_s, 3),
-            draining=box.is_draining,
-            addresses=list(box.edge.addresses),
+            draining=gateway.is_draining,
+            addresses=list(gateway.edge.addresses),
             queue=self._queue(),
             lease_store=self._lease_store(),
-            key_problems=list(self._box.keys.problems),
+            key_problems=list(self._gateway.keys.problems),
             devices=[self._device(device, free) for device in state.ledger.devices.values()],
             green_room=green_room_view(state),
             probe=picture.probe(),
@@ -162,13 +162,13 @@ class Snapshot:
             ],
             waiting=[self._waiting(waiter, place) for place, waiter in enumerate(callers[:WAITING_SHOWN_MAX], 1)],
             counters=state.counters,
-            connections=views.ConnectionsView(open=box.edge.connections, stats=asdict(box.edge.stats)),
+            connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
     def models(self, *, to_operator: bool, sees: Callable[[str], bool] = lambda _: True) -> list[views.ModelView]:
         """All models for operators; for others those that they may see, without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        seen = (entry for entry in self._box.catalog.shown if sees(entry.base_id))
+        seen = (entry for entry in self._gateway.catalog.shown if sees(entry.base_id))
         shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
@@ -187,7 +187,7 @@ class Snapshot:
         return views.QueueView(depth=state.waitlist.depth, max=state.limits.queue_depth_max, avg_wait_ms=avg_wait_ms)
 
     def _lease_store(self) -> views.LeaseStoreView | None:
-        sharing = self._box.sharing
+        sharing = self._gateway.sharing
         if sharing is None:
             return None
         return views.LeaseStoreView(
@@ -239,7 +239,7 @@ class Snapshot:
             retry_in_s=self._retry_in_s(record),
             last_error=self._last_error(entry.id, to_operator),
             missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
-            cache=cache_view(self._box.slots, slots),
+            cache=cache_view(self._gateway.slots, slots),
             no_sleep=_no_sleep(entry),
             versioned=self._is_versioned(entry.id),
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
@@ -247,7 +247,7 @@ class Snapshot:
 
     def _is_versioned(self, model: ModelId) -> bool:
         """False for a version that is on its way: it has the configuration of its model, under a name of its own."""
-        configured = self._box.config.models.get(model)
+        configured = self._gateway.config.models.get(model)
         return configured is not None and configured.versions is not None
 
     def _slot(self, slot: SlotFacts, *, to_operator: bool) -> views.SlotView:
@@ -273,7 +273,7 @@ class Snapshot:
         return round(max(0.0, slot.last_used + slot.idle_s - self._now), 1)
 
     def _need(self, entry: Entry) -> views.NeedView:
-        catalog, record = self._box.catalog, self._state.models.get(entry.id)
+        catalog, record = self._gateway.catalog, self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
         if not catalog.fits_memory:
             return need_view(need, None)
@@ -306,14 +306,14 @@ class Snapshot:
         return round(record.retry_at - self._now, 1)
 
     def _last_error(self, model: ModelId, to_operator: bool) -> views.LastError | None:
-        failure = self._box.mover.failures.get(model)
+        failure = self._gateway.mover.failures.get(model)
         if failure is None:
             return None
         told = render.words(failure, "", to_operator=to_operator)
         return views.LastError(code=failure.code, message=told.message)
 
     def _pid(self, slot: SlotId) -> int | None:
-        live = self._box.slots.live.get(slot)
+        live = self._gateway.slots.live.get(slot)
         return None if live is None or live.child is None else live.child.pid
 
     def _waiting(self, waiter: WaitingCaller, position: int) -> views.WaitingView:

@@ -23,7 +23,7 @@ from greenroom.api.reports.live import LiveState, StateFeed
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, green_room_used_mib, memory_split
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import SSE, EventFeed, Streams, refuse_head
-from greenroom.api.shell import Box
+from greenroom.api.shell import Overview
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
@@ -58,12 +58,14 @@ LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT
 
 
 class Watching(Routes):
-    def __init__(self, box: Box, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]) -> None:
-        self._box = box
+    def __init__(
+        self, gateway: Overview, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
+    ) -> None:
+        self._gateway = gateway
         self._streams = streams
         self._look = look
         self._uptime_s = uptime_s
-        self._live = LiveState(box, look, streams.look_s)
+        self._live = LiveState(gateway, look, streams.look_s)
         # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
@@ -92,16 +94,16 @@ class Watching(Routes):
 
         Callers are told everything where there are no keys: a monitor could send none.
         """
-        box, caller = self._box, caller_of(request)
-        if not box.config.server.metrics:
+        gateway, caller = self._gateway, caller_of(request)
+        if not gateway.config.server.metrics:
             raise NotFound("Metrics are off (server.metrics).")
-        known = (entry for entry in box.catalog if not entry.config.unlisted and caller.sees(entry.base_id))
+        known = (entry for entry in gateway.catalog if not entry.config.unlisted and caller.sees(entry.base_id))
         seen = {public_name(entry.id) for entry in known}
         listed = None if asked_by_admin(request) or caller.tenant is None else seen
         async with self._rendering:
-            now = gauges(box, self._uptime_s())
+            now = gauges(gateway, self._uptime_s())
             body, content_type = await run_detached(
-                lambda: render(box.metrics, now, only_models=listed), "write metrics"
+                lambda: render(gateway.metrics, now, only_models=listed), "write metrics"
             )
         return Response(body, headers={"content-type": content_type})
 
@@ -118,7 +120,7 @@ class Watching(Routes):
         refuse_head(request)
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
-        hub = self._box.hub
+        hub = self._gateway.hub
         return self._streams.answer(
             request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
         )
@@ -128,14 +130,14 @@ class Watching(Routes):
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
     ) -> views.RequestList:
         """Requests that run or ended lately, without `details`."""
-        entry = self._box.catalog.find(model) if model is not None else None
-        records = self._box.activity.recent(limit, model if entry is None else entry.public_id)
+        entry = self._gateway.catalog.find(model) if model is not None else None
+        records = self._gateway.activity.recent(limit, model if entry is None else entry.public_id)
         return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
 
     @get(f"{API}/requests/{{request_id}}", needs=Permission.ASK)
     async def show_request(self, request: Request, request_id: str) -> views.RequestView:
         """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
-        record, is_admin = self._box.activity.get(request_id), asked_by_admin(request)
+        record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
         caller = caller_of(request)
         # A request of another tenant is answered like an unknown one, so that ids cannot be guessed.
         if record is None or not (is_admin or (record.tenant == caller.tenant and self._sees(caller, record.model))):
@@ -146,7 +148,7 @@ class Watching(Routes):
         return views.RequestView(**shown)
 
     def _sees(self, caller: Caller, model: str) -> bool:
-        entry = self._box.catalog.find(model)
+        entry = self._gateway.catalog.find(model)
         return caller.sees(model if entry is None else entry.base_id)
 
     @get(f"{API}/decisions", needs=Permission.READ)
@@ -158,11 +160,11 @@ class Watching(Routes):
         what: views.DecisionKind | None = None,
     ) -> views.DecisionList:
         """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
-        entry = self._box.catalog.find(model) if model is not None else None
+        entry = self._gateway.catalog.find(model) if model is not None else None
         wanted = model if entry is None else public_name(entry.id)
         newest_first = (
             decision
-            for decision in reversed(self._box.observer.decisions)
+            for decision in reversed(self._gateway.observer.decisions)
             if decision["seq"] > since
             and what in (None, decision["what"])
             and (wanted is None or wanted in (decision.get("model"), decision.get("for_model")))
@@ -170,10 +172,10 @@ class Watching(Routes):
         return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])
 
 
-def gauges(box: Box, uptime_s: float) -> Gauges:
+def gauges(gateway: Overview, uptime_s: float) -> Gauges:
     """Configured models always have values, zeros included; others only while they hold something."""
-    state = box.loop.scheduler.view
-    waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in box.catalog})
+    state = gateway.loop.scheduler.view
+    waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.catalog})
     in_flight = waiting.copy()
     waiting.update(public_name(caller.model) for caller in state.callers())
     # A lease has a slot too. Callers choose its id, which must not become a model's label.
@@ -184,23 +186,23 @@ def gauges(box: Box, uptime_s: float) -> Gauges:
         in_flight=in_flight,
         slots=Counter((public_name(slot.model), slot.tier.value) for slot in models),
         memory_mib=_memory_mib(state, models),
-        caches=_caches(box),
+        caches=_caches(gateway),
         devices=_devices(state),
-        gpus=_gpus(box),
-        store=_store(box),
-        leases=_leases(box),
+        gpus=_gpus(gateway),
+        store=_store(gateway),
+        leases=_leases(gateway),
         green_room_size_mib=state.limits.green_room_mib,
         green_room_used_mib=green_room_used_mib(state),
-        connections=box.edge.connections,
-        event_listeners=box.hub.listeners,
+        connections=gateway.edge.connections,
+        event_listeners=gateway.hub.listeners,
         log_lines_lost=lost_lines(),
         uptime_s=uptime_s,
     )
 
 
-def _caches(box: Box) -> dict[str, CacheCounts]:
-    state = box.loop.scheduler.view
-    shown = [(entry, cache_view(box.slots, state.slots_of(entry.id))) for entry in box.catalog.shown]
+def _caches(gateway: Overview) -> dict[str, CacheCounts]:
+    state = gateway.loop.scheduler.view
+    shown = [(entry, cache_view(gateway.slots, state.slots_of(entry.id))) for entry in gateway.catalog.shown]
     return {
         public_name(entry.id): (view.kv_used, view.prefix_queries, view.prefix_hits)
         for entry, view in shown
@@ -208,16 +210,16 @@ def _caches(box: Box) -> dict[str, CacheCounts]:
     }
 
 
-def _store(box: Box) -> StoreFigures | None:
-    sharing = box.sharing
+def _store(gateway: Overview) -> StoreFigures | None:
+    sharing = gateway.sharing
     return None if sharing is None else StoreFigures(sharing.failure is None, sharing.slots_without_lease)
 
 
-def _leases(box: Box) -> LeaseFigures:
+def _leases(gateway: Overview) -> LeaseFigures:
     """Leases of programs, in whichever store. Devices always have a value, zero included."""
-    devices = box.loop.scheduler.view.ledger.devices
+    devices = gateway.loop.scheduler.view.ledger.devices
     total: dict[str, float] = {str(device): 0 for device in devices}
-    programs = [lease for lease in box.leasing.known() if lease.kind == "program"]
+    programs = [lease for lease in gateway.leasing.known() if lease.kind == "program"]
     held = [lease for lease in programs if lease.state == "held"]
     for lease in held:
         for device, mib in lease.claim.items():
@@ -234,12 +236,12 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
     return total
 
 
-def _gpus(box: Box) -> dict[str, GpuFigures]:
-    parts, found = memory_split(box), {}
-    for gpu in box.memory_watch.last.reading.gpus:
+def _gpus(gateway: Overview) -> dict[str, GpuFigures]:
+    parts, found = memory_split(gateway), {}
+    for gpu in gateway.memory_watch.last.reading.gpus:
         of = parts[DeviceId(gpu.uuid)]
         split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
-        figures = (gpu.total_mib, gpu_used_mib(box, gpu), gpu.utilisation, gpu.temperature_c)
+        figures = (gpu.total_mib, gpu_used_mib(gateway, gpu), gpu.utilisation, gpu.temperature_c)
         found[gpu.uuid] = GpuFigures(*figures, gpu.index, split)
     return found
 

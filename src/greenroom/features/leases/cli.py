@@ -1,6 +1,6 @@
 """`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased.
 
-The lease belongs to this process, so that the memory comes back at once however it ends. `leased_program.py` runs the
+The lease belongs to this process, so that the memory comes back at once however it ends. `cli_program.py` runs the
 program.
 """
 

@@ -2,9 +2,9 @@
 
 Owns every row, the only way from one status to the next, and how much is kept. A status is seen only once it is on
 disk, so that no crash takes it back. Never runs anything: jobs are run by `features/jobs/jobs.py`, downloads by
-`downloads.py`, loads and unloads by `loads.py`. Jobs and all other kinds are counted apart, so that neither pushes out
-the other. Durations, and how old a row of this run is, go by the clock that is never set: of a row that has changed in
-this run, each time is told as the time before it and the seconds since.
+`features/library/downloads.py`, loads and unloads by `features/operations/loads.py`. Jobs and all other kinds are
+counted apart, so that neither pushes out the other. Durations, and how old a row of this run is, go by the clock that
+is never set: of a row that has changed in this run, each time is told as the time before it and the seconds since.
 
     queued → running → done | failed | cancelled          queued → failed | cancelled
     running → queued, at a restart, if the operation may run again; a load or unload fails then
