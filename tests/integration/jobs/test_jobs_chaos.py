@@ -103,11 +103,22 @@ class Chaos:
                 assert status in OVER
                 assert self.ends.setdefault(id, status) == status
 
-    def kill_engine(self) -> None:
+    async def kill_engine(self) -> None:
+        """Kill one that answers, if any does soon: a job fails only with the engine that has begun it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while not self.answering():
+                    await self.look()
+                    await asyncio.sleep(0.02)
         engines = [owned.pid for owned in left_behind(self.folder) if is_engine(owned.pid)]
-        if engines:
+        if engines := sorted(self.answering().intersection(engines)) or engines:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.random.choice(engines), signal.SIGKILL)
+
+    def answering(self) -> set[int]:
+        """The engines that were sent jobs which are not known to be over."""
+        over = {self.numbers[id] for id in self.ends if id in self.numbers}
+        return {line["pid"] for number, lines in self.runs().items() if number not in over for line in lines}
 
     def kill_gateway(self) -> None:
         self.gate.kill()
@@ -155,7 +166,7 @@ async def test_every_job_ends_once_whatever_dies(tmp_path: Path, seed: int) -> N
             if number % 5 == 2:
                 await chaos.cancel_one()
             if number % 10 == 7:
-                chaos.kill_engine()
+                await chaos.kill_engine()
             if number in (15, 35):
                 await chaos.look()
                 chaos.kill_gateway()
