@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli import keys_shown, screen, tasks_shown
+from greenroom.cli import screen, tasks_shown
 from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands.key import TITLES as KEY_TITLES
+from greenroom.cli.commands.key import all_keys, key_row
 from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
@@ -83,7 +85,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
     needs.usable_mib = {device.id: device.usable_mib for device in there if device.kind is DeviceKind.GPU}
     models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
     governance = report(loaded.config.governance)
-    keys, wrong_keys = keys_shown.all_keys(loaded.config.server)
+    keys, wrong_keys = all_keys(loaded.config.server)
     warnings = [
         *loaded.warnings,
         *blind,
@@ -319,7 +321,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     if result["tasks"]:
         screen.say_table(tasks_shown.TITLES, [tasks_shown.row(task) for task in result["tasks"]])
     if result["keys"]:
-        screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
+        screen.say_table(KEY_TITLES, [key_row(key) for key in result["keys"]])
     if result["governance"] is not None:
         from greenroom.features.governance.keyset import GovernanceReport
 

@@ -1,6 +1,6 @@
-"""`greenroom token`: make keys, sign tokens for operations, add signatures, and look whether a token would be accepted.
+"""`greenroom token` makes keys, signs tokens for operations and checks them; `greenroom audit` checks the audit log.
 
-Works without a gateway: keys stay where their holders are. What a command prints is the token as text, for `--token`.
+Both work without a gateway: keys stay where their holders are. `token` prints the token as text, for `--token`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
@@ -17,6 +18,7 @@ from greenroom.errors import ConfigError, GreenroomError
 
 if TYPE_CHECKING:
     from greenroom.features.governance.tokens import Presented
+
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
 OPERATIONS: Final = (
@@ -46,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     return status
 
 
-COMMAND = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
+TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -198,3 +200,50 @@ def _presented(args: argparse.Namespace) -> Presented:
         return read_token(read(text.encode()) if text.startswith("{") else text)
     except NotCanonical as error:
         raise CommandFailed(f"the token cannot be read: {error}") from None
+
+
+# --- audit ------------------------------------------------------------------------------------------------------------
+
+
+def _add_audit_options(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    about = "Check the chain of hashes, and name the first bad line."
+    verify = commands.add_parser("verify", help=about, description=about, allow_abbrev=False)
+    verify.add_argument("file", nargs="?", metavar="FILE", help="the log (default: that of the configuration)")
+    verify.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
+    verify.add_argument(
+        "--head", metavar="HASH", help="a last line's hash that was kept elsewhere; must be in the chain"
+    )
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from greenroom.base.plain_file import why
+    from greenroom.features.governance.audit import verify
+
+    path = Path(args.file) if args.file else _configured(args.config)
+    try:
+        found = verify(path, args.head)
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"{path} cannot be read: {why(error)}") from None
+    if args.json:
+        told: dict[str, Any] = {"ok": found.problem is None, "lines": found.lines, "head": found.head}
+        screen.say_json({**told, "cut": list(found.cut), "bad_line": found.bad_line, "problem": found.problem})
+        return ExitStatus.OK if found.problem is None else ExitStatus.FAILED
+    if found.problem is not None:
+        raise CommandFailed(f"{path}: line {found.bad_line}: {found.problem}")
+    screen.say(f"{path}: {found.lines} lines, none changed; head {found.head}")
+    for line in found.cut:
+        screen.note(f"line {line} was cut by a crash; the line after it says so")
+    screen.hint("keep the head elsewhere: `greenroom audit verify --head HASH` then finds lines taken from the end")
+    return ExitStatus.OK
+
+
+def _configured(file: str | None) -> Path:
+    from greenroom.config import loader
+
+    config = loader.load(loader.find(file)).config
+    return Path(config.governance.audit_path or Path(config.state_dir) / "governance" / "audit.jsonl")
+
+
+AUDIT = Subcommand("audit", "Verify the audit log of signed operations.", _add_audit_options, _audit)
