@@ -1,6 +1,6 @@
 """The limits that a tenant, a key or a model can have, one row each, and the amounts that they are counted with.
 
-A further limit is a row here and its option, with its sentence, in `RateLimits` (`config/sections/tenants.py`):
+A further limit is a row here and its option, with its sentence, in `RateLimits` (`config/sections/keys.py`):
 counting, errors, headers, `/api/v1/limits` and `greenroom key new` go by these rows. Owns the sliding window of one
 limit in memory; `shared_window.py` has the one that several gateways share.
 """

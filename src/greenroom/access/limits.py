@@ -16,7 +16,7 @@ from typing import Final, Literal
 from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
 from greenroom.access.keys import Caller
 from greenroom.config.schema import Config, RateLimits
-from greenroom.config.sections.tenants import DEFAULT_TENANT
+from greenroom.config.sections.keys import DEFAULT_TENANT
 from greenroom.errors import RateLimited
 
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.

@@ -23,11 +23,11 @@ from greenroom.base.plain_file import replace_file
 from greenroom.base.repeated import Repeated
 from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.errors import ModelNotFound, RemovalFailed
+from greenroom.library.facts import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
 from greenroom.library.naming import FoundRoot, Inventory, inventory_of
 from greenroom.library.records import BrokenModel, FetchedFile, LibraryRecord, Source
-from greenroom.library.remembered import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
 from greenroom.telemetry.logs import get_logger

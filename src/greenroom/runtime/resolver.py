@@ -20,7 +20,7 @@ from greenroom.config.schema import Model
 from greenroom.core.model import ModelId
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown
 from greenroom.library.library import Library
-from greenroom.library.quantization import choose
+from greenroom.library.naming import choose
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Source
 from greenroom.library.roots import is_below
 from greenroom.runtime.adhoc_model import (

@@ -10,9 +10,9 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from greenroom.cli import screen, tasks_shown
+from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.commands.key import TITLES as KEY_TITLES
 from greenroom.cli.commands.key import all_keys, key_row
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from greenroom.core.model import Device, Need
     from greenroom.runtime.memory.needs import Needs
     from greenroom.runtime.memory.readings import Reading
+    from greenroom.serving.tasks import CandidateFacts
+
 
 ENV_TITLES = ("variable", "key", "from", "value")
 TITLES = ("model", "engine", "memory MiB", "note")
@@ -42,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.schema:
-        from greenroom.config.generate.reference import json_schema
+        from greenroom.config.generate import json_schema
 
         screen.say_json(json_schema())
         return ExitStatus.OK
@@ -100,7 +102,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
         *_shared_prompts(loaded.config, keys),
         *wrong_keys,
     ]
-    tasks, wrong_tasks = tasks_shown.all_tasks(loaded.config, warnings)
+    tasks, wrong_tasks = all_tasks(loaded.config, warnings)
     return {
         "ok": True,
         "file": str(loaded.path),
@@ -319,7 +321,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
     screen.say(f"budget: {budget}")
     if result["tasks"]:
-        screen.say_table(tasks_shown.TITLES, [tasks_shown.row(task) for task in result["tasks"]])
+        screen.say_table(TASK_TITLES, [task_row(task) for task in result["tasks"]])
     if result["keys"]:
         screen.say_table(KEY_TITLES, [key_row(key) for key in result["keys"]])
     if result["governance"] is not None:
@@ -362,3 +364,71 @@ def _row(model: Mapping[str, Any]) -> Sequence[str]:
     notes += [_ISOLATION_NOTES[model["isolation"]]] if model["isolation"] in _ISOLATION_NOTES else []
     memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
     return (model["id"], model["engine"], memory, ", ".join(notes) or "-")
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+TASK_TITLES: Final = ("task", "candidates", "note")
+
+
+def all_tasks(config: Config, warnings: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The tasks, and warnings for candidates that can never serve them. `warnings` are those of models and remotes."""
+    from greenroom.serving.tasks import Tasks
+
+    ids = {name: name for name in config.models}
+    ids |= {alias: name for name, model in config.models.items() for alias in model.aliases}
+    tasks = Tasks(lambda name: _facts(ids[name], config))
+    tasks.configure(config)
+    found, wrong = [], []
+    for name, task in config.tasks.items():
+        route = tasks.find(name)
+        assert route is not None
+        never = tasks.never(route)
+        candidates = []
+        for said in task.candidates:
+            model = config.models[ids[said]]
+            places = tuple(f"{place}: " for place in (f"models.{ids[said]}", f"remotes.{model.remote}"))
+            problems = [text for text in warnings if text.startswith(places)]
+            problems += [f"it can never serve: {never[said]}"] if said in never else []
+            candidates.append(
+                {"name": said, "model": ids[said], "remote": model.engine == "remote", "problems": problems}
+            )
+        if len(never) == len(task.candidates):
+            reasons = "; ".join(f"{one}: {why}" for one, why in never.items())
+            wrong.append(f"tasks.{name}: no candidate can ever serve it, so requests get 400 no_candidate. {reasons}")
+        else:
+            wrong += [f"tasks.{name}: {one} can never serve it: {why}" for one, why in never.items()]
+        found.append(
+            {
+                "name": name,
+                "candidates": candidates,
+                "pin_primary": task.pin_primary,
+                "budget_s": task.budget_s,
+                "unlisted": task.unlisted,
+            }
+        )
+    return found, wrong
+
+
+def task_row(task: Mapping[str, Any]) -> Sequence[str]:
+    notes = [word for word in ("pin_primary", "unlisted") if task[word]]
+    notes += [] if task["budget_s"] is None else [f"budget_s {task['budget_s']:g}"]
+    return (task["name"], ", ".join(map(_candidate, task["candidates"])), ", ".join(notes) or "-")
+
+
+def _candidate(one: Mapping[str, Any]) -> str:
+    marks = [*(["remote"] if one["remote"] else []), *(["see below"] if one["problems"] else [])]
+    return f"{one['name']} ({', '.join(marks)})" if marks else one["name"]
+
+
+def _facts(id: str, config: Config) -> CandidateFacts:
+    from greenroom.core.model import ModelId
+    from greenroom.engines.registry import engine_for, facts_of
+    from greenroom.serving.tasks import CandidateFacts
+
+    model = config.models[id]
+    engine, facts = engine_for(model), facts_of(model)
+    return CandidateFacts.of(
+        ModelId(id), model, engine.name, facts.abilities, keeps_json=engine.keeps_json, is_remote=facts.is_remote
+    )

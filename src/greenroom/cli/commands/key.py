@@ -77,7 +77,7 @@ def _add_new(commands: Any) -> None:
 
 
 def _new(args: argparse.Namespace) -> int:
-    from greenroom.access.key_changes import add_key
+    from greenroom.access.key_file import add_key
     from greenroom.access.keys import new_key
 
     secret, sha256 = new_key()
@@ -182,7 +182,7 @@ def _add_revoke(commands: Any) -> None:
 def _revoke(args: argparse.Namespace) -> int:
     from datetime import UTC, datetime
 
-    from greenroom.access.key_changes import revoke_key
+    from greenroom.access.key_file import revoke_key
 
     key = shown(revoke_key(_path(args), args.name, datetime.now(UTC).replace(microsecond=0)))
     if args.json:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands import Subcommand, seconds
 from greenroom.cli.failures import CommandFailed, ExitStatus
-from greenroom.cli.numbers import seconds
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client

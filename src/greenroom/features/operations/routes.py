@@ -41,10 +41,9 @@ from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, SlotId, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
-from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.load_routes import LoadTaken, begin
 from greenroom.features.operations.loads import Loads
-from greenroom.features.operations.moves import OperatorMoves
+from greenroom.features.operations.moves import ComingVersions, OperatorMoves, expect_movable
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry

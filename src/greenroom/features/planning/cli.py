@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands import Subcommand, seconds_above_0
 from greenroom.cli.failures import ExitStatus, GatewayRefused
-from greenroom.cli.numbers import seconds_above_0
 
 # The scheduler's reasons to wait and to refuse, as sentences.
 WAITING: Final = {

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
-from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands import Subcommand, seconds_above_0
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
-from greenroom.cli.numbers import seconds_above_0
 
 if TYPE_CHECKING:
     from greenroom.trainer import Report, Sign, Trainer

@@ -18,8 +18,7 @@ import torch
 from ...serving.http import HttpServer
 from ..failures import BadModel, Stuck, WorkCancelled
 from ..weights.device_weights import DeviceWeights
-from .device_context import DeviceContext
-from .resources import SlotEngine, WorkerResources
+from .resources import DeviceContext, SlotEngine, WorkerResources
 from .slot_options import SlotOptions
 
 
