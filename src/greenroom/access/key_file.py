@@ -192,10 +192,8 @@ def add_key(path: str | Path, key: FileKey) -> None:
 
 
 def revoke_key(path: str | Path, name: str, now: datetime) -> FileKey:
-    """Refuse this key from now on. Returns it. Raises ConfigError, and then nothing has changed.
-
-    A key that is revoked already stays as it is.
-    """
+    """Refuse this key from now on. Returns it. Raises ConfigError, and then nothing has changed. A key that is revoked
+    already stays as it is."""
     with _changing(path) as file:
         keys = _read(file)
         found = next((key for key in keys if key.name == name), None)

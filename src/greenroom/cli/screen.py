@@ -214,10 +214,8 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[str, float | None], None]]:
-    """A bar on standard error; the function it yields is told text and progress (None: not known).
-
-    In a pipe each new text is one line.
-    """
+    """A bar on standard error; the function it yields is told text and progress (None: not known). In a pipe each new
+    text is one line."""
     if not sys.stderr.isatty():
         last = ""
 

@@ -149,10 +149,8 @@ class Described(BaseModel):
 
 @cache
 def descriptions(model: type[BaseModel]) -> Mapping[str, str]:
-    """The docstrings under the model's fields and under those it inherits, by field. Empty without the sources.
-
-    One of a key of some engines begins with their names.
-    """
+    """The docstrings under the model's fields and under those it inherits, by field. Empty without the sources. One of
+    a key of some engines begins with their names."""
     told = {name: text for part in reversed(model.__mro__) for name, text in _docstrings(part).items()}
     return {name: _with_engines(told[name], field) for name, field in model.model_fields.items() if name in told}
 

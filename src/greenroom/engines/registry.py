@@ -49,10 +49,8 @@ _OF_CATEGORY: Final[Mapping[str, frozenset[Ability]]] = {
 
 
 def engine_for(model: Model) -> Engine:
-    """The engine of a model. The configuration has inferred its name if the operator gave none.
-
-    Raises ConfigError if the engine of another package cannot be used.
-    """
+    """The engine of a model. The configuration has inferred its name if the operator gave none. Raises ConfigError if
+    the engine of another package cannot be used."""
     assert model.engine is not None, "a model whose engine is in doubt is refused"
     return engine_named(model.engine)
 

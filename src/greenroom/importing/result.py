@@ -38,10 +38,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`tree` is the configuration. `mapped` counts the keys of the source that are in it.
-
-    `refused` is the error if the configuration has these problems: in places of the source.
-    """
+    """`tree` is the configuration. `mapped` counts the keys of the source that are in it. `refused` is the error if the
+    configuration has these problems: in places of the source."""
 
     tree: dict[str, Value]
     notes: tuple[Note, ...]

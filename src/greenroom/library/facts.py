@@ -82,11 +82,9 @@ class NoModel(ValueError):
 def read_facts(
     kind: ModelKind, path: str, weights: Sequence[str], size_bytes: int, *, projector: str | None, on_gpu: bool
 ) -> FileFacts:
-    """The facts of the model at `path`, whose weights are these files. Raises BadModelFile or NoModel.
-
-    `size_bytes` is the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of
-    a GPU, or of the host where there is none.
-    """
+    """The facts of the model at `path`, whose weights are these files. Raises BadModelFile or NoModel. `size_bytes` is
+    the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of a GPU, or of
+    the host where there is none."""
     model = Model(engine=ENGINE_OF_KIND[kind], path=path, mmproj=projector)
     facts = _read(model, path, weights)
     # Tensors may claim the same bytes.

@@ -197,11 +197,9 @@ class Library:
         record: LibraryRecord,
         locked: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> int:
-        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves.
-
-        `locked` is entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if
-        the model is gone, and RemovalFailed if something of it cannot be deleted.
-        """
+        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves. `locked` is
+        entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if the model
+        is gone, and RemovalFailed if something of it cannot be deleted."""
         task = asyncio.get_running_loop().create_task(self._remove(record, locked), name="remove model")
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
@@ -248,10 +246,8 @@ class Library:
         }
 
     def real_roots(self) -> frozenset[str]:
-        """The roots with links resolved, as `root` of a record has them, as far as each is known.
-
-        Asking the disk here would make one root wait for another.
-        """
+        """The roots with links resolved, as `root` of a record has them, as far as each is known. Asking the disk here
+        would make one root wait for another."""
         return frozenset(root.tree.real for root in self._roots.values())
 
     async def refresh(self) -> None:

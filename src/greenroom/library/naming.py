@@ -48,10 +48,8 @@ class Inventory:
 
 
 def inventory_of(roots: Sequence[FoundRoot], fetched: Mapping[str, FetchedFile] | None = None) -> Inventory:
-    """Give every model an id. A model whose file names cannot be part of an id is none of the records.
-
-    `fetched` is known of files in plain folders, by path.
-    """
+    """Give every model an id. A model whose file names cannot be part of an id is none of the records. `fetched` is
+    known of files in plain folders, by path."""
     records: dict[str, LibraryRecord] = {}
     names: dict[str, str] = {}
     unnamed: list[BrokenModel] = []
@@ -199,9 +197,7 @@ def choose(
     record: LibraryRecord, quantization: str, records: Iterable[LibraryRecord]
 ) -> tuple[LibraryRecord, str | None]:
     """The model of the same name with this quantization, and the dtype to load it with if that is what was asked for.
-
-    Raises BadRequest.
-    """
+    Raises BadRequest."""
     wanted = quantization.lower()
     if record.kind is ModelKind.GGUF:
         alike = [one for one in records if _is_alike(one, record)]

@@ -68,10 +68,8 @@ class FetchedFile:
 
 @dataclass(frozen=True, slots=True)
 class LibraryRecord:
-    """`id` is the hub id, `org/name` or `org/name:Q4_K_M`; of plain files the path relative to its root.
-
-    `path` is absolute, and what the key `path` of a model takes: a folder, or a GGUF file (of a split set the first).
-    """
+    """`id` is the hub id, `org/name` or `org/name:Q4_K_M`; of plain files the path relative to its root. `path` is
+    absolute, and what the key `path` of a model takes: a folder, or a GGUF file (of a split set the first)."""
 
     id: str
     path: str

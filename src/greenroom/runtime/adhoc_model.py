@@ -264,10 +264,8 @@ class AdhocModels:
         return self._orders.get(home)
 
     def order_for(self, name: str, home: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
-        """The order that completes these options for a caller that sees these models.
-
-        One that chose another file holds for its own name only: other names say which file they mean.
-        """
+        """The order that completes these options for a caller that sees these models. One that chose another file holds
+        for its own name only: other names say which file they mean."""
         order = self._orders.get(home)
         if order is None or options.is_order or not sees(order.base_id):
             return None
@@ -280,10 +278,8 @@ class AdhocModels:
         return [order for order in self._orders.values() if order.model in models]
 
     def order_of(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
-        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured.
-
-        It does not stand instead of one that its caller does not see.
-        """
+        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured. It
+        does not stand instead of one that its caller does not see."""
         meant = self._names.get((name, replace(options, ttl_s=None), False))
         before = None if meant is None else self._orders.get(meant.home)
         if meant is None or not options.is_order or (before is not None and not sees(before.base_id)):
@@ -328,10 +324,8 @@ class AdhocModels:
             self._forget(leaving)
 
     def _least_missed(self, tenant: str | None) -> ModelId | None:
-        """Of the tenant that has most, the newcomer's counted with it, the idle model that was not used for longest.
-
-        No tenant's models leave for one that has more than it.
-        """
+        """Of the tenant that has most, the newcomer's counted with it, the idle model that was not used for longest. No
+        tenant's models leave for one that has more than it."""
         counts = Counter(known.tenant for known in self._known.values())
         counts[tenant] += 1
         idle = [

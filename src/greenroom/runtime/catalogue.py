@@ -90,11 +90,9 @@ class Catalog:
         device_of: Callable[[str], DeviceId] = DeviceId,
         version_of: Callable[[str], Version | None] = lambda name: None,
     ) -> None:
-        """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded.
-
-        `device_of` translates names of devices into the scheduler's ids. `version_of` gives the version that a model
-        serves; None for one that has none yet, and for models that are not under version control.
-        """
+        """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded. `device_of`
+        translates names of devices into the scheduler's ids. `version_of` gives the version that a model serves; None
+        for one that has none yet, and for models that are not under version control."""
         self.needs = needs or Needs()
         self._device_of = device_of
         self._version_of = version_of

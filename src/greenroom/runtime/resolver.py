@@ -122,10 +122,8 @@ class Resolver:
         return (record := self.on_disk(name)) is not None and asker.sees(record.id)
 
     def find(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
-        """The model of this name. Raises NeedsDiskLookup if only the disk can tell, and ModelNotFound.
-
-        One that the asker does not see takes the way of an unknown one, so that neither words nor time tell it apart.
-        """
+        """The model of this name. Raises NeedsDiskLookup if only the disk can tell, and ModelNotFound. One that the
+        asker does not see takes the way of an unknown one, so that neither words nor time tell it apart."""
         entry = self.catalog.find(name)
         if entry is not None and (entry.instance_of is not None or not asker.sees(entry.base_id)):
             entry = None

@@ -58,11 +58,9 @@ class Names:
 
 
 class Arrivals(Sequence[SimArrival]):
-    """Arrivals, packed into 26 bytes each: times in any unit, lengths that may be unknown.
-
-    `sort` puts them in order of time. They are read with their times in seconds from the first, and with the given
-    lengths in place of unknown ones.
-    """
+    """Arrivals, packed into 26 bytes each: times in any unit, lengths that may be unknown. `sort` puts them in order of
+    time. They are read with their times in seconds from the first, and with the given lengths in place of unknown
+    ones."""
 
     # Time, model, prompt_len, output_len, tenant, priority; names are numbers.
     _LAYOUT = Struct("<dIiiIh")

@@ -155,10 +155,8 @@ class Bursty:
 @dataclass(frozen=True, slots=True)
 class Agents:
     """Loops that alternate models: a planner, a tool's model, the planner again; each step waits for the one before.
-
     Every agent has its own pair of models, drawn from the mix, and pauses between steps. After a refusal it pauses and
-    asks again.
-    """
+    asks again."""
 
     mix: Mix
     agents: int

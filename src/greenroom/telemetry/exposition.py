@@ -95,11 +95,8 @@ class Gauges:
 
 def render(metrics: Metrics, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
     """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other models
-    are left out, and tenants are summed.
-
-    May run in a thread beside the loop that counts, and should: with the most tenants that are kept apart it takes
-    about half a second.
-    """
+    are left out, and tenants are summed. May run in a thread beside the loop that counts, and should: with the most
+    tenants that are kept apart it takes about half a second."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Everything(partial(_families, metrics, gauges, only_models)))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

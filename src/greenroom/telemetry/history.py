@@ -101,10 +101,8 @@ class History:
         self._samples.append(sample)
 
     def since(self, at: float) -> list[Sample]:
-        """Samples after this time, the oldest first, and the one before them: rates need it.
-
-        All of them if the newest is older than this time, which was read before the clock was set back.
-        """
+        """Samples after this time, the oldest first, and the one before them: rates need it. All of them if the newest
+        is older than this time, which was read before the clock was set back."""
         samples = list(self._samples)
         if samples and samples[-1].at < at:
             return samples

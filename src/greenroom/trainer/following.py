@@ -49,10 +49,8 @@ _OTHER: Final = ReplicaError("differs", "its update is completed, and it serves 
 
 
 def followed(replica: Replica, following: Following, serves: Serves, patience: Patience) -> Result:
-    """Take steps until its update has ended, has failed, or the replica is lost. Blocks.
-
-    What it serves then is compared with what is wanted: that an update is said to be completed proves nothing.
-    """
+    """Take steps until its update has ended, has failed, or the replica is lost. Blocks. What it serves then is
+    compared with what is wanted: that an update is said to be completed proves nothing."""
     began = heard = time.monotonic()
     while True:
         try:

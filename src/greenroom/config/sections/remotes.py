@@ -143,10 +143,8 @@ KEY_BYTES_MAX: Final = 8 * 1024
 
 
 def read_remote_key(remote: Remote, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key; None if the provider needs none. Reads a file, so it may block.
-
-    Raises ValueError, which says what to do and shows nothing of the key.
-    """
+    """The key; None if the provider needs none. Reads a file, so it may block. Raises ValueError, which says what to do
+    and shows nothing of the key."""
     if remote.api_key_env is not None:
         said, place = environ.get(remote.api_key_env, ""), f"the environment variable {remote.api_key_env}"
         if not said:

@@ -129,10 +129,8 @@ class Loads:
         tenant: str,
         key: str,
     ) -> Operation:
-        """Begin to load a model. Raises ModelNotFound, BadRequest, ModelPinned, or that the table has no room.
-
-        `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
-        """
+        """Begin to load a model. Raises ModelNotFound, BadRequest, ModelPinned, or that the table has no room. `fetch`
+        is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched."""
         resolver = self._resolver
         leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)

@@ -89,10 +89,8 @@ class OperatorMoves:
         grace_s: float | None = None,
         force: bool = False,
     ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not.
-
-        Only with `force` does it take away models that are pinned.
-        """
+        """Ask for a move and wait until it is done. Raises the error that says why it was not. Only with `force` does
+        it take away models that are pinned."""
         if not force:
             self.expect_leavable(evict if kind in ARRIVING else (model,))
         op = OpId(f"op-{next(self._numbers)}")

@@ -331,10 +331,8 @@ def _flush(call: SignedCall) -> NeededOperation:
 
 class PrefixCaches(Protocol):
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed.
-
-        Raises EngineFault, in bounded time.
-        """
+        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed. Raises
+        EngineFault, in bounded time."""
 
 
 class Caches(Routes):

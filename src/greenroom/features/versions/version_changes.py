@@ -59,10 +59,8 @@ class VersionChanges:
     async def serve(
         self, name: str, model: Model, version: Version, told: Callable[[str], None], *, allow_gap: bool
     ) -> None:
-        """Let the name mean this version. `told` hears of each step.
-
-        Raises what went wrong; the old version serves then.
-        """
+        """Let the name mean this version. `told` hears of each step. Raises what went wrong; the old version serves
+        then."""
         assert model.versions is not None
         coming = await self._checked(name, model, version)
         await self.write(name, msgspec.structs.replace(self._services.store.of(name), prepared=version))

@@ -116,10 +116,8 @@ class EventRecorder:
         self._written = 0
 
     def open(self) -> None:
-        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError.
-
-        An earlier one without events is deleted, so that repeated failed starts do not push out the last real one.
-        """
+        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError. An earlier one without events is
+        deleted, so that repeated failed starts do not push out the last real one."""
         with contextlib.suppress(FileNotFoundError):
             if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
                 set_aside(self._path, _HEAD)

@@ -55,10 +55,8 @@ class RemoteNames:
         self._uses = 0
 
     def find(self, name: str, asker: RemoteAsker) -> Entry | None:
-        """The model of this name; None if its prefix is no provider's, or the asker does not see it.
-
-        Raises NotAllowed, BadRequest for what cannot be a name, and TooManyModels.
-        """
+        """The model of this name; None if its prefix is no provider's, or the asker does not see it. Raises NotAllowed,
+        BadRequest for what cannot be a name, and TooManyModels."""
         prefix, colon, rest = name.partition(":")
         remote = self._gateway.config.remotes.get(prefix) if colon else None
         if remote is None or not asker.sees(name):

@@ -123,9 +123,7 @@ def explained(doing: str) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of this file, as huggingface_hub's own processes do. `wait` is called while another holds it.
-
-    Raises OSError, or what `wait` raises.
-    """
+    Raises OSError, or what `wait` raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)

@@ -30,10 +30,8 @@ NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """The device of a model, its copy rate, and what to call when the device is lost.
-
-    `others` are further devices over which its components may be spread.
-    """
+    """The device of a model, its copy rate, and what to call when the device is lost. `others` are further devices over
+    which its components may be spread."""
 
     device: torch.device
     copy_rate: CopyRate

@@ -96,11 +96,9 @@ class SlotTable:
         return {}
 
     def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        """End this process, because its device does not work any more.
-
-        The first caller may have caused it: its `say` reports the error before the process ends. Later callers have
-        only noticed it. Their requests get no answer, so the gateway repeats them where the models wake next.
-        """
+        """End this process, because its device does not work any more. The first caller may have caused it: its `say`
+        reports the error before the process ends. Later callers have only noticed it. Their requests get no answer, so
+        the gateway repeats them where the models wake next."""
         with self._losing:
             is_first, self._is_lost = not self._is_lost, True
         if not is_first:

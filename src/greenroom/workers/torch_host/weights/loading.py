@@ -41,11 +41,9 @@ class LoadedModule:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Limits, callbacks and cancellation of one load, and whether it may be folded.
-
-    `on_reading` is called at most once, when reading starts; `on_built` at most once, with the module and the arena it
-    will be bound to, which may not be filled yet. Both must return at once.
-    """
+    """Limits, callbacks and cancellation of one load, and whether it may be folded. `on_reading` is called at most
+    once, when reading starts; `on_built` at most once, with the module and the arena it will be bound to, which may not
+    be filled yet. Both must return at once."""
 
     arena_max_bytes: int | None = None
     host_free_bytes: int | None = None
