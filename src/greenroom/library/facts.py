@@ -21,11 +21,11 @@ import msgspec
 import greenroom
 from greenroom.base.plain_file import read_plain
 from greenroom.config.schema import Model
+from greenroom.engines.builtin.llamacpp import files_in
 from greenroom.engines.builtin.whisper import STORED_BYTES, stored_type
 from greenroom.engines.estimates.gguf import header_of, weights_of
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import Facts, SafetensorsHeader, folder_config, read_all, weight_files
-from greenroom.engines.estimates.llama_model import files_in
 from greenroom.engines.registry import engine_for, facts_of
 from greenroom.library.records import ENGINE_OF_KIND, FetchedFile, ModelKind
 from greenroom.telemetry.logs import get_logger

@@ -382,13 +382,13 @@ def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | No
     return top.version, None if top.version == root.version else root.finder.find(top, within_s)
 
 
-def look_once(folders: Roots, *, on_gpu: bool = False) -> tuple[tuple[LibraryRecord, ...], tuple[BrokenModel, ...]]:
+def look_once(folders: Roots) -> tuple[tuple[LibraryRecord, ...], tuple[BrokenModel, ...]]:
     """The records of these folders and what is none, for programs that look once. Blocks."""
     real = frozenset(folders.real())
     seen: list[FoundRoot] = []
     problems: list[BrokenModel] = []
     for folder in folders.folders:
-        root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=on_gpu))
+        root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=False))
         found = _looked_at(root)[1] or Found()
         seen.append(FoundRoot(folder, root.tree.real, found.models))
         problems += found.problems

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from greenroom.engines.estimates.llama_model import PROJECTOR
+from greenroom.engines.builtin.llamacpp import PROJECTOR
 
 
 class ModelKind(StrEnum):

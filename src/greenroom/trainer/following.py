@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from greenroom.trainer.replica import Replica, ReplicaAway, ReplicaError, ReplicaStatus, UpdateTask
-from greenroom.trainer.report import Outcome, Result
+from greenroom.trainer.replica import Outcome, Replica, ReplicaAway, ReplicaError, ReplicaStatus, Result, UpdateTask
 
 # An update is asked for again if its replica ends meanwhile, so often.
 RESTARTS_MAX: Final = 3

@@ -14,8 +14,7 @@ from typing import Final, Protocol, TypeVar
 
 from greenroom.features.versions.desired import NUMBER_MAX, DesiredState, read_state, write_state
 from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed, look
-from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
-from greenroom.trainer.report import Outcome, Result
+from greenroom.trainer.replica import Outcome, Replica, ReplicaError, ReplicaStatus, Result, UpdateTask, WantedVersion
 
 Thing = TypeVar("Thing")
 Made = TypeVar("Made")

@@ -13,8 +13,18 @@ from dataclasses import replace
 from typing import Final
 
 from greenroom.trainer.following import PATIENCE, Patience, look
-from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, Sign, WantedVersion
-from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
+from greenroom.trainer.replica import (
+    Answer,
+    Outcome,
+    Replica,
+    ReplicaError,
+    ReplicaStatus,
+    Report,
+    Result,
+    Sign,
+    WantedVersion,
+    same_weights,
+)
 from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
 
 # A commit, or as much of it as is commonly written. What is shorter is a tag.
