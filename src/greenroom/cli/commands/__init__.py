@@ -14,12 +14,13 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """One word after `greenroom`. `run` returns the exit status, or raises CommandFailed or GreenroomError."""
+    """One word after `greenroom`. `run` returns the exit status if it is not OK, or raises CommandFailed or
+    GreenroomError."""
 
     name: str
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int | None]
 
 
 SECONDS_MAX: Final = 365 * 86_400.0

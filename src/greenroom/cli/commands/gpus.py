@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, NoGateway
+from greenroom.cli.failures import NoGateway
 
 TITLES: Final = ("gpu", "used MiB", "total MiB", "free MiB", "busy", "temp", "name", "who")
 
@@ -22,12 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print everything that is known as JSON (one line each with --watch)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     look = _local(args.config) if args.local else _remote(args)
     if args.watch:
         screen.watch(look, TITLES, rows, trouble, summary, as_json=args.json)
     _show(look(), args.json)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(

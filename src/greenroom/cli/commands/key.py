@@ -17,7 +17,7 @@ from greenroom.access.budgets import LIMITS
 from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, WrongUsage
+from greenroom.cli.failures import WrongUsage
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         add(commands)
 
 
-def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     parser.set_defaults(run_key=run)
     parser.add_argument("-f", "--file", metavar="FILE", help="the key file (default: server.key_file)")
@@ -49,9 +49,8 @@ def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    status: int = args.run_key(args)
-    return status
+def _run(args: argparse.Namespace) -> None:
+    args.run_key(args)
 
 
 COMMAND = Subcommand("key", "API keys: make one, list them, revoke one.", _add_options, _run)
@@ -76,7 +75,7 @@ def _add_new(commands: Any) -> None:
     parser.add_argument("--expires", metavar="WHEN", help="a date, as 2027-01-31, or how long from now, as 90d or 12h")
 
 
-def _new(args: argparse.Namespace) -> int:
+def _new(args: argparse.Namespace) -> None:
     from greenroom.access.key_file import add_key
     from greenroom.access.keys import new_key
 
@@ -85,18 +84,17 @@ def _new(args: argparse.Namespace) -> int:
     key, path = _made(args, sha256), args.file or (None if server is None else server.key_file)
     if path is None:
         _say_lines(secret, key, as_json=args.json)
-        return ExitStatus.OK
+        return
     if server is not None and any(key.name == other.name for other in server.api_keys):
         raise WrongUsage(f"server.api_keys has a key {key.name} already; choose another name")
     add_key(path, key)
     if args.json:
         screen.say_json({"key": secret, **shown(key)})
-        return ExitStatus.OK
+        return
     screen.say(f"key: {secret}")
     screen.hint(
         f"keep it now, it cannot be shown again: export {KEY_NAME}=…; a running gateway takes it within seconds"
     )
-    return ExitStatus.OK
 
 
 def _made(args: argparse.Namespace, sha256: str) -> FileKey:
@@ -159,7 +157,7 @@ def _add_list(commands: Any) -> None:
     _sub(commands, "list", "Show the keys of the key file, without the keys themselves.", _list)
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> None:
     from greenroom.access.key_file import read_keys
 
     path = _path(args)
@@ -171,7 +169,6 @@ def _list(args: argparse.Namespace) -> int:
         screen.say_json(keys)
     else:
         screen.say_table(TITLES, [key_row(key) for key in keys])
-    return ExitStatus.OK
 
 
 def _add_revoke(commands: Any) -> None:
@@ -179,7 +176,7 @@ def _add_revoke(commands: Any) -> None:
     parser.add_argument("name", help="the key's name, as `greenroom key list` shows it")
 
 
-def _revoke(args: argparse.Namespace) -> int:
+def _revoke(args: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
     from greenroom.access.key_file import revoke_key
@@ -189,7 +186,6 @@ def _revoke(args: argparse.Namespace) -> int:
         screen.say_json(key)
     else:
         screen.say(f"{key['name']} is revoked since {key['revoked']}; a running gateway refuses it within seconds")
-    return ExitStatus.OK
 
 
 def _path(args: argparse.Namespace) -> str:

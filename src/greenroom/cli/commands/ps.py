@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
 
 STATUS: Final = "/api/v1/status"
 TITLES: Final = ("model", "tier", "place", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
@@ -37,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's whole status as JSON (one line each with --watch)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     client = Client(address.address_of(args))
@@ -46,13 +45,12 @@ def run(args: argparse.Namespace) -> int:
     status = client.get(STATUS)
     if args.json:
         screen.say_json(status)
-        return ExitStatus.OK
+        return
     screen.say_table(TITLES, rows(status))
     for problem in status.get("key_problems", ()):
         screen.note(f"warning: {problem}")
     for line in summary(status):
         screen.hint(line)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(

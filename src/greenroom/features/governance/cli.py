@@ -32,20 +32,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         add(commands)
 
 
-def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     parser.set_defaults(run_token=run)
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     try:
-        status: int = args.run_token(args)
+        args.run_token(args)
     except ConfigError:
         raise
     except GreenroomError as error:
         raise CommandFailed(error.message) from None
-    return status
 
 
 TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
@@ -62,7 +61,7 @@ def _add_keygen(commands: Any) -> None:
     parser.add_argument("--shared", action="store_true", help="a shared key for governance.key_path")
 
 
-def _keygen(args: argparse.Namespace) -> int:
+def _keygen(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing
     from greenroom.features.governance.keyset import key_id, read_shared_key
 
@@ -79,7 +78,6 @@ def _keygen(args: argparse.Namespace) -> int:
         screen.say(f"governance:\n  signers:\n    {args.signer}: {public}")
     screen.hint(f"\n{args.file} holds the secret; the lines above are for the configuration")
     screen.hint(f"its id is {id}; `greenroom check` shows it too")
-    return ExitStatus.OK
 
 
 # --- signing ----------------------------------------------------------------------------------------------------------
@@ -105,7 +103,7 @@ def _add_key_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the token as JSON, for the field of a body")
 
 
-def _sign(args: argparse.Namespace) -> int:
+def _sign(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing, tokens
     from greenroom.features.governance.canonical_json import sha256_of
     from greenroom.features.governance.keyset import read_shared_key
@@ -117,8 +115,9 @@ def _sign(args: argparse.Namespace) -> int:
     if signing.is_private_key(args.key):
         if body is None or args.signer not in signers:
             raise WrongUsage("a signer's own key binds the body, and --signers names the signer too")
-        return _say(signing.by_signer(fields, args.signer, signing.read_private_key(args.key)), args.json)
-    return _say(signing.by_shared_key(fields, read_shared_key(args.key)), args.json)
+        _say(signing.by_signer(fields, args.signer, signing.read_private_key(args.key)), args.json)
+        return
+    _say(signing.by_shared_key(fields, read_shared_key(args.key)), args.json)
 
 
 def _add_cosign(commands: Any) -> None:
@@ -127,13 +126,13 @@ def _add_cosign(commands: Any) -> None:
     _add_key_options(parser)
 
 
-def _cosign(args: argparse.Namespace) -> int:
+def _cosign(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing
 
     value = _presented(args).value
     if not isinstance(value, Mapping):
         raise WrongUsage("a JWT has one signature")
-    return _say(signing.cosigned(value, args.signer, signing.read_private_key(args.key)), args.json)
+    _say(signing.cosigned(value, args.signer, signing.read_private_key(args.key)), args.json)
 
 
 def _body(text: str | None) -> dict[str, Any]:
@@ -150,14 +149,13 @@ def _body(text: str | None) -> dict[str, Any]:
     return value
 
 
-def _say(token: Mapping[str, Any], as_json: bool) -> int:
+def _say(token: Mapping[str, Any], as_json: bool) -> None:
     from greenroom.features.governance.tokens import as_text
 
     if as_json:
         screen.say_json(token)
     else:
         screen.say(as_text(token))
-    return ExitStatus.OK
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> None:
     from greenroom.config import loader
     from greenroom.features.governance.canonical_json import sha256_of
     from greenroom.features.governance.keyset import load_keys
@@ -185,10 +183,9 @@ def _verify(args: argparse.Namespace) -> int:
     left_s = round(token.issued_at + section.window_s - time.time())
     if args.json:
         screen.say_json({"operation": token.operation, "modelId": token.model, "signers": proven, "left_s": left_s})
-        return ExitStatus.OK
+        return
     screen.say(f"{token.operation} of {token.model or 'no model'}, proven by {', '.join(proven)}")
     screen.say(f"valid for {left_s} s, once" if left_s > 0 else "expired")
-    return ExitStatus.OK
 
 
 def _presented(args: argparse.Namespace) -> Presented:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand, seconds
-from greenroom.cli.failures import CommandFailed, ExitStatus
+from greenroom.cli.failures import CommandFailed
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -23,23 +23,23 @@ MOVE_MAX_S: Final = 7_200.0
 LOOK_EVERY_S: Final = 0.5
 
 
-def _load(args: argparse.Namespace) -> int:
+def _load(args: argparse.Namespace) -> None:
     hint = "it answers at once now; `greenroom ps` shows which models had to leave"
-    return _bring(args, "load", "loading", lambda answer: hint)
+    _bring(args, "load", "loading", lambda answer: hint)
 
 
-def _prepare(args: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace) -> None:
     hint = "its first request wakes it; `greenroom load` would do so now"
-    return _bring(args, "prepare", "preparing", lambda answer: hint)
+    _bring(args, "prepare", "preparing", lambda answer: hint)
 
 
-def _sleep(args: argparse.Namespace) -> int:
-    return _send_away(args, "sleep", "putting to sleep", _hint_after_sleep)
+def _sleep(args: argparse.Namespace) -> None:
+    _send_away(args, "sleep", "putting to sleep", _hint_after_sleep)
 
 
-def _unload(args: argparse.Namespace) -> int:
+def _unload(args: argparse.Namespace) -> None:
     hint = "the next request for it loads it again; see `greenroom ps`"
-    return _send_away(args, "unload", "unloading", lambda answer: hint)
+    _send_away(args, "unload", "unloading", lambda answer: hint)
 
 
 def _hint_after_sleep(answer: Mapping[str, Any]) -> str:
@@ -87,19 +87,19 @@ PREPARE = Subcommand(
 Hint = Callable[[Mapping[str, Any]], str]
 
 
-def _bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
-    return _carry_out(args, order, {"evict": args.evict} if args.evict else {}, doing, hint)
+def _bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> None:
+    _carry_out(args, order, {"evict": args.evict} if args.evict else {}, doing, hint)
 
 
-def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
+def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> None:
     grace_s = args.grace_s
     if grace_s is not None and grace_s.is_integer():
         # A whole number can be signed, a fraction cannot.
         grace_s = int(grace_s)
-    return _carry_out(args, order, {} if grace_s is None else {"grace_s": grace_s}, doing, hint)
+    _carry_out(args, order, {} if grace_s is None else {"grace_s": grace_s}, doing, hint)
 
 
-def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> int:
+def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> None:
     from greenroom.cli.client import Client
 
     # Only what is said: this is the body that a token is signed for.
@@ -110,7 +110,6 @@ def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object],
     else:
         screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
         screen.hint(hint(answer))
-    return ExitStatus.OK
 
 
 def move(
@@ -189,7 +188,7 @@ def _add_reload_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print what changed as JSON")
 
 
-def _reload(args: argparse.Namespace) -> int:
+def _reload(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     began = time.monotonic()
@@ -197,7 +196,7 @@ def _reload(args: argparse.Namespace) -> int:
     changes = client.post("/api/v1/reload", answer_max_s=RELOAD_MAX_S, token=token)
     if args.json:
         screen.say_json(changes)
-        return ExitStatus.OK
+        return
     lines = told(changes)
     for line in lines:
         screen.say(line)
@@ -205,7 +204,6 @@ def _reload(args: argparse.Namespace) -> int:
     screen.say(f"reloaded in {screen.seconds(time.monotonic() - began)}: {changed}")
     if changes.get("added"):
         screen.hint(f"make the new one ready: greenroom load {changes['added'][0]}")
-    return ExitStatus.OK
 
 
 RELOAD = Subcommand(
@@ -226,7 +224,7 @@ def _add_flush_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _flush(args: argparse.Namespace) -> int:
+def _flush(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     named = {"tag": args.tag, "tenant": args.tenant, "model": args.model}
@@ -243,7 +241,6 @@ def _flush(args: argparse.Namespace) -> int:
         screen.say("flushed" if removed is None else f"flushed: {removed:,} entries removed")
     if not answer["flushed"]:
         raise CommandFailed(answer["reason"])
-    return ExitStatus.OK
 
 
 FLUSH = Subcommand(
@@ -264,22 +261,21 @@ def _add_logs_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print JSON; with -f one string a line")
 
 
-def _logs(args: argparse.Namespace) -> int:
+def _logs(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client, model_path
 
     client = Client(address.address_of(args))
     if args.follow:
         _follow(client, model_path(args.model, "logs/stream"), args)
-        return ExitStatus.OK
+        return
     answer = client.get(model_path(args.model, "logs"), {"lines": args.lines})
     if args.json:
         screen.say_json(answer)
-        return ExitStatus.OK
+        return
     for line in answer["lines"]:
         screen.say(line)
     if not answer["lines"]:
         screen.note(f"the engine of {answer['model']} has printed nothing; to see whether it runs: greenroom ps")
-    return ExitStatus.OK
 
 
 LOGS = Subcommand(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand, seconds_above_0
-from greenroom.cli.failures import ExitStatus, GatewayRefused
+from greenroom.cli.failures import GatewayRefused
 
 # The scheduler's reasons to wait and to refuse, as sentences.
 WAITING: Final = {
@@ -63,20 +63,19 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _explain(args: argparse.Namespace) -> int:
+def _explain(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client, model_name
 
     model_name(args.model)
     explained = Client(address.address_of(args)).post("/api/v1/explain", _ask(args))
     if args.json:
         screen.say_json(explained)
-        return ExitStatus.OK
+        return
     for line in words(explained):
         screen.say(line)
     if args.budget_s is not None and explained["action"] == "serve":
         screen.say(f"  its answer would be cut after {screen.seconds(args.budget_s)}: its budget")
     screen.hint("nothing was changed; what was decided lately: greenroom decisions")
-    return ExitStatus.OK
 
 
 EXPLAIN = Subcommand(
@@ -214,7 +213,7 @@ def _add_decisions_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _decisions(args: argparse.Namespace) -> int:
+def _decisions(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client, model_path
 
     client = Client(address.address_of(args))
@@ -232,10 +231,9 @@ def _decisions(args: argparse.Namespace) -> int:
         screen.note(f"nothing was decided about {args.model} lately")
     if args.json:
         screen.say_json(answer)
-        return ExitStatus.OK
+        return
     screen.say_table(TITLES, [_decision_row(one) for one in answer["decisions"]])
     screen.hint("what would happen to a request that came now: greenroom explain MODEL")
-    return ExitStatus.OK
 
 
 DECISIONS = Subcommand(
