@@ -67,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Subcommand(
-    "check",
-    "List every mistake in a configuration file, and show what it would serve.",
-    add_options,
-    run,
+    "check", "List every mistake in a configuration file, and show what it would serve.", add_options, run
 )
 
 

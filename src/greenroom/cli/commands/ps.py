@@ -54,10 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 COMMAND = Subcommand(
-    "ps",
-    "Show every model: where it is, its memory, and its running and waiting requests.",
-    add_options,
-    run,
+    "ps", "Show every model: where it is, its memory, and its running and waiting requests.", add_options, run
 )
 
 

@@ -120,10 +120,7 @@ def _leases(args: argparse.Namespace) -> None:
 
 
 LEASES = Subcommand(
-    "leases",
-    "Show what holds GPU memory: programs with leases, and models.",
-    _add_leases_options,
-    _leases,
+    "leases", "Show what holds GPU memory: programs with leases, and models.", _add_leases_options, _leases
 )
 
 

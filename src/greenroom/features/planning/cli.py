@@ -237,10 +237,7 @@ def _decisions(args: argparse.Namespace) -> None:
 
 
 DECISIONS = Subcommand(
-    "decisions",
-    "Show what was decided lately about models and requests, and why.",
-    _add_decisions_options,
-    _decisions,
+    "decisions", "Show what was decided lately about models and requests, and why.", _add_decisions_options, _decisions
 )
 
 
