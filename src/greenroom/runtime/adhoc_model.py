@@ -170,7 +170,6 @@ class _Adhoc:
     record: LibraryRecord
     tenant: str | None
     """Of the last request for it."""
-    used: int = 0
 
 
 class AdhocModels:
@@ -189,12 +188,12 @@ class AdhocModels:
         self._gateway = gateway
         self._models = models
         self._learned = learned
+        # The one used last is at the end.
         self._known: dict[ModelId, _Adhoc] = {}
         # Also by whether an order completed the options: not every caller sees what was ordered.
         self._names: dict[tuple[str, ModelOptions, bool], _Meant] = {}
         # By the path that their names lead to: every name of a model means the same.
         self._orders: dict[str, Order] = {}
-        self._uses = 0
 
     def named(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Entry | None:
         """The model that was found by this name and with these options; None if it is not remembered."""
@@ -236,11 +235,10 @@ class AdhocModels:
 
     def used(self, entry: Entry, name: str, options: ModelOptions, tenant: str | None) -> Entry:
         """A request of this tenant asks for it by this name. Returns it with the `ttl_s` that the request says."""
-        known = self._known[entry.id]
+        self._known[entry.id] = known = self._known.pop(entry.id)
         if not options.is_order:
             self._catalog.mean(entry, name)
-        self._uses += 1
-        known.used, known.tenant = self._uses, tenant
+        known.tenant = tenant
         self._library.used(known.record)
         if options.ttl_s is None or entry.config.ttl_s == options.ttl_s:
             return entry
@@ -329,11 +327,11 @@ class AdhocModels:
         counts = Counter(known.tenant for known in self._known.values())
         counts[tenant] += 1
         idle = [
-            (-counts[known.tenant], known.used, model)
+            model
             for model, known in self._known.items()
             if counts[known.tenant] >= counts[tenant] and not self._models.is_busy(model)
         ]
-        return min(idle)[2] if idle else None
+        return max(idle, key=lambda model: counts[self._known[model].tenant], default=None)
 
     def _forget(self, model: ModelId) -> None:
         del self._known[model]
