@@ -1,7 +1,5 @@
-"""The scheduler, and its numbers, rules, policy and swapper, as the core takes them, from the configuration.
-
-Those of other packages are found by entry point when the configuration names them (`plugins.py`).
-"""
+"""The scheduler, and its numbers, rules, policy and swapper, as the core takes them, from the configuration. Those of
+other packages are found by entry point when the configuration names them (`plugins.py`)."""
 
 from __future__ import annotations
 

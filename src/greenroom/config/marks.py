@@ -1,8 +1,5 @@
-"""What a key says beside its type, its default and its sentence: marks in the `Annotated` of its field.
-
-Whatever knows all keys reads them here: a reload's comparison, the environment, the example, the reference, the paths.
-Owns no key.
-"""
+"""What a key says beside its type, its default and its sentence: marks in the `Annotated` of its field. Whatever knows
+all keys reads them here: a reload's comparison, the environment, the example, the reference, the paths. Owns no key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What validation finds wrong with a file, in words: where it is, what is wanted there, and which key was meant.
-
-Owns the words, and which values are never shown because they may be secrets.
-"""
+"""What validation finds wrong with a file, in words: where it is, what is wanted there, and which key was meant. Owns
+the words, and which values are never shown because they may be secrets."""
 
 from __future__ import annotations
 

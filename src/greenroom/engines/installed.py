@@ -1,7 +1,5 @@
-"""Whether the packages of an engine are installed, as far as files tell. Starts nothing and imports nothing.
-
-`greenroom engines` asks an interpreter itself, which takes longer and tells versions too.
-"""
+"""Whether the packages of an engine are installed, as far as files tell. Starts nothing and imports nothing. `greenroom
+engines` asks an interpreter itself, which takes longer and tells versions too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`).
-
-Also says what the core is told of an engine's facts, and how an engine keeps the prompts of tenants apart.
-"""
+"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`). Also says what the core
+is told of an engine's facts, and how an engine keeps the prompts of tenants apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it.
-
-Owns the mapping of the keys below `models`, and how a port that is fixed there becomes one that is free at each start.
-"""
+"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it. Owns the mapping
+of the keys below `models`, and how a port that is fixed there becomes one that is free at each start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What an import yields: a configuration, and a note for every key of the source that it does not simply contain.
-
-Owns how both are written: as YAML that our own reader reads back unchanged, with the notes as comments above it.
-"""
+"""What an import yields: a configuration, and a note for every key of the source that it does not simply contain. Owns
+how both are written: as YAML that our own reader reads back unchanged, with the notes as comments above it."""
 
 from __future__ import annotations
 

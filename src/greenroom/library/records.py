@@ -1,7 +1,5 @@
-"""The record of one model on disk: what it is, where it came from, how large it is.
-
-Plain values. Sizes are those of the files themselves, never what a file says about itself.
-"""
+"""The record of one model on disk: what it is, where it came from, how large it is. Plain values. Sizes are those of
+the files themselves, never what a file says about itself."""
 
 from __future__ import annotations
 

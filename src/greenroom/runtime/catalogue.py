@@ -1,8 +1,5 @@
-"""Models by name: the configuration of each, its engine, and its spec for the scheduler.
-
-Owns ids, aliases and revisions. A model gets a new revision when its process would differ; slots of the old revision
-keep the old entry.
-"""
+"""Models by name: the configuration of each, its engine, and its spec for the scheduler. Owns ids, aliases and
+revisions. A model gets a new revision when its process would differ; slots of the old revision keep the old entry."""
 
 from __future__ import annotations
 

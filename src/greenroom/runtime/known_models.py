@@ -1,7 +1,5 @@
-"""Models that come and go while the gateway runs: the catalogue and the scheduler learn of them in one step.
-
-Owns what is dropped when a model has left: its logs and its last error.
-"""
+"""Models that come and go while the gateway runs: the catalogue and the scheduler learn of them in one step. Owns what
+is dropped when a model has left: its logs and its last error."""
 
 from __future__ import annotations
 

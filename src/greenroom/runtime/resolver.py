@@ -1,8 +1,5 @@
-"""One way from a name to a model: a configured id or alias, a path below a root, or a hub id that is on disk.
-
-Owns the looks at the disk, which happen in threads. Models that no configuration names are remembered by
-`adhoc_model.py`.
-"""
+"""One way from a name to a model: a configured id or alias, a path below a root, or a hub id that is on disk. Owns the
+looks at the disk, which happen in threads. Models that no configuration names are remembered by `adhoc_model.py`."""
 
 from __future__ import annotations
 

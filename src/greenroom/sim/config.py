@@ -1,7 +1,5 @@
-"""The configuration of a simulated world: models and their timings, devices, limits and policy.
-
-Owns the numbers of one run and nothing that changes during it.
-"""
+"""The configuration of a simulated world: models and their timings, devices, limits and policy. Owns the numbers of one
+run and nothing that changes during it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records.
-
-A run may have millions of requests: what is kept of each before it arrives and after it has ended is packed.
-"""
+"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records. A run may
+have millions of requests: what is kept of each before it arrives and after it has ended is packed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Workloads: random arrivals, recorded ones, and loops of agents that ask again after each answer.
-
-Owns arrivals only. A workload has random numbers of its own, so that the same seed brings the same callers to every
-policy.
-"""
+"""Workloads: random arrivals, recorded ones, and loops of agents that ask again after each answer. Owns arrivals only.
+A workload has random numbers of its own, so that the same seed brings the same callers to every policy."""
 
 from __future__ import annotations
 

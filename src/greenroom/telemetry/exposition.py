@@ -1,7 +1,5 @@
-"""The metrics in the text format of Prometheus: what was counted, and the state of the gateway when it is asked.
-
-Never counts: `metrics.py` does. `server.metrics_aliases` adds series under the names of the runner API.
-"""
+"""The metrics in the text format of Prometheus: what was counted, and the state of the gateway when it is asked. Never
+counts: `metrics.py` does. `server.metrics_aliases` adds series under the names of the runner API."""
 
 from __future__ import annotations
 

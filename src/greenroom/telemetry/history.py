@@ -1,8 +1,5 @@
-"""The last hour in figures: a sample of what was counted and of what is held, every ten seconds.
-
-Owns the samples. Rates are the differences between them. Nothing is done per request: a sample sums up what the metrics
-count anyway.
-"""
+"""The last hour in figures: a sample of what was counted and of what is held, every ten seconds. Owns the samples.
+Rates are the differences between them. Nothing is done per request: a sample sums up what the metrics count anyway."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The way of one replica to a version: asked for by its API, or taken from the file of the desired state.
-
-Owns how long a replica may be silent or idle, and what a restart in the middle means. Depends on no other replica.
-"""
+"""The way of one replica to a version: asked for by its API, or taken from the file of the desired state. Owns how long
+a replica may be silent or idle, and what a restart in the middle means. Depends on no other replica."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The two ways in which replicas learn what to serve: each is asked by its API, or all follow one file.
-
-Owns how an update and the way back are asked for, and what became of each replica.
-"""
+"""The two ways in which replicas learn what to serve: each is asked by its API, or all follow one file. Owns how an
+update and the way back are asked for, and what became of each replica."""
 
 from __future__ import annotations
 

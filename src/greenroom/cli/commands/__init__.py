@@ -1,7 +1,5 @@
-"""The commands of `greenroom`, one file for each or for a few that belong together.
-
-A command module imports what is heavy inside `run`, so that `greenroom --help` stays fast.
-"""
+"""The commands of `greenroom`, one file for each or for a few that belong together. A command module imports what is
+heavy inside `run`, so that `greenroom --help` stays fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`greenroom import`: make a configuration of what llama-swap or Ollama was configured with. Starts nothing.
-
-What is made is checked as `greenroom check` does before anything is written, and no file is ever overwritten.
-"""
+"""`greenroom import`: make a configuration of what llama-swap or Ollama was configured with. Starts nothing. What is
+made is checked as `greenroom check` does before anything is written, and no file is ever overwritten."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What an operator can say about one model, and the rules between its keys.
-
-Owns the keys; each is marked with the engines that have it. Looks at nothing of the machine: see `problems.py`.
-"""
+"""What an operator can say about one model, and the rules between its keys. Owns the keys; each is marked with the
+engines that have it. Looks at nothing of the machine: see `problems.py`."""
 
 from collections.abc import Iterator
 from enum import StrEnum

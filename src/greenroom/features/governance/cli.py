@@ -1,7 +1,5 @@
 """`greenroom token` makes keys, signs tokens for operations and checks them; `greenroom audit` checks the audit log.
-
-Both work without a gateway: keys stay where their holders are. `token` prints the token as text, for `--token`.
-"""
+Both work without a gateway: keys stay where their holders are. `token` prints the token as text, for `--token`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Makes tokens: new keys, signatures by the shared key or a signer's own, and further signatures on a token.
-
-Owns the files of private keys. Used by `greenroom token`, never by the gateway, which holds no private key.
-"""
+"""Makes tokens: new keys, signatures by the shared key or a signer's own, and further signatures on a token. Owns the
+files of private keys. Used by `greenroom token`, never by the gateway, which holds no private key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased.
-
-The lease belongs to this process, so that the memory comes back at once however it ends. `cli_program.py` runs the
-program.
-"""
+"""`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased. The lease
+belongs to this process, so that the memory comes back at once however it ends. `cli_program.py` runs the program."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Moves that operators ask for: load, unload, sleep, wake and prepare, answered when they are done.
-
-Owns the errors of such a move. The caller may leave; the move goes on, because it belongs to the model.
-"""
+"""Moves that operators ask for: load, unload, sleep, wake and prepare, answered when they are done. Owns the errors of
+such a move. The caller may leave; the move goes on, because it belongs to the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """`greenroom explain`: what would happen to a request that came now; `greenroom decisions`: what was decided lately.
-
-What the words mean: docs/operating.md.
-"""
+What the words mean: docs/operating.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`greenroom trainer`: update all replicas of a model, compare what they serve, and send them prompts.
-
-Owns the options and how reports are printed. What is done is `greenroom.trainer`'s.
-"""
+"""`greenroom trainer`: update all replicas of a model, compare what they serve, and send them prompts. Owns the options
+and how reports are printed. What is done is `greenroom.trainer`'s."""
 
 from __future__ import annotations
 

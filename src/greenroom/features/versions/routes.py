@@ -1,7 +1,5 @@
-"""`/update-model`, `/status`, `/api/v1/models/{id}/update`, `/rollback`, `/versions`: what a name serves.
-
-Owns the shapes of requests and answers, and which model a call means that names none.
-"""
+"""`/update-model`, `/status`, `/api/v1/models/{id}/update`, `/rollback`, `/versions`: what a name serves. Owns the
+shapes of requests and answers, and which model a call means that names none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Calls to a ComfyUI on this machine: run a workflow, watch it, fetch its pictures, stop it, free its memory.
-
-Owns the shapes of ComfyUI's answers. What it says is checked before it is used; what cannot be understood raises
-`ComfyGone`.
-"""
+"""Calls to a ComfyUI on this machine: run a workflow, watch it, fetch its pictures, stop it, free its memory. Owns the
+shapes of ComfyUI's answers. What it says is checked before it is used; what cannot be understood raises `ComfyGone`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The writes of a download: each may fail, and each is one call that a test can make fail.
-
-Owns how files survive a crash: bytes are synced before a file gets its name, and the folder after.
-"""
+"""The writes of a download: each may fail, and each is one call that a test can make fail. Owns how files survive a
+crash: bytes are synced before a file gets its name, and the folder after."""
 
 from __future__ import annotations
 

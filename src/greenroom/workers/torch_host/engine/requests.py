@@ -1,8 +1,5 @@
-"""Generation requests and their results: the seam between the API and the engine.
-
-Owns the records and protocols that both sides use. Never imports torch: the API side of the worker is tested without
-it. Read `InferenceEngine` first.
-"""
+"""Generation requests and their results: the seam between the API and the engine. Owns the records and protocols that
+both sides use. Never imports torch: the API side of the worker is tested without it. Read `InferenceEngine` first."""
 
 from __future__ import annotations
 
