@@ -23,10 +23,11 @@ from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.features.leases.entry import LeasableMemory, devices_meant
 from greenroom.features.leases.holders import DeadHolders, Recalls
-from greenroom.features.leases.making_room import MakingRoom, WaitingModels, WatchedMemory
+from greenroom.features.leases.making_room import MakingRoom, WaitingModels
 from greenroom.features.leases.shared_slots import Entered, SharedSlots
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SharedStore, SlotAsk
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
@@ -45,7 +46,7 @@ CLOSE_MAX_S: Final = 5.0
 
 
 class Sharing:
-    def __init__(self, member: Membership, loop: SchedulerLoop, memory: WatchedMemory, hub: Hub) -> None:
+    def __init__(self, member: Membership, loop: SchedulerLoop, memory: MemoryWatch, hub: Hub) -> None:
         self._store = member.store
         self._gateway = member.gateway
         self._loop = loop

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -31,6 +31,7 @@ from greenroom.errors import (
     Unloaded,
 )
 from greenroom.features.library.downloads import Downloads
+from greenroom.features.operations.moves import OperatorMoves
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
@@ -67,24 +68,6 @@ class LoadProgress:
     is_estimated: bool
 
 
-class MoveOrders(Protocol):
-    def expect_leavable(self, models: Iterable[ModelId]) -> None:
-        """Raises ModelPinned if one of these is in memory and pinned."""
-        ...
-
-    async def move(
-        self,
-        kind: MoveKind,
-        model: ModelId,
-        *,
-        evict: tuple[ModelId, ...] = (),
-        grace_s: float | None = None,
-        force: bool = False,
-    ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
-        ...
-
-
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 
@@ -94,7 +77,7 @@ class Loads:
         table: OperationTable,
         resolver: Resolver,
         downloads: Downloads,
-        moves: MoveOrders,
+        moves: OperatorMoves,
         gateway: GatewayState,
         loop: SchedulerLoop,
         slots: LiveSlots,
