@@ -89,7 +89,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
         *loaded.warnings,
         *blind,
         *_unusable_files(loaded),
-        *_earlier_activity(loaded.config),
+        *_foreign_recording(loaded.config),
         *_too_large(loaded.config, there, needs),
         *_unusable_stores(loaded.config),
         *_no_packages(loaded.config),
@@ -145,22 +145,19 @@ def _is_told(loaded: LoadedConfig, name: str, *keys: str) -> bool:
     return any(text.startswith(tuple(f"models.{name}: {key}:" for key in keys)) for text in loaded.warnings)
 
 
-def _earlier_activity(config: Config) -> list[str]:
-    """A warning if the start would rename the file of `record_activity`, or fail at it."""
+def _foreign_recording(config: Config) -> list[str]:
+    """A warning if the start would fail at the file of `record_activity`."""
     from greenroom.runtime.record.recording import ActivityRecorder
 
     path = config.server.record_activity
     if path is None or not os.path.isfile(path):
         return []
     try:
-        if not ActivityRecorder(Path(path)).will_set_aside():
-            return []
+        ActivityRecorder(Path(path)).check()
     except OSError as error:
         where = error.filename or path
         return [f"server.record_activity: {where}: {error.strerror}; the gateway does not start with it"]
-    kept = f"{path}.1"
-    instead = ", which replaces the one there" if os.path.exists(kept) else ""
-    return [f"server.record_activity: {path} is of an earlier version; the start renames it to {kept}{instead}"]
+    return []
 
 
 def _too_large(config: Config, there: Sequence[Device], needs: Needs) -> list[str]:
