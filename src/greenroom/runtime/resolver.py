@@ -29,10 +29,9 @@ from greenroom.runtime.adhoc_model import (
     model_of,
 )
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.known_models import KnownModels, TenantModels
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.names import RemoteNames
-from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("models")
