@@ -37,7 +37,7 @@ class Entry:
     """The name by which it was ordered to be loaded, if it was and that order stands."""
     real_path: str = ""
     """Its path without links; empty if it has none."""
-    # It serves one tenant of this model (`tenant_models.py`).
+    # It serves one tenant of this model (`known_models.py`).
     instance_of: ModelId | None = None
     tenant: str | None = None
 
