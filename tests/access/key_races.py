@@ -12,8 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from greenroom.access.key_changes import add_key, revoke_key
-from greenroom.access.key_file import FileKey, read_keys
+from greenroom.access.key_file import FileKey, add_key, read_keys, revoke_key
 from greenroom.access.keys import new_key
 
 NOW = datetime(2026, 11, 17, tzinfo=UTC)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.access.key_changes import add_key, revoke_key
-from greenroom.access.key_file import FileKey, read_keys
+from greenroom.access.key_file import FileKey, add_key, read_keys, revoke_key
 from greenroom.access.keys import new_key
 from greenroom.errors import ConfigError
 from tests.full_disk import full_disk

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from greenroom.access.key_changes import add_key, revoke_key
-from greenroom.access.key_file import FileKey, rendered
+from greenroom.access.key_file import FileKey, add_key, rendered, revoke_key
 from greenroom.access.key_ring import KeyRing, Look
 from greenroom.access.keys import new_key
 from greenroom.config.schema import Server

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from greenroom.access.keys import Caller
 from greenroom.config.schema import Config
-from greenroom.config.sections.tenants import TenantLimits
+from greenroom.config.sections.keys import TenantLimits
 from tests.api.management_rig import Client, FakeGateway, model
 
 LAB = Caller(name="bob", tenant="lab", priority_max=1, admin=False)

@@ -7,7 +7,7 @@ import sys
 
 from pydantic import ConfigDict, Field
 
-from greenroom.config.described import Described, descriptions
+from greenroom.config.marks import Described, descriptions
 
 
 class Parent(Described):

@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom.config.described import descriptions
-from greenroom.config.generate.example import FOR_EXAMPLE, example, said
-from greenroom.config.generate.reference import BEGIN, END, ROOT, generated, main, with_reference
+from greenroom.config.generate import (
+    BEGIN,
+    END,
+    FOR_EXAMPLE,
+    ROOT,
+    example,
+    generated,
+    main,
+    said,
+    with_reference,
+)
 from greenroom.config.kinds import is_section
 from greenroom.config.loader import load
+from greenroom.config.marks import descriptions
 from greenroom.config.schema import (
     ApiKey,
     Company,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.config.generate.reference import ROOT
+from greenroom.config.generate import ROOT
 from greenroom.config.loader import load
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError

@@ -15,10 +15,6 @@ from .conftest import Complaints, Loads
 
 ONE_PROBLEM = [
     ("models:\n  q:\n    path: q.gguf\n    ctx_sise: 4\n", "4: models.q.ctx_sise: unknown key, did you mean ctx_size?"),
-    (
-        "scheduler: {residency_swaps: 2}\n",
-        "1: scheduler.residency_swaps: is gone; how often a busy model gives way is said by scheduler.away_share",
-    ),
     ("models:\n  q:\n    path: q.gguf\n    ctxSize: 4\n", "4: models.q.ctxSize: unknown key, did you mean ctx_size?"),
     ("models:\n  q:\n    path: q.gguf\n    ttl-s: 4\n", "4: models.q.ttl-s: unknown key, did you mean ttl_s?"),
     ("modells: {}\n", "1: modells: unknown key, did you mean models?"),

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from greenroom.base.detached import run_detached
+from greenroom.library.facts import FILE_NAME
 from greenroom.library.folders import FolderTree, Pace
 from greenroom.library.library import Library, LookTimes, look_once
 from greenroom.library.models import PROBLEMS_MAX
 from greenroom.library.records import LibraryRecord, ModelKind, told_problem
-from greenroom.library.remembered import FILE_NAME
 from greenroom.library.roots import Roots
 from tests.library.hub_cache import add_snapshot, folder_files, put, repository
 from tests.models import tiny, tiny_ears, tiny_hf, tiny_lora, tiny_projector

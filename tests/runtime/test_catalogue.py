@@ -14,10 +14,9 @@ from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId
 from greenroom.errors import TooManyModels
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.known_models import KnownModels, TenantModels
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlots
-from greenroom.runtime.tenant_models import TenantModels
 
 
 def config(**models: Model) -> Config:

@@ -1,6 +1,6 @@
 """The limits that a tenant, a key or a model can have, one row each, and the amounts that they are counted with.
 
-A further limit is a row here and its option, with its sentence, in `RateLimits` (`config/sections/tenants.py`):
+A further limit is a row here and its option, with its sentence, in `RateLimits` (`config/sections/keys.py`):
 counting, errors, headers, `/api/v1/limits` and `greenroom key new` go by these rows. Owns the sliding window of one
 limit in memory; `shared_window.py` has the one that several gateways share.
 """
@@ -43,10 +43,8 @@ LIMITS: Final = (
 
 
 class Budget(ABC):
-    """An amount per period, which is called a minute here. `now` is seconds since 1970.
-
-    A class rather than a protocol: calls are cheaper compiled.
-    """
+    """An amount per period, which is called a minute here. `now` is seconds since 1970. A class rather than a protocol:
+    calls are cheaper compiled."""
 
     limit: int
     period_s: float
@@ -65,10 +63,8 @@ class Budget(ABC):
 
     @abstractmethod
     def reserve(self, asked: int, now: float) -> int:
-        """Count what one request can reserve if it asks for so much, or is let in with 0. Returns how much that is.
-
-        -1, and nothing is counted, if so much is not left. One that is shared may fetch it for the next time.
-        """
+        """Count what one request can reserve if it asks for so much, or is let in with 0. Returns how much that is. -1,
+        and nothing is counted, if so much is not left. One that is shared may fetch it for the next time."""
 
     @abstractmethod
     def remaining(self, now: float) -> int:
@@ -88,11 +84,9 @@ class Budget(ABC):
 
 
 class Window(Budget):
-    """A sliding window of two buckets: of the last minute, the part that the sliding minute still covers counts.
-
-    If callers take no more than `left`, then never more than `limit` in a minute of the clock, and in any d seconds up
-    to 60 at most `limit` x (1 + d / 60).
-    """
+    """A sliding window of two buckets: of the last minute, the part that the sliding minute still covers counts. If
+    callers take no more than `left`, then never more than `limit` in a minute of the clock, and in any d seconds up to
+    60 at most `limit` x (1 + d / 60)."""
 
     def __init__(self, limit: int, period_s: float = MINUTE_S) -> None:
         self.limit = limit

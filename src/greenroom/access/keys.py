@@ -135,10 +135,8 @@ class Keys:
         return iter(self._callers.values())
 
     def check(self, presented: bytes | None) -> Caller:
-        """The caller that presents this key; if no keys are needed, the one without.
-
-        Raises InvalidKey, KeyExpired and KeyRevoked.
-        """
+        """The caller that presents this key; if no keys are needed, the one without. Raises InvalidKey, KeyExpired and
+        KeyRevoked."""
         if not self.enabled:
             return self._unkeyed
         if not presented:
@@ -154,10 +152,8 @@ class Keys:
         return found
 
     def named(self, name: str) -> Caller | None:
-        """The caller that holds the key of this name; if no keys are needed, the one without by its own name.
-
-        Raises KeyExpired.
-        """
+        """The caller that holds the key of this name; if no keys are needed, the one without by its own name. Raises
+        KeyExpired."""
         if not self.enabled:
             return self._unkeyed if name == self._unkeyed.name else None
         found = self._names.get(name)

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
 from greenroom.access.keys import Caller
 from greenroom.config.schema import Config, RateLimits
-from greenroom.config.sections.tenants import DEFAULT_TENANT
+from greenroom.config.sections.keys import DEFAULT_TENANT
 from greenroom.errors import RateLimited
 
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.
@@ -123,10 +123,8 @@ class QuotaHold:
         self._least_of: Budget | None = None
 
     def admit(self, meters: tuple[Quota, ...], *, is_job: bool) -> None:
-        """Count a request for these meters. Raises RateLimited, and then nothing is counted.
-
-        A job needs no place at once: it waits for one on disk.
-        """
+        """Count a request for these meters. Raises RateLimited, and then nothing is counted. A job needs no place at
+        once: it waits for one on disk."""
         now = self._wall()
         for meter in meters:
             for budget in meter.tokens:
@@ -148,9 +146,7 @@ class QuotaHold:
 
     def begin(self, *, is_counted: bool = False) -> None:
         """Reserve tokens and take a place among the requests at once. Raises RateLimited, and then nothing is counted.
-
-        The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted.
-        """
+        The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted."""
         self._enter(self.meters, () if is_counted or self.model is None else (self.model,))
 
     def serve_by(self, model: Quota | None) -> None:
@@ -210,11 +206,9 @@ class QuotaHold:
         self._reserved = [one for one in self._reserved if one[0] is not model]
 
     def end(self, tokens_used: int | None) -> None:
-        """Free its place, and count the tokens that were really used. Only the first call after `begin` counts.
-
-        What was reserved and not used is given back to the minute of the reservation; what was used beyond it counts
-        from now on. None: an engine worked and nothing tells how much; what was reserved stays counted.
-        """
+        """Free its place, and count the tokens that were really used. Only the first call after `begin` counts. What
+        was reserved and not used is given back to the minute of the reservation; what was used beyond it counts from
+        now on. None: an engine worked and nothing tells how much; what was reserved stays counted."""
         for meter in self._begun:
             meter.in_flight -= 1
         self._begun = ()

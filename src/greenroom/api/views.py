@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from greenroom.access.keys import parse_priority
 from greenroom.base.names import public_name
-from greenroom.config.described import Described
+from greenroom.config.marks import Described
 
 Tier = Literal["ready", "asleep", "cold"]
 

@@ -1,7 +1,5 @@
-"""The address of the gateway that a command talks to, and the API key it sends.
-
-Owns the options `--url` and `--api-key-env` and their environment variables. Never connects.
-"""
+"""The address of the gateway that a command talks to, and the API key it sends. Owns the options `--url` and
+`--api-key-env` and their environment variables. Never connects."""
 
 from __future__ import annotations
 

@@ -106,10 +106,8 @@ class Client:
     def post(
         self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S, token: str | None = None
     ) -> Any:
-        """Send `body` as JSON and return the JSON answer. Raises NoGateway, GatewayRefused or CommandFailed.
-
-        `token` permits the operation, where operations are signed.
-        """
+        """Send `body` as JSON and return the JSON answer. Raises NoGateway, GatewayRefused or CommandFailed. `token`
+        permits the operation, where operations are signed."""
         return self._call("POST", path, body, answer_max_s, token)
 
     def delete(self, path: str, *, answer_max_s: float = ANSWER_MAX_S, token: str | None = None) -> Any:

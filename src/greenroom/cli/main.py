@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Subcommand] | Non
         _make_streams_robust()
     try:
         args = parser(COMMANDS if commands is None else commands).parse_args(argv)
-        run: Callable[[argparse.Namespace], int] = args.run
-        return run(args)
+        run: Callable[[argparse.Namespace], int | None] = args.run
+        return run(args) or ExitStatus.OK
     except CommandFailed as error:
         screen.fail(error)
         return error.exit

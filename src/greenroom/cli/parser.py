@@ -10,29 +10,34 @@ from typing import Any, Final
 from greenroom import __version__
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand, chat, check, demo, engines, gpus, importing, key, ps, serve, usage
-from greenroom.features.governance import cli_audit as audit
-from greenroom.features.governance import cli_token as token
+from greenroom.features.governance import cli as governance
 from greenroom.features.jobs import cli as jobs
 from greenroom.features.leases import cli as leases
 from greenroom.features.library import cli_estimate as estimate
 from greenroom.features.library import cli_models as models
 from greenroom.features.library import cli_pull as pull
-from greenroom.features.operations import cli_logs as logs
-from greenroom.features.operations import cli_moves as moves
-from greenroom.features.operations import cli_orders as orders
-from greenroom.features.planning import cli_decisions as decisions
-from greenroom.features.planning import cli_explain as explain
+from greenroom.features.operations import cli as operations
+from greenroom.features.planning import cli as planning
 from greenroom.features.planning import cli_simulate as simulate
 from greenroom.features.versions import cli_replicas as replicas
 from greenroom.features.versions import cli_trainer as trainer
 
 COMMANDS: Final[tuple[Subcommand, ...]] = (
     *(serve.COMMAND, replicas.COMMAND, demo.COMMAND, check.COMMAND, importing.COMMAND),
-    *(ps.COMMAND, gpus.COMMAND, decisions.COMMAND),
-    *(moves.LOAD, moves.UNLOAD, moves.SLEEP, moves.PREPARE, orders.FLUSH, logs.COMMAND, chat.COMMAND, explain.COMMAND),
-    *(engines.COMMAND, estimate.COMMAND, orders.RELOAD, key.COMMAND, simulate.COMMAND),
+    *(ps.COMMAND, gpus.COMMAND, planning.DECISIONS),
+    *(
+        operations.LOAD,
+        operations.UNLOAD,
+        operations.SLEEP,
+        operations.PREPARE,
+        operations.FLUSH,
+        operations.LOGS,
+        chat.COMMAND,
+        planning.EXPLAIN,
+    ),
+    *(engines.COMMAND, estimate.COMMAND, operations.RELOAD, key.COMMAND, simulate.COMMAND),
     *(models.MODELS, models.RM, pull.COMMAND, jobs.COMMAND, leases.LEASE, leases.LEASES),
-    *(usage.COMMAND, token.COMMAND, audit.COMMAND, trainer.COMMAND),
+    *(usage.COMMAND, governance.TOKEN, governance.AUDIT, trainer.COMMAND),
 )
 
 EPILOG: Final = """\

@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from greenroom.cli.failures import CommandFailed, OutputLost
 
@@ -155,6 +156,45 @@ def drawn_table(titles: Row, rows: Sequence[Row]) -> Any:
     return table
 
 
+WATCH_EVERY_S: Final = 1.0
+Seen = Mapping[str, Any]
+
+
+def watch(
+    look: Callable[[], Seen],
+    titles: Row,
+    rows: Callable[[Seen], Sequence[Row]],
+    notes: Callable[[Seen], Sequence[str]],
+    summary: Callable[[Seen], Sequence[str]],
+    *,
+    as_json: bool,
+) -> NoReturn:
+    """Look again and again until interrupted. The summary is shown only where a table is drawn."""
+    if sys.stdout.isatty() and not as_json:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.text import Text
+
+        def drawn() -> Group:
+            seen = look()
+            below = "\n".join([*notes(seen), *summary(seen)])
+            return Group(drawn_table(titles, rows(seen)), Text(harmless(below), style="dim"))
+
+        with Live(drawn(), auto_refresh=False) as live:
+            while True:
+                time.sleep(WATCH_EVERY_S)
+                live.update(drawn(), refresh=True)
+    while True:
+        seen = look()
+        if as_json:
+            say_json(seen, on_one_line=True)
+        else:
+            say(plain_table(titles, rows(seen)) + "\n")
+            for line in notes(seen):
+                note(line)
+        time.sleep(WATCH_EVERY_S)
+
+
 # --- waiting --------------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +214,8 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[str, float | None], None]]:
-    """A bar on standard error; the function it yields is told text and progress (None: not known).
-
-    In a pipe each new text is one line.
-    """
+    """A bar on standard error; the function it yields is told text and progress (None: not known). In a pipe each new
+    text is one line."""
     if not sys.stderr.isatty():
         last = ""
 

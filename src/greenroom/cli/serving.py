@@ -129,11 +129,9 @@ def _leave_in_time() -> None:
 
 
 class Signals:
-    """Passes signals on to the gateway. Before it has started, SIGTERM cancels the start and SIGHUP does nothing.
-
-    The handlers are Python's, not the loop's: a loop removes its own when it closes, and a signal a moment later would
-    end the process as if it had failed.
-    """
+    """Passes signals on to the gateway. Before it has started, SIGTERM cancels the start and SIGHUP does nothing. The
+    handlers are Python's, not the loop's: a loop removes its own when it closes, and a signal a moment later would end
+    the process as if it had failed."""
 
     def __init__(self) -> None:
         self.app: App | None = None

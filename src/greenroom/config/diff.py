@@ -1,7 +1,5 @@
-"""What a reload changes: two configurations compared, key by key. Never applies anything.
-
-What a changed key means is marked at its field (`marks.Reload`).
-"""
+"""What a reload changes: two configurations compared, key by key. Never applies anything. What a changed key means is
+marked at its field (`marks.Reload`)."""
 
 from __future__ import annotations
 

@@ -143,11 +143,9 @@ def roots(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def with_folders(config: Config, environ: Mapping[str, str], *, is_file: bool = True) -> Config:
-    """The configuration of a file, or an empty one, with the folders of models that the environment names.
-
-    The hub's cache is added to other folders, or where there is no file: a variable that is set for other programs
-    opens nothing beside a configuration that has no folders.
-    """
+    """The configuration of a file, or an empty one, with the folders of models that the environment names. The hub's
+    cache is added to other folders, or where there is no file: a variable that is set for other programs opens nothing
+    beside a configuration that has no folders."""
     library = config.library
     shelves = (*library.roots, *roots(environ))
     cache = hub_cache(environ)

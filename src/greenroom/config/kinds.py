@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from greenroom.config.described import Described
+from greenroom.config.marks import Described
 from greenroom.config.reader import Problem, Where, break_on
 
 # One part of a path, without percent-encoding.

@@ -1,7 +1,5 @@
-"""The scheduler, and its numbers, rules, policy and swapper, as the core takes them, from the configuration.
-
-Those of other packages are found by entry point when the configuration names them (`plugins.py`).
-"""
+"""The scheduler, and its numbers, rules, policy and swapper, as the core takes them, from the configuration. Those of
+other packages are found by entry point when the configuration names them (`plugins.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from greenroom.config.plugins import POLICY_GROUP, SCHEDULER_GROUP, SWAPPER_GROU
 from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, SchedulerSection, StayWarm, TenantLimits
 from greenroom.config.sections.coresidency import rules_of
-from greenroom.config.sections.tenants import DEFAULT_TENANT
+from greenroom.config.sections.keys import DEFAULT_TENANT
 from greenroom.core.contract import Scheduler, SchedulerFactory
 from greenroom.core.effects import Effects
 from greenroom.core.events import Limits

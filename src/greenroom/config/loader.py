@@ -45,11 +45,9 @@ class LoadedConfig:
 
 
 def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, *, to_serve: bool = False) -> LoadedConfig:
-    """Load a file, and apply what the environment says. Raises ConfigError with one line for each problem.
-
-    No path: the environment alone. `to_serve`: the named policy and swapper must exist as well. They may be code of
-    other packages, which is imported.
-    """
+    """Load a file, and apply what the environment says. Raises ConfigError with one line for each problem. No path: the
+    environment alone. `to_serve`: the named policy and swapper must exist as well. They may be code of other packages,
+    which is imported."""
     if path is None:
         return _of_environment(environ)
     # Messages show the path as typed; the working directory may change later, so the result has the absolute path.

@@ -1,7 +1,5 @@
-"""What validation finds wrong with a file, in words: where it is, what is wanted there, and which key was meant.
-
-Owns the words, and which values are never shown because they may be secrets.
-"""
+"""What validation finds wrong with a file, in words: where it is, what is wanted there, and which key was meant. Owns
+the words, and which values are never shown because they may be secrets."""
 
 from __future__ import annotations
 
@@ -133,16 +131,9 @@ def _not_this(where: Where, value: object) -> str:
     return "" if is_hidden else f", not {shown(value)}"
 
 
-_BY_SHARE = "how often a busy model gives way is said by scheduler.away_share"
-# Keys of earlier versions, and what to write instead.
-_GONE = {"overtakes_max": _BY_SHARE, "residency_swaps": _BY_SHARE, "batch_swaps": _BY_SHARE}
-
-
 def _unknown_key(where: Where) -> str:
     """Name the section where the key belongs; otherwise suggest the nearest key of this section."""
     key = str(where[-1])
-    if key in _GONE:
-        return f"is gone; {_GONE[key]}"
     if home := _home_of(key):
         return f"unknown key here; {key} belongs {home}"
     return nearest_key(where, Config)

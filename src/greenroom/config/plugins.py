@@ -1,7 +1,5 @@
-"""Parts that other packages bring: schedulers, policies, swappers and engines, found by entry point.
-
-Imports nothing that is not named: a package that is merely installed costs nothing and cannot fail.
-"""
+"""Parts that other packages bring: schedulers, policies, swappers and engines, found by entry point. Imports nothing
+that is not named: a package that is merely installed costs nothing and cannot fail."""
 
 from __future__ import annotations
 

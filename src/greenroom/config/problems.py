@@ -17,11 +17,11 @@ from typing import Final
 from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.kinds import can_be_run, words
 from greenroom.config.reader import Problem
-from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Config, Model, Remote, Server
 from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.governance import quorum_warnings
 from greenroom.config.sections.model import TEMPLATE_ENDING
+from greenroom.config.sections.remotes import read_remote_key
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency import coresidency_under
 

@@ -33,14 +33,21 @@ from greenroom.config.marks import FILE, RESTART, Example, Variable, lower
 from greenroom.config.reader import Problem
 from greenroom.config.sections import coresidency, tasks
 from greenroom.config.sections.governance import Governance, Quorum
-from greenroom.config.sections.keys import ApiKey, equal_api_keys
+from greenroom.config.sections.keys import (
+    ApiKey,
+    LimitStore,
+    RateLimits,
+    TenantLimits,
+    Tenants,
+    equal_api_keys,
+    requests_per_minute,
+)
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, Model, Vllm
 from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.remotes import Remote, RemoteName
 from greenroom.config.sections.scheduler import Company, GroupSection, MatrixSection, SchedulerSection
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
-from greenroom.config.sections.tenants import LimitStore, RateLimits, TenantLimits, Tenants, requests_per_minute
 from greenroom.config.sections.versions import ModelVersions, Versions
 
 # For drivers and contexts; the same for simulated GPUs and real ones.

@@ -113,11 +113,9 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlace:
-    """Where an engine listens, and the devices it may use.
-
-    `gpus` are those it may see, in the order it counts them; None: this machine has none to plan with. `total_mib` and
-    `free_mib` are the memory of each of them and what of it is really free, in that order.
-    """
+    """Where an engine listens, and the devices it may use. `gpus` are those it may see, in the order it counts them;
+    None: this machine has none to plan with. `total_mib` and `free_mib` are the memory of each of them and what of it
+    is really free, in that order."""
 
     claim: Claim
     port: int | None = None
@@ -143,10 +141,8 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class HostKey:
     """The worker that hosts a slot: slots with equal keys share one. `alone` is empty, or the slot with its own worker.
-
     `program` is what the worker runs, so that two programs in one Python never mix. `gpus` are those the worker uses;
-    None: this machine has none to plan with.
-    """
+    None: this machine has none to plan with."""
 
     program: str
     python: str
@@ -174,9 +170,7 @@ class HostKey:
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
     """What an engine tells of its KV cache: the share in use, and tokens looked up in it and found since its start.
-
-    Then how large it is: in tokens, or in bytes. What it does not tell is None.
-    """
+    Then how large it is: in tokens, or in bytes. What it does not tell is None."""
 
     kv_used: float
     prefix_queries: int | None = None
@@ -217,17 +211,13 @@ class Describing(ABC):
         return EngineFacts()
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        """Memory it will take when ready on `gpus` GPUs, 0 for the host; None if nothing indicates it.
-
-        Reads file headers and never raises: a missing or bad file fails its own load.
-        """
+        """Memory it will take when ready on `gpus` GPUs, 0 for the host; None if nothing indicates it. Reads file
+        headers and never raises: a missing or bad file fails its own load."""
         return None
 
     def unusable(self, model: Model) -> str | None:
-        """Why a load would refuse its files, as far as they tell; None if they can be loaded. Never raises.
-
-        Reads headers. A `path` that is not there is told elsewhere.
-        """
+        """Why a load would refuse its files, as far as they tell; None if they can be loaded. Never raises. Reads
+        headers. A `path` that is not there is told elsewhere."""
         return None
 
     def estimate_asleep(self, model: Model, gpus: int) -> Estimate | None:
@@ -248,9 +238,7 @@ class Describing(ABC):
 
     def missing(self, model: Model) -> str | None:
         """What must be installed before it can be loaded, and what to type; None if nothing is known to be missing.
-
-        Looks at files, quickly, and never raises: it is asked whenever the status is shown.
-        """
+        Looks at files, quickly, and never raises: it is asked whenever the status is shown."""
         return None
 
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:

@@ -1,7 +1,5 @@
-"""Whether the packages of an engine are installed, as far as files tell. Starts nothing and imports nothing.
-
-`greenroom engines` asks an interpreter itself, which takes longer and tells versions too.
-"""
+"""Whether the packages of an engine are installed, as far as files tell. Starts nothing and imports nothing. `greenroom
+engines` asks an interpreter itself, which takes longer and tells versions too."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ PTH_FILES: Final = "lib/python*/site-packages/*.pth"
 
 
 def packages_missing(model: Model, packages: Sequence[str], extra: str) -> str | None:
-    """What the model's Python lacks and what to type; None if nothing is known to be missing. Never raises.
-
-    `extra` is the name of our own extra that brings them.
-    """
+    """What the model's Python lacks and what to type; None if nothing is known to be missing. Never raises. `extra` is
+    the name of our own extra that brings them."""
     if model.python is None:
         lacks = [name for name in packages if importlib.util.find_spec(_MODULES.get(name, name)) is None]
         return _said(lacks, sys.executable, f"'greenroom[{extra}]'") if lacks else None

@@ -1,7 +1,5 @@
-"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`).
-
-Also says what the core is told of an engine's facts, and how an engine keeps the prompts of tenants apart.
-"""
+"""Engines by name: ours, and those of other packages (entry point group `greenroom.engines`). Also says what the core
+is told of an engine's facts, and how an engine keeps the prompts of tenants apart."""
 
 from __future__ import annotations
 
@@ -49,10 +47,8 @@ _OF_CATEGORY: Final[Mapping[str, frozenset[Ability]]] = {
 
 
 def engine_for(model: Model) -> Engine:
-    """The engine of a model. The configuration has inferred its name if the operator gave none.
-
-    Raises ConfigError if the engine of another package cannot be used.
-    """
+    """The engine of a model. The configuration has inferred its name if the operator gave none. Raises ConfigError if
+    the engine of another package cannot be used."""
     assert model.engine is not None, "a model whose engine is in doubt is refused"
     return engine_named(model.engine)
 

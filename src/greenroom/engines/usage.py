@@ -55,10 +55,8 @@ _answer = msgspec.json.Decoder(WholeAnswer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
-    """From the last `usage` object of the answer; None if that does not tell how long the answer is.
-
-    If it tells only that, the prompt is 0 and the whole is an estimate.
-    """
+    """From the last `usage` object of the answer; None if that does not tell how long the answer is. If it tells only
+    that, the prompt is 0 and the whole is an estimate."""
     whole = _whole(tail)
     said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
     if said is None:

@@ -1,7 +1,5 @@
-"""The objects in which engines tell what an answer cost. All other fields of an answer are skipped.
-
-Apart from `usage.py`, which is compiled; classes of msgspec cannot be.
-"""
+"""The objects in which engines tell what an answer cost. All other fields of an answer are skipped. Apart from
+`usage.py`, which is compiled; classes of msgspec cannot be."""
 
 from __future__ import annotations
 

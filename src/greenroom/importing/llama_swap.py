@@ -15,7 +15,7 @@ from greenroom.config.kinds import id_problem
 from greenroom.config.reader import Lines, Problem, Value, Where, dotted, read, refusal
 from greenroom.errors import ConfigError
 from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
-from greenroom.importing.llama_swap_models import UNKNOWN, SharedDefaults, model_of
+from greenroom.importing.llama_swap_models import SharedDefaults, model_of
 from greenroom.importing.llama_swap_peers import PeerModels
 from greenroom.importing.result import Imported, Notes, nothing_found
 from greenroom.importing.source_keys import SourceKeys
@@ -155,7 +155,7 @@ class _Import:
         known = {*taken, *peers.models, *(name for one in peers.models.values() for name in _aliases(one))}
         if tasks := {**self._tasks, **_tasks_of(self._top.below("selectors"), known)}:
             sections["tasks"] = tasks
-        self._top.name_rest(NOT_MAPPED, UNKNOWN)
+        self._top.name_rest(NOT_MAPPED)
         made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
         return Imported(made, tuple(self.notes.found), self.notes.mapped, refused)
 
@@ -210,7 +210,7 @@ class _Import:
         self._scheduling = routing.below("scheduler")
         self._priorities = self._scheduling.below("settings").below("fifo").below("priority")
         for keys in (settings, router):
-            keys.name_rest({}, UNKNOWN)
+            keys.name_rest()
         # Below `routing` groups decide unless it says otherwise; the older key decides by being there.
         if matrix and (used == "matrix" or (used is None and older.tree)):
             for unused in groups:
@@ -230,7 +230,7 @@ class _Import:
                 else:
                     self.notes.unmapped((*group.where, "members"), f"{member} is no model that was imported")
             said = {key: value for key in ("swap", "exclusive", "persistent") if (value := group.flag(key)) is not None}
-            group.name_rest({}, UNKNOWN)
+            group.name_rest()
             found[name] = {"members": members, **said}
         return found
 
@@ -248,7 +248,7 @@ class _Import:
             self.notes.mapped += len(below.tree)
             if below.tree:
                 made[key] = dict(below.tree)
-        keys.name_rest({}, UNKNOWN)
+        keys.name_rest()
         return {"matrix": made}
 
     # --- which go first, which are there from the start -------------------------------------------------------------
@@ -259,7 +259,7 @@ class _Import:
         said = {
             id_of[name]: value for name in self._priorities.tree if (value := self._priority(name, id_of)) is not None
         }
-        self._scheduling.name_rest({"use": NOT_MAPPED["routing.scheduler.use"]}, UNKNOWN)
+        self._scheduling.name_rest({"use": NOT_MAPPED["routing.scheduler.use"]})
         order = sorted({0, *said.values()}, reverse=True)
         # Models without a number keep the priority that is normal here, if none is to come after them.
         first = NORMAL if order[0] == 0 else 0
@@ -287,8 +287,8 @@ class _Import:
                 models[id_of[asked]]["preload"] = True
             else:
                 self.notes.unmapped((*startup.where, "preload"), f"{asked} is no model that was imported")
-        startup.name_rest({"profile": NOT_MAPPED["profiles"]}, UNKNOWN)
-        hooks.name_rest({}, UNKNOWN)
+        startup.name_rest({"profile": NOT_MAPPED["profiles"]})
+        hooks.name_rest()
 
 
 def _ids(models: dict[str, dict[str, Value]]) -> dict[str, str]:
@@ -336,7 +336,7 @@ def _tasks_of(selectors: SourceKeys, known: Collection[str]) -> dict[str, Value]
             about["description"] = description
         if keys.flag("unlisted"):
             about["unlisted"] = True
-        keys.name_rest(_NOT_OF_A_TASK, UNKNOWN)
+        keys.name_rest(_NOT_OF_A_TASK)
         if why := _why_not(name, strategy, candidates, known):
             keys.notes.unmapped(keys.where, f"the whole selector: {why}")
             continue

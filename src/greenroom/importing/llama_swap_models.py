@@ -1,7 +1,5 @@
-"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it.
-
-Owns the mapping of the keys below `models`, and how a port that is fixed there becomes one that is free at each start.
-"""
+"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it. Owns the mapping
+of the keys below `models`, and how a port that is fixed there becomes one that is free at each start."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from greenroom.importing.llama_swap_macros import PID, PORT
 from greenroom.importing.result import Unimportable
 from greenroom.importing.source_keys import SourceKeys
 
-UNKNOWN: Final = "llama-swap has no such key"
 _NO_DEFAULTS: Final = "set_params replaces what a request says; a field cannot be set only where a request does not"
 _ALL_TIMES: Final = "connections to engines have times of their own; see server.answer_idle_max_s"
 NOT_MAPPED: Final = {
@@ -73,7 +70,7 @@ def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> SwapModel |
     filters = keys.below("filters")
     tasks = _tasks(name, filters.below("setParamsByID"))
     made = {**process, **_about(keys, tasks), **_request(keys, filters), **_stay(keys, shared)}
-    keys.name_rest(NOT_MAPPED, UNKNOWN)
+    keys.name_rest(NOT_MAPPED)
     if name == _COMFYUI:
         keys.notes.differs(keys.where, f"it is not at /comfyui/ here but at /upstream/{name}/")
     return SwapModel(made, tasks)
@@ -187,7 +184,7 @@ def _abilities(said: SourceKeys) -> list[Value]:
     """The routes that a model answers, by what it takes and gives. Nothing is said: nothing is known."""
     takes, gives = said.texts("in"), said.texts("out")
     tools, reranks = said.flag("tools"), said.flag("reranker")
-    said.name_rest({key: NOT_MAPPED[f"capabilities.{key}"] for key in ("context", "disableAuto")}, UNKNOWN)
+    said.name_rest({key: NOT_MAPPED[f"capabilities.{key}"] for key in ("context", "disableAuto")})
     if not (takes or gives or tools or reranks):
         return []
     found = ["rerank"] if reranks else []
@@ -211,7 +208,7 @@ def _request(keys: SourceKeys, filters: SourceKeys) -> dict[str, Value]:
     if (sent_as := _plain(keys, "useModelName")) is not None:
         made["use_model_name"] = sent_as
     made |= params_of(filters)
-    filters.name_rest({}, UNKNOWN)
+    filters.name_rest()
     if limit := keys.number("concurrencyLimit"):
         made["concurrency"] = int(limit)
         keys.notes.differs((*keys.where, "concurrencyLimit"), "further requests wait instead of getting 429")

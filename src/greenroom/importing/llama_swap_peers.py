@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from greenroom.config.kinds import id_problem
 from greenroom.config.reader import Value
 from greenroom.importing.llama_swap_macros import variables_of
-from greenroom.importing.llama_swap_models import UNKNOWN, params_of
+from greenroom.importing.llama_swap_models import params_of
 from greenroom.importing.source_keys import SourceKeys
 
 # Below this path a peer answers as OpenAI does.
@@ -45,8 +45,8 @@ class PeerModels:
         remote = _remote(peer, keys)
         filters = keys.below("filters")
         shared = params_of(filters)
-        filters.name_rest(_BY_ID, UNKNOWN)
-        keys.name_rest({}, UNKNOWN)
+        filters.name_rest(_BY_ID)
+        keys.name_rest()
         if remote is None:
             return
         called = self._name(peer)
@@ -80,7 +80,7 @@ def _remote(peer: str, keys: SourceKeys) -> dict[str, Value] | None:
     proxy, key = keys.text("proxy"), keys.text("apiKey")
     times = keys.below("timeouts")
     connect_s, first_s = times.number("connect"), times.number("responseHeader")
-    times.name_rest(_TIMES, UNKNOWN)
+    times.name_rest(_TIMES)
     if proxy is None or not _is_address(proxy):
         keys.notes.unmapped((*keys.where, "proxy"), "the whole peer: http://HOST or https://HOST is wanted")
         return None

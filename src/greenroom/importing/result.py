@@ -1,7 +1,5 @@
-"""What an import yields: a configuration, and a note for every key of the source that it does not simply contain.
-
-Owns how both are written: as YAML that our own reader reads back unchanged, with the notes as comments above it.
-"""
+"""What an import yields: a configuration, and a note for every key of the source that it does not simply contain. Owns
+how both are written: as YAML that our own reader reads back unchanged, with the notes as comments above it."""
 
 from __future__ import annotations
 
@@ -38,10 +36,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`tree` is the configuration. `mapped` counts the keys of the source that are in it.
-
-    `refused` is the error if the configuration has these problems: in places of the source.
-    """
+    """`tree` is the configuration. `mapped` counts the keys of the source that are in it. `refused` is the error if the
+    configuration has these problems: in places of the source."""
 
     tree: dict[str, Value]
     notes: tuple[Note, ...]

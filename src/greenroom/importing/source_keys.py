@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from greenroom.config.reader import Value, Where
 from greenroom.importing.result import Notes, leaves
 
+UNKNOWN = "llama-swap has no such key"
 # Words that our own reader keeps as text, and that other programs take for true or false.
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 
@@ -72,11 +73,11 @@ class SourceKeys:
         """What is written for a key that was taken: with macros where they are kept."""
         return self._written.get(key, self.tree.get(key))
 
-    def name_rest(self, reasons: dict[str, str], unknown: str) -> None:
+    def name_rest(self, reasons: Mapping[str, str] | None = None) -> None:
         """Name every key that was not taken: with its reason, or as unknown. `*` stands for any one key."""
         for key, value in self._left.items():
             for where in leaves(value, (key,)):
-                self.notes.unmapped((*self.where, *where), _reason(where, reasons) or unknown)
+                self.notes.unmapped((*self.where, *where), _reason(where, reasons or {}) or UNKNOWN)
         self._left = {}
 
     def _taken(self, key: str) -> Value:
@@ -90,7 +91,7 @@ class SourceKeys:
         self.notes.unmapped((*self.where, key), wanted)
 
 
-def _reason(where: Where, reasons: dict[str, str]) -> str | None:
+def _reason(where: Where, reasons: Mapping[str, str]) -> str | None:
     """The reason for this place, or for the nearest mapping around it."""
     names = [str(step) for step in where]
     for size in range(len(names), 0, -1):

@@ -112,10 +112,8 @@ class LeaseHandle:
 
     @property
     def lost(self) -> bool:
-        """Whether another holder may have the memory by now: stop using it.
-
-        True also while the store has not answered for longer than the lease lasts, until it does and still has it.
-        """
+        """Whether another holder may have the memory by now: stop using it. True also while the store has not answered
+        for longer than the lease lasts, until it does and still has it."""
         return self._kept.is_lost
 
     @property

@@ -42,9 +42,7 @@ class Holder:
 @dataclass(frozen=True, slots=True)
 class LeaseAsk:
     """A request for `mib` on each of `gpus` different GPUs, all or nothing. Asking again for the same changes nothing.
-
-    A model that is split over GPUs names them all and gives its share of each in `shares`.
-    """
+    A model that is split over GPUs names them all and gives its share of each in `shares`."""
 
     id: str
     name: str
@@ -90,11 +88,8 @@ class Lease:
 
 class LeaseStore(Protocol):
     async def acquire(self, ask: LeaseAsk) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`.
-
-        Raises LeaseDenied with the numbers, LeaseTaken if the id names a lease of another holder, amount or device,
-        BadRequest for an invalid id, or StoreDown.
-        """
+        """Ask for memory and wait for it up to `wait_s`. Raises LeaseDenied with the numbers, LeaseTaken if the id
+        names a lease of another holder, amount or device, BadRequest for an invalid id, or StoreDown."""
         ...
 
     async def renew(self, id: str, token: int) -> Lease:
@@ -160,9 +155,7 @@ def core_id(lease: str) -> LeaseId:
 
 
 def lease_names(known: Iterable[Lease], others: Iterable[OtherLease], own: str = "") -> dict[LeaseId, str]:
-    """What programs call their leases, here and through other gateways, by the scheduler's ids.
-
-    Only those whose id in the store begins with `own`.
-    """
+    """What programs call their leases, here and through other gateways, by the scheduler's ids. Only those whose id in
+    the store begins with `own`."""
     ours = {core_id(lease.id): lease.name for lease in known if lease.id.startswith(own)}
     return {other.id: other.holder for other in others if other.id.startswith(own)} | ours

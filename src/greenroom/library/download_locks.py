@@ -66,11 +66,8 @@ class DownloadLocks:
             os.close(fd)
 
     def use(self, path: str) -> bool:
-        """Use these weights from now on.
-
-        True if an update of any gateway fetched them, and they can be locked: only then they may be deleted one day.
-        Raises BlockingIOError if another gateway is just deleting them.
-        """
+        """Use these weights from now on. True if an update of any gateway fetched them, and they can be locked: only
+        then they may be deleted one day. Raises BlockingIOError if another gateway is just deleting them."""
         if self._uses(path):
             return _is_fetched(path, self._held[path])
         fd = self._open(path)
@@ -124,10 +121,8 @@ class DownloadLocks:
     @contextlib.contextmanager
     def deleting(self, path: str, *, force: bool) -> Iterator[None]:
         """Let no other gateway begin to use these weights meanwhile. If they are gone at the end, so is their mark.
-
         Raises BlockingIOError if another one uses them, unless `force`. Those in use here are not locked again. Whether
-        one fetches them is not asked: an operator has ordered them to be deleted, whatever comes after.
-        """
+        one fetches them is not asked: an operator has ordered them to be deleted, whatever comes after."""
         fd = None if self._uses(path) else self._open(path)
         locks = [] if fd is None else [fd]
         try:
@@ -138,11 +133,9 @@ class DownloadLocks:
             self.let_go(path, locks)
 
     def take(self, path: str) -> list[int] | None:
-        """The exclusive locks of fetched weights that are to be deleted; None if they may not be.
-
-        That is: another gateway uses them, or they are no longer what an update fetched. Raises BlockingIOError while
-        a gateway fetches: they may be what it fetches.
-        """
+        """The exclusive locks of fetched weights that are to be deleted; None if they may not be. That is: another
+        gateway uses them, or they are no longer what an update fetched. Raises BlockingIOError while a gateway fetches:
+        they may be what it fetches."""
         fd = self._held.pop(path, None)
         if fd is None:
             fd = self._open(path)
@@ -165,9 +158,7 @@ class DownloadLocks:
 
     def _expect_no_fetch(self, path: str, locks: list[int]) -> None:
         """Adds the locks: of the folder with its mark, and of all above it, which may be roots of other gateways.
-
-        Raises _Fetched, also if one above cannot be opened, or OSError if there can be none of its own.
-        """
+        Raises _Fetched, also if one above cannot be opened, or OSError if there can be none of its own."""
         own = self._file(path)
         if own is None:
             raise OSError("nothing can be locked")

@@ -2,24 +2,33 @@
 
 Owns the reading of one model, through the readers and estimates of the engines. Counts what lies in the files and
 uses no sum that a file states. Reads headers only, within the bounds of those readers. Blocks.
+
+`Remembered` is what the library keeps of this, and of uses and downloads, over restarts. All of it can be found again:
+a file that cannot be read costs a warning and nothing else.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+import greenroom
+from greenroom.base.plain_file import read_plain
 from greenroom.config.schema import Model
+from greenroom.engines.builtin.llamacpp import files_in
 from greenroom.engines.builtin.whisper import STORED_BYTES, stored_type
 from greenroom.engines.estimates.gguf import header_of, weights_of
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import Facts, SafetensorsHeader, folder_config, read_all, weight_files
-from greenroom.engines.estimates.llama_model import files_in
 from greenroom.engines.registry import engine_for, facts_of
-from greenroom.library.records import ENGINE_OF_KIND, ModelKind
+from greenroom.library.records import ENGINE_OF_KIND, FetchedFile, ModelKind
+from greenroom.telemetry.logs import get_logger
 
 # No number of a model takes less than a bit.
 NUMBERS_PER_BYTE_MAX: Final = 8
@@ -73,11 +82,9 @@ class NoModel(ValueError):
 def read_facts(
     kind: ModelKind, path: str, weights: Sequence[str], size_bytes: int, *, projector: str | None, on_gpu: bool
 ) -> FileFacts:
-    """The facts of the model at `path`, whose weights are these files. Raises BadModelFile or NoModel.
-
-    `size_bytes` is the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of
-    a GPU, or of the host where there is none.
-    """
+    """The facts of the model at `path`, whose weights are these files. Raises BadModelFile or NoModel. `size_bytes` is
+    the size of all its files, `projector` the one of a GGUF model. `memory_mib` is what it will take of a GPU, or of
+    the host where there is none."""
     model = Model(engine=ENGINE_OF_KIND[kind], path=path, mmproj=projector)
     facts = _read(model, path, weights)
     # Tensors may claim the same bytes.
@@ -166,3 +173,60 @@ def _whisper(path: str) -> FileFacts:
     except (OSError, ValueError) as error:
         raise BadModelFile(f"{file} cannot be read: {error}") from error
     return FileFacts(_DTYPES.get(stored, stored), None, size // STORED_BYTES[stored])
+
+
+# --- kept across restarts ---------------------------------------------------------------------------------------------
+
+
+_log = get_logger("library")
+
+FILE_NAME: Final = "library.json"
+VERSION: Final = 1
+# Models whose last use is remembered, those that are not there any more included; the oldest are forgotten first.
+USED_MAX: Final = 10_000
+FACTS_MAX: Final = 20_000
+FETCHED_MAX: Final = 20_000
+FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+# A year far away: a later time in the file is not ours.
+TIME_MAX: Final = 1e11
+_Facts = tuple[str | None, int | None, int | None, int | None, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """When models were last used, by path, what their headers told, by state, and which files were fetched, by path."""
+
+    used: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, FileFacts] = field(default_factory=dict)
+    fetched: dict[str, FetchedFile] = field(default_factory=dict)
+
+
+def text_of(known: Remembered, on_gpu: bool) -> str:
+    facts = {state: astuple(one) for state, one in list(known.facts.items())[-FACTS_MAX:]}
+    # Another release may read or estimate otherwise, and so does a machine with GPUs.
+    fetched = {path: asdict(one) for path, one in known.fetched.items()}
+    said = {"version": VERSION, "read_by": _reader(on_gpu), "used": known.used, "facts": facts, "fetched": fetched}
+    return json.dumps(said)
+
+
+def _reader(on_gpu: bool) -> str:
+    return f"{greenroom.__version__}{' gpu' if on_gpu else ''} with abilities"
+
+
+def read_remembered(path: Path, on_gpu: bool) -> Remembered:
+    """Empty if the file is not there or not ours. What an earlier release read is forgotten."""
+    try:
+        said = json.loads(read_plain(path, FILE_BYTES_MAX))
+        if said["version"] != VERSION:
+            return Remembered()
+        used = {str(path): float(when) for path, when in said["used"].items() if 0 <= float(when) <= TIME_MAX}
+        told = said["facts"] if said.get("read_by") == _reader(on_gpu) else {}
+        facts = msgspec.convert(told, dict[str, _Facts])
+        fetched = msgspec.convert(said["fetched"], dict[str, FetchedFile])
+    except FileNotFoundError:
+        return Remembered()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("cannot be read, and is begun anew", file=str(path), error=str(error))
+        return Remembered()
+    newest = sorted(used.items(), key=lambda item: item[1])[-USED_MAX:]
+    return Remembered(dict(newest), {state: FileFacts(*one) for state, one in facts.items()}, fetched)

@@ -23,11 +23,11 @@ from greenroom.base.plain_file import replace_file
 from greenroom.base.repeated import Repeated
 from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.errors import ModelNotFound, RemovalFailed
+from greenroom.library.facts import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
 from greenroom.library.naming import FoundRoot, Inventory, inventory_of
 from greenroom.library.records import BrokenModel, FetchedFile, LibraryRecord, Source
-from greenroom.library.remembered import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.removal import remove_files
 from greenroom.library.roots import Roots
 from greenroom.telemetry.logs import get_logger
@@ -197,11 +197,9 @@ class Library:
         record: LibraryRecord,
         locked: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> int:
-        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves.
-
-        `locked` is entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if
-        the model is gone, and RemovalFailed if something of it cannot be deleted.
-        """
+        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves. `locked` is
+        entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if the model
+        is gone, and RemovalFailed if something of it cannot be deleted."""
         task = asyncio.get_running_loop().create_task(self._remove(record, locked), name="remove model")
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
@@ -248,10 +246,8 @@ class Library:
         }
 
     def real_roots(self) -> frozenset[str]:
-        """The roots with links resolved, as `root` of a record has them, as far as each is known.
-
-        Asking the disk here would make one root wait for another.
-        """
+        """The roots with links resolved, as `root` of a record has them, as far as each is known. Asking the disk here
+        would make one root wait for another."""
         return frozenset(root.tree.real for root in self._roots.values())
 
     async def refresh(self) -> None:
@@ -386,13 +382,13 @@ def _looked_at(root: _Root, within_s: float = math.inf) -> tuple[int, Found | No
     return top.version, None if top.version == root.version else root.finder.find(top, within_s)
 
 
-def look_once(folders: Roots, *, on_gpu: bool = False) -> tuple[tuple[LibraryRecord, ...], tuple[BrokenModel, ...]]:
+def look_once(folders: Roots) -> tuple[tuple[LibraryRecord, ...], tuple[BrokenModel, ...]]:
     """The records of these folders and what is none, for programs that look once. Blocks."""
     real = frozenset(folders.real())
     seen: list[FoundRoot] = []
     problems: list[BrokenModel] = []
     for folder in folders.folders:
-        root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=on_gpu))
+        root = _Root(FolderTree(folder, lambda: real), ModelFinder(on_gpu=False))
         found = _looked_at(root)[1] or Found()
         seen.append(FoundRoot(folder, root.tree.real, found.models))
         problems += found.problems

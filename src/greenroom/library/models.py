@@ -23,10 +23,10 @@ import msgspec
 
 from greenroom.base.plain_file import read_plain
 from greenroom.config.hub import repository_of
+from greenroom.engines.builtin.llamacpp import PROJECTOR
 from greenroom.engines.estimates.gguf import split_names
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
-from greenroom.engines.estimates.llama_model import PROJECTOR
 from greenroom.engines.estimates.pipeline import INDEX, pipeline_files
 from greenroom.library.facts import NOTHING, FileFacts, NoModel, read_facts
 from greenroom.library.folders import SeenFile, SeenFolder, may_pass
@@ -64,9 +64,7 @@ class HubSnapshot:
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model without an id. The names of `files` are relative to its folder; the first is the one that makes it one.
-
-    `snapshot` is None for plain files.
-    """
+    `snapshot` is None for plain files."""
 
     path: str
     folder: str
@@ -101,10 +99,8 @@ class Found:
 
 
 class ModelFinder:
-    """Finds the models of one root. Used by one thread at a time.
-
-    `on_gpu`: their memory is estimated for a GPU. `known` are facts that an earlier run read, by the model's state.
-    """
+    """Finds the models of one root. Used by one thread at a time. `on_gpu`: their memory is estimated for a GPU.
+    `known` are facts that an earlier run read, by the model's state."""
 
     def __init__(self, *, on_gpu: bool, known: Mapping[str, FileFacts] | None = None) -> None:
         self._on_gpu = on_gpu
@@ -122,9 +118,7 @@ class ModelFinder:
 
     def find(self, top: SeenFolder, within_s: float = math.inf) -> Found:
         """All models below this folder, and what is none. Reads headers that are not known, at least one. Blocks.
-
-        Raises OSError if it cannot be told now which snapshots of a repository count.
-        """
+        Raises OSError if it cannot be told now which snapshots of a repository count."""
         self._unread.clear()
         candidates = [(one, one.state()) for one in self._in(top, is_root=True).models]
         here = {top.path, *(folder.path for folder in top.below())}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.config.kinds import id_problem
 from greenroom.engines.estimates.gguf import split_stem
+from greenroom.errors import BadRequest, shown
 from greenroom.library.folders import SeenFile
 from greenroom.library.models import MAIN, FoundModel, HubSnapshot
 from greenroom.library.records import BrokenModel, FetchedFile, LibraryRecord, ModelFile, ModelKind, Source
@@ -47,10 +48,8 @@ class Inventory:
 
 
 def inventory_of(roots: Sequence[FoundRoot], fetched: Mapping[str, FetchedFile] | None = None) -> Inventory:
-    """Give every model an id. A model whose file names cannot be part of an id is none of the records.
-
-    `fetched` is known of files in plain folders, by path.
-    """
+    """Give every model an id. A model whose file names cannot be part of an id is none of the records. `fetched` is
+    known of files in plain folders, by path."""
     records: dict[str, LibraryRecord] = {}
     names: dict[str, str] = {}
     unnamed: list[BrokenModel] = []
@@ -185,3 +184,54 @@ def _source(model: FoundModel, note: FetchedFile | None) -> Source:
     if model.snapshot is not None:
         return Source(model.snapshot.hub_id, model.snapshot.commit)
     return Source() if note is None else note.source
+
+
+# --- other quantizations of a model -----------------------------------------------------------------------------------
+
+
+DTYPES: Final = {"fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
+_GGUF_NAMES: Final = {"fp16": "f16", "fp32": "f32"}
+
+
+def choose(
+    record: LibraryRecord, quantization: str, records: Iterable[LibraryRecord]
+) -> tuple[LibraryRecord, str | None]:
+    """The model of the same name with this quantization, and the dtype to load it with if that is what was asked for.
+    Raises BadRequest."""
+    wanted = quantization.lower()
+    if record.kind is ModelKind.GGUF:
+        alike = [one for one in records if _is_alike(one, record)]
+        name = _GGUF_NAMES.get(wanted, wanted)
+        found = next((one for one in alike if (one.quantization or "").lower() == name), None)
+        if found is None:
+            raise _refused(quantization, (one.quantization for one in alike))
+        return found, None
+    # `awq-4bit` is told by the files as awq, with or without its bits.
+    own = (record.quantization or "").lower()
+    if own and wanted.split("-")[0] == own.split("-")[0]:
+        return record, None
+    if wanted in DTYPES and not own:
+        return record, DTYPES[wanted]
+    raise _refused(quantization, [record.quantization or "fp16, bf16"])
+
+
+def _is_alike(one: LibraryRecord, other: LibraryRecord) -> bool:
+    if one.kind is not ModelKind.GGUF:
+        return False
+    if other.source.hub_id is not None:
+        return one.source.hub_id == other.source.hub_id
+    return os.path.dirname(one.path) == os.path.dirname(other.path) and _stem(one) == _stem(other)
+
+
+def _stem(record: LibraryRecord) -> str:
+    """The name of its file without the quantization."""
+    name = os.path.basename(record.path).lower()
+    return name.replace((record.quantization or "").lower(), "") if record.quantization else name
+
+
+def _refused(quantization: str, there: Iterable[str | None]) -> BadRequest:
+    known = ", ".join(sorted({one for one in there if one})) or "none"
+    return BadRequest(
+        f"This model is not on disk as {shown(quantization)}; there is {known}. POST /v1/models/download fetches more.",
+        param="quantization",
+    )

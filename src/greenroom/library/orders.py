@@ -60,10 +60,8 @@ class DownloadOrder:
 
 @dataclass(frozen=True, slots=True)
 class OrderRules:
-    """`hosts` are those that the operator has listed, `endpoint` is the hub's address.
-
-    With `exact_names` no repository is fetched by a name that it had before.
-    """
+    """`hosts` are those that the operator has listed, `endpoint` is the hub's address. With `exact_names` no repository
+    is fetched by a name that it had before."""
 
     hosts: Collection[str] = ()
     endpoint: str = DEFAULT_ENDPOINT

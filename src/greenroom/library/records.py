@@ -1,7 +1,5 @@
-"""The record of one model on disk: what it is, where it came from, how large it is.
-
-Plain values. Sizes are those of the files themselves, never what a file says about itself.
-"""
+"""The record of one model on disk: what it is, where it came from, how large it is. Plain values. Sizes are those of
+the files themselves, never what a file says about itself."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from greenroom.engines.estimates.llama_model import PROJECTOR
+from greenroom.engines.builtin.llamacpp import PROJECTOR
 
 
 class ModelKind(StrEnum):
@@ -68,10 +66,8 @@ class FetchedFile:
 
 @dataclass(frozen=True, slots=True)
 class LibraryRecord:
-    """`id` is the hub id, `org/name` or `org/name:Q4_K_M`; of plain files the path relative to its root.
-
-    `path` is absolute, and what the key `path` of a model takes: a folder, or a GGUF file (of a split set the first).
-    """
+    """`id` is the hub id, `org/name` or `org/name:Q4_K_M`; of plain files the path relative to its root. `path` is
+    absolute, and what the key `path` of a model takes: a folder, or a GGUF file (of a split set the first)."""
 
     id: str
     path: str

@@ -28,10 +28,8 @@ _REF_BYTES_MAX: Final = 256
 
 
 def remove_files(record: LibraryRecord, others: Collection[LibraryRecord]) -> int:
-    """Delete this model and return the bytes that came free. `others` are the records that stay.
-
-    Raises FileNotFoundError if it was gone already, and OSError if something of it cannot be deleted.
-    """
+    """Delete this model and return the bytes that came free. `others` are the records that stay. Raises
+    FileNotFoundError if it was gone already, and OSError if something of it cannot be deleted."""
     gone, repository = _gone(record, others), _repository(record)
     if repository is not None:
         return repository.remove(gone)
@@ -139,10 +137,8 @@ class _Repository:
 
 
 def _remove_all(root: str, paths: Sequence[str]) -> tuple[int, set[str]]:
-    """Delete these files. Returns the bytes that came free, and the blobs that they linked to.
-
-    The first must be there; the others may be gone already. Raises OSError.
-    """
+    """Delete these files. Returns the bytes that came free, and the blobs that they linked to. The first must be there;
+    the others may be gone already. Raises OSError."""
     freed, blobs = 0, set[str]()
     for number, path in enumerate(paths):
         try:
@@ -175,10 +171,8 @@ def _opened(root: str, folder: str) -> Iterator[int]:
 
 
 def _walk(root: str, top: str) -> Iterator[tuple[str, list[str], int]]:
-    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first.
-
-    Raises OSError if the disk fails.
-    """
+    """Each folder below this one, and itself: path, names of files, descriptor; the deepest first. Raises OSError if
+    the disk fails."""
 
     def failed(error: OSError) -> None:
         if may_pass(error):

@@ -84,11 +84,9 @@ def link_steps(path: str) -> list[str]:
 
 
 def pinned(path: str) -> str:
-    """What this path means now, wherever its links lead later. Blocks.
-
-    Files are told by their names, so a link to a file of another name stays: links of the hub's cache lead to blobs. So
-    does a link to a part of a split model that has not the same neighbours there.
-    """
+    """What this path means now, wherever its links lead later. Blocks. Files are told by their names, so a link to a
+    file of another name stays: links of the hub's cache lead to blobs. So does a link to a part of a split model that
+    has not the same neighbours there."""
     if os.path.isdir(path):
         return os.path.realpath(path)
     steps = link_steps(path)

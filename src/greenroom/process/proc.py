@@ -102,10 +102,8 @@ _MAPPED: Final = re.compile(rb"^RssFile:\s+(\d+) kB$", re.MULTILINE)
 
 
 def bytes_read(pid: int) -> int:
-    """Bytes of files that a process has read, or that it maps and has in memory: a loader does one of both.
-
-    Not `smaps`, which would say it for each file: it waits while the kernel populates a mapping, and walks every page.
-    """
+    """Bytes of files that a process has read, or that it maps and has in memory: a loader does one of both. Not
+    `smaps`, which would say it for each file: it waits while the kernel populates a mapping, and walks every page."""
     read = _READ.search(_read(pid, "io") or b"")
     mapped = _MAPPED.search(_read(pid, "status") or b"")
     return max(int(read[1]) if read else 0, int(mapped[1]) * 1024 if mapped else 0)
@@ -192,10 +190,8 @@ class PortRange:
 
 
 def listener_pids(port: int) -> frozenset[int] | None:
-    """The processes that listen on this TCP port, over IPv4 or IPv6.
-
-    None if a listener's process is not visible: it runs as another user or in another container.
-    """
+    """The processes that listen on this TCP port, over IPv4 or IPv6. None if a listener's process is not visible: it
+    runs as another user or in another container."""
     wanted = {listener.inode for listener in _listeners(port)}
     owners = {pid: wanted & (_sockets(pid) or frozenset()) for pid in pids()} if wanted else {}
     if wanted - frozenset[int]().union(*owners.values()):
@@ -204,11 +200,9 @@ def listener_pids(port: int) -> frozenset[int] | None:
 
 
 def is_ours(port: int, tree: frozenset[int]) -> bool:
-    """True if a process of `tree` answers at 127.0.0.1:`port`, and not another program that took the port first.
-
-    Looks at the sockets of the tree only, so another program need not be visible. True too if a process of the tree
-    has unreadable files (it changed its user).
-    """
+    """True if a process of `tree` answers at 127.0.0.1:`port`, and not another program that took the port first. Looks
+    at the sockets of the tree only, so another program need not be visible. True too if a process of the tree has
+    unreadable files (it changed its user)."""
     wanted = _answering_at_loopback(port)
     held = [_sockets(pid) for pid in tree]
     missing = wanted - frozenset[int]().union(*(inodes for inodes in held if inodes is not None))

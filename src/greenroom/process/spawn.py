@@ -40,10 +40,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is the whole environment: nothing is inherited from the gateway.
-
-    `stop_argv` is run instead of SIGTERM, with `${PID}` in it replaced by the engine's pid.
-    """
+    """What to run. `env` is the whole environment: nothing is inherited from the gateway. `stop_argv` is run instead of
+    SIGTERM, with `${PID}` in it replaced by the engine's pid."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
@@ -98,11 +96,9 @@ class Child:
         return await asyncio.shield(self._ended)
 
     async def stop(self, term_s: float) -> Exit:
-        """Ask the engine to stop, kill what is left after `term_s`, and return when its whole tree is gone.
-
-        May be called at any time, repeatedly, and by several tasks: the nearest deadline counts. A cancelled caller
-        stops waiting; the stop itself continues.
-        """
+        """Ask the engine to stop, kill what is left after `term_s`, and return when its whole tree is gone. May be
+        called at any time, repeatedly, and by several tasks: the nearest deadline counts. A cancelled caller stops
+        waiting; the stop itself continues."""
         self._send(f"stop {max(0.0, term_s)}", term_s)
         await asyncio.shield(self._gone)
         return await self.wait()
@@ -203,9 +199,7 @@ async def spawn(
     keeper_grace_s: float = KEEPER_GRACE_S,
 ) -> Child:
     """Start a command in a process tree of its own and return once it runs. Raises LoadFailed if it cannot start.
-
-    `identity` must be unique to this start: all processes that carry it are ended if the keeper is lost.
-    """
+    `identity` must be unique to this start: all processes that carry it are ended if the keeper is lost."""
     child = Child(identity, log, keeper_grace_s)
     # If anything fails from here on, end the child: no caller has it yet.
     try:
@@ -266,11 +260,8 @@ Gone = Callable[[bool], None]
 
 
 class KeeperLink:
-    """One running keeper.
-
-    `on_report` gets each of its lines as words. `on_gone` is called last and once, with True if the keeper exited by
-    itself, which it does only after the whole tree has ended.
-    """
+    """One running keeper. `on_report` gets each of its lines as words. `on_gone` is called last and once, with True if
+    the keeper exited by itself, which it does only after the whole tree has ended."""
 
     def __init__(
         self,

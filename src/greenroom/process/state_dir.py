@@ -41,10 +41,8 @@ class StateDir:
 
     @classmethod
     def open(cls, path: str | Path) -> StateDir:
-        """Create the directory if need be and lock it.
-
-        Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other things.
-        """
+        """Create the directory if need be and lock it. Raises StateDirBusy if another gateway has it, ConfigError if it
+        cannot be used or contains other things."""
         try:
             whole = Path(path).expanduser().resolve()
         except RuntimeError as error:

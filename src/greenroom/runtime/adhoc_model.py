@@ -170,7 +170,6 @@ class _Adhoc:
     record: LibraryRecord
     tenant: str | None
     """Of the last request for it."""
-    used: int = 0
 
 
 class AdhocModels:
@@ -189,12 +188,12 @@ class AdhocModels:
         self._gateway = gateway
         self._models = models
         self._learned = learned
+        # The one used last is at the end.
         self._known: dict[ModelId, _Adhoc] = {}
         # Also by whether an order completed the options: not every caller sees what was ordered.
         self._names: dict[tuple[str, ModelOptions, bool], _Meant] = {}
         # By the path that their names lead to: every name of a model means the same.
         self._orders: dict[str, Order] = {}
-        self._uses = 0
 
     def named(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Entry | None:
         """The model that was found by this name and with these options; None if it is not remembered."""
@@ -236,11 +235,10 @@ class AdhocModels:
 
     def used(self, entry: Entry, name: str, options: ModelOptions, tenant: str | None) -> Entry:
         """A request of this tenant asks for it by this name. Returns it with the `ttl_s` that the request says."""
-        known = self._known[entry.id]
+        self._known[entry.id] = known = self._known.pop(entry.id)
         if not options.is_order:
             self._catalog.mean(entry, name)
-        self._uses += 1
-        known.used, known.tenant = self._uses, tenant
+        known.tenant = tenant
         self._library.used(known.record)
         if options.ttl_s is None or entry.config.ttl_s == options.ttl_s:
             return entry
@@ -264,10 +262,8 @@ class AdhocModels:
         return self._orders.get(home)
 
     def order_for(self, name: str, home: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
-        """The order that completes these options for a caller that sees these models.
-
-        One that chose another file holds for its own name only: other names say which file they mean.
-        """
+        """The order that completes these options for a caller that sees these models. One that chose another file holds
+        for its own name only: other names say which file they mean."""
         order = self._orders.get(home)
         if order is None or options.is_order or not sees(order.base_id):
             return None
@@ -280,10 +276,8 @@ class AdhocModels:
         return [order for order in self._orders.values() if order.model in models]
 
     def order_of(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
-        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured.
-
-        It does not stand instead of one that its caller does not see.
-        """
+        """The order that a load gives by this name, which was looked up; None if it says nothing or is configured. It
+        does not stand instead of one that its caller does not see."""
         meant = self._names.get((name, replace(options, ttl_s=None), False))
         before = None if meant is None else self._orders.get(meant.home)
         if meant is None or not options.is_order or (before is not None and not sees(before.base_id)):
@@ -328,18 +322,16 @@ class AdhocModels:
             self._forget(leaving)
 
     def _least_missed(self, tenant: str | None) -> ModelId | None:
-        """Of the tenant that has most, the newcomer's counted with it, the idle model that was not used for longest.
-
-        No tenant's models leave for one that has more than it.
-        """
+        """Of the tenant that has most, the newcomer's counted with it, the idle model that was not used for longest. No
+        tenant's models leave for one that has more than it."""
         counts = Counter(known.tenant for known in self._known.values())
         counts[tenant] += 1
         idle = [
-            (-counts[known.tenant], known.used, model)
+            model
             for model, known in self._known.items()
             if counts[known.tenant] >= counts[tenant] and not self._models.is_busy(model)
         ]
-        return min(idle)[2] if idle else None
+        return max(idle, key=lambda model: counts[self._known[model].tenant], default=None)
 
     def _forget(self, model: ModelId) -> None:
         del self._known[model]

@@ -1,8 +1,5 @@
-"""Models by name: the configuration of each, its engine, and its spec for the scheduler.
-
-Owns ids, aliases and revisions. A model gets a new revision when its process would differ; slots of the old revision
-keep the old entry.
-"""
+"""Models by name: the configuration of each, its engine, and its spec for the scheduler. Owns ids, aliases and
+revisions. A model gets a new revision when its process would differ; slots of the old revision keep the old entry."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Entry:
     """The name by which it was ordered to be loaded, if it was and that order stands."""
     real_path: str = ""
     """Its path without links; empty if it has none."""
-    # It serves one tenant of this model (`tenant_models.py`).
+    # It serves one tenant of this model (`known_models.py`).
     instance_of: ModelId | None = None
     tenant: str | None = None
 
@@ -90,11 +87,9 @@ class Catalog:
         device_of: Callable[[str], DeviceId] = DeviceId,
         version_of: Callable[[str], Version | None] = lambda name: None,
     ) -> None:
-        """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded.
-
-        `device_of` translates names of devices into the scheduler's ids. `version_of` gives the version that a model
-        serves; None for one that has none yet, and for models that are not under version control.
-        """
+        """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded. `device_of`
+        translates names of devices into the scheduler's ids. `version_of` gives the version that a model serves; None
+        for one that has none yet, and for models that are not under version control."""
         self.needs = needs or Needs()
         self._device_of = device_of
         self._version_of = version_of

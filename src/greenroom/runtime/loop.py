@@ -227,10 +227,8 @@ class Tickets:
         return ticket
 
     def works_on_another(self, ticket: Ticket) -> bool:
-        """True if the engine of this one has been busy with another request for a while.
-
-        One that is unavailable says so at once. Looks at all tickets: for rare questions only.
-        """
+        """True if the engine of this one has been busy with another request for a while. One that is unavailable says
+        so at once. Looks at all tickets: for rare questions only."""
         since = self._loop.clock() - WORKS_S
         return any(
             one.slot is ticket.slot and one is not ticket and one.granted_at < since for one in self.open.values()
@@ -238,9 +236,7 @@ class Tickets:
 
     def lost(self, ticket: Ticket, was_busy: bool = False) -> None:
         """The engine was lost before its first byte: the request waits again, or is rejected the second time.
-
-        `was_busy`: the model has no room for it. It does not wait for that one again, nor for one of last resort.
-        """
+        `was_busy`: the model has no room for it. It does not wait for that one again, nor for one of last resort."""
         ticket.slot = None
         if ticket.cut_error is not None:
             # It was cut meanwhile, and must not wait again.

@@ -1,8 +1,5 @@
-"""One way from a name to a model: a configured id or alias, a path below a root, or a hub id that is on disk.
-
-Owns the looks at the disk, which happen in threads. Models that no configuration names are remembered by
-`adhoc_model.py`.
-"""
+"""One way from a name to a model: a configured id or alias, a path below a root, or a hub id that is on disk. Owns the
+looks at the disk, which happen in threads. Models that no configuration names are remembered by `adhoc_model.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from greenroom.config.schema import Model
 from greenroom.core.model import ModelId
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown
 from greenroom.library.library import Library
-from greenroom.library.quantization import choose
+from greenroom.library.naming import choose
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Source
 from greenroom.library.roots import is_below
 from greenroom.runtime.adhoc_model import (
@@ -32,10 +29,9 @@ from greenroom.runtime.adhoc_model import (
     model_of,
 )
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.known_models import KnownModels, TenantModels
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.names import RemoteNames
-from greenroom.runtime.tenant_models import TenantModels
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("models")
@@ -54,7 +50,9 @@ class Asker(Protocol):
     def tenant(self) -> str | None: ...
 
     @property
-    def may_ask_remote(self) -> bool: ...
+    def may_ask_remote(self) -> bool:
+        """True if it may ask a provider for models that no configuration names, which costs money."""
+        ...
 
     def sees(self, model: str) -> bool:
         """False if this model must look as if it did not exist; by its id, for ad-hoc models that of the library."""
@@ -122,10 +120,8 @@ class Resolver:
         return (record := self.on_disk(name)) is not None and asker.sees(record.id)
 
     def find(self, name: str, options: ModelOptions = NO_OPTIONS, asker: Asker = OPERATOR) -> Entry:
-        """The model of this name. Raises NeedsDiskLookup if only the disk can tell, and ModelNotFound.
-
-        One that the asker does not see takes the way of an unknown one, so that neither words nor time tell it apart.
-        """
+        """The model of this name. Raises NeedsDiskLookup if only the disk can tell, and ModelNotFound. One that the
+        asker does not see takes the way of an unknown one, so that neither words nor time tell it apart."""
         entry = self.catalog.find(name)
         if entry is not None and (entry.instance_of is not None or not asker.sees(entry.base_id)):
             entry = None

@@ -112,10 +112,8 @@ class LiveSlot:
         self.unavailable_at = now
 
     def is_unavailable(self, now: float) -> bool:
-        """True if its engine has answered nothing but 503 for so long that it is not only busy.
-
-        It must have been asked all the while: after a longer pause nothing is known of it.
-        """
+        """True if its engine has answered nothing but 503 for so long that it is not only busy. It must have been asked
+        all the while: after a longer pause nothing is known of it."""
         was_asked = now - self.unavailable_at <= UNAVAILABLE_MAX_S
         return self.unavailable_since is not None and was_asked and now - self.unavailable_since > UNAVAILABLE_MAX_S
 

@@ -1,7 +1,5 @@
-"""How long this process has stood still: suspended, stopped, or held by one long piece of work.
-
-What others sent meanwhile is not read yet, so a deadline for hearing of them must not count that time.
-"""
+"""How long this process has stood still: suspended, stopped, or held by one long piece of work. What others sent
+meanwhile is not read yet, so a deadline for hearing of them must not count that time."""
 
 from __future__ import annotations
 

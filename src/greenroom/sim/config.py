@@ -1,7 +1,5 @@
-"""The configuration of a simulated world: models and their timings, devices, limits and policy.
-
-Owns the numbers of one run and nothing that changes during it.
-"""
+"""The configuration of a simulated world: models and their timings, devices, limits and policy. Owns the numbers of one
+run and nothing that changes during it."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ POLICIES = tuple(BUILT_IN)
 
 @dataclass(frozen=True, slots=True)
 class SpeedCurve:
-    """How fast one answer is beside others, as a share of its speed alone on the GPU.
-
-    `steps` has batch sizes and how much longer a token takes in them than alone, in order, from (1, 1.0) on. Each
-    other model that is busy on the same GPU makes it longer by `neighbour` times that.
-    """
+    """How fast one answer is beside others, as a share of its speed alone on the GPU. `steps` has batch sizes and how
+    much longer a token takes in them than alone, in order, from (1, 1.0) on. Each other model that is busy on the same
+    GPU makes it longer by `neighbour` times that."""
 
     steps: tuple[tuple[int, float], ...]
     neighbour: float

@@ -1,7 +1,5 @@
-"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records.
-
-A run may have millions of requests: what is kept of each before it arrives and after it has ended is packed.
-"""
+"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records. A run may
+have millions of requests: what is kept of each before it arrives and after it has ended is packed."""
 
 from __future__ import annotations
 
@@ -58,11 +56,9 @@ class Names:
 
 
 class Arrivals(Sequence[SimArrival]):
-    """Arrivals, packed into 26 bytes each: times in any unit, lengths that may be unknown.
-
-    `sort` puts them in order of time. They are read with their times in seconds from the first, and with the given
-    lengths in place of unknown ones.
-    """
+    """Arrivals, packed into 26 bytes each: times in any unit, lengths that may be unknown. `sort` puts them in order of
+    time. They are read with their times in seconds from the first, and with the given lengths in place of unknown
+    ones."""
 
     # Time, model, prompt_len, output_len, tenant, priority; names are numbers.
     _LAYOUT = Struct("<dIiiIh")

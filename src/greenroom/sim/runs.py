@@ -32,11 +32,9 @@ class CaseFailed(RuntimeError):
 
 
 class CaseRuns:
-    """Plays cases with the same callers, at most `jobs` at once.
-
-    Its processes begin when it is entered, so that they are forked before the caller starts threads. They are gone when
-    it is left, whatever happened. Each calls `on_fork` first, for what a process must do that may outlive its parent.
-    """
+    """Plays cases with the same callers, at most `jobs` at once. Its processes begin when it is entered, so that they
+    are forked before the caller starts threads. They are gone when it is left, whatever happened. Each calls `on_fork`
+    first, for what a process must do that may outlive its parent."""
 
     def __init__(
         self,
@@ -78,9 +76,7 @@ class CaseRuns:
 
     def results(self, on_progress: Callable[[Case, float], None]) -> list[CaseResult]:
         """The results in the order of the cases. `on_progress` gets a case and the share of its time that has passed.
-
-        Raises CaseFailed.
-        """
+        Raises CaseFailed."""
         if not self._workers:
             return [self._result(case, on_progress) for case in self._compared]
         found: dict[int, CaseResult] = {}

@@ -319,10 +319,8 @@ class Tiers(NamedTuple):
 
 
 class TierTimes:
-    """Tiers over time, as sums over stretches of equal length.
-
-    Stretches double when time outgrows them: a run of any length keeps at most `STRETCHES_MAX`, which cover all of it.
-    """
+    """Tiers over time, as sums over stretches of equal length. Stretches double when time outgrows them: a run of any
+    length keeps at most `STRETCHES_MAX`, which cover all of it."""
 
     def __init__(self) -> None:
         self._width_s = STRETCH_S

@@ -1,8 +1,5 @@
-"""Workloads: random arrivals, recorded ones, and loops of agents that ask again after each answer.
-
-Owns arrivals only. A workload has random numbers of its own, so that the same seed brings the same callers to every
-policy.
-"""
+"""Workloads: random arrivals, recorded ones, and loops of agents that ask again after each answer. Owns arrivals only.
+A workload has random numbers of its own, so that the same seed brings the same callers to every policy."""
 
 from __future__ import annotations
 
@@ -155,10 +152,8 @@ class Bursty:
 @dataclass(frozen=True, slots=True)
 class Agents:
     """Loops that alternate models: a planner, a tool's model, the planner again; each step waits for the one before.
-
     Every agent has its own pair of models, drawn from the mix, and pauses between steps. After a refusal it pauses and
-    asks again.
-    """
+    asks again."""
 
     mix: Mix
     agents: int

@@ -1,7 +1,5 @@
-"""The simulated world: callers arrive, operators ask, programs want memory, machines and configurations change.
-
-Owns how things begin. `player.py` plays and checks the scheduler's effects, and ends what was begun.
-"""
+"""The simulated world: callers arrive, operators ask, programs want memory, machines and configurations change. Owns
+how things begin. `player.py` plays and checks the scheduler's effects, and ends what was begun."""
 
 from __future__ import annotations
 

@@ -53,10 +53,8 @@ _FIELDS: Final = (
 
 
 class Record:
-    """One request, filled in as it goes on. What is not known yet is None. Times are seconds since arrival.
-
-    A plain class: there is one for every request, and even a compiled dataclass is constructed by the interpreter.
-    """
+    """One request, filled in as it goes on. What is not known yet is None. Times are seconds since arrival. A plain
+    class: there is one for every request, and even a compiled dataclass is constructed by the interpreter."""
 
     __slots__ = _FIELDS
 

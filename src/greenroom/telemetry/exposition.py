@@ -1,7 +1,5 @@
-"""The metrics in the text format of Prometheus: what was counted, and the state of the gateway when it is asked.
-
-Never counts: `metrics.py` does. `server.metrics_aliases` adds series under the names of the runner API.
-"""
+"""The metrics in the text format of Prometheus: what was counted, and the state of the gateway when it is asked. Never
+counts: `metrics.py` does. `server.metrics_aliases` adds series under the names of the runner API."""
 
 from __future__ import annotations
 
@@ -95,11 +93,8 @@ class Gauges:
 
 def render(metrics: Metrics, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
     """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other models
-    are left out, and tenants are summed.
-
-    May run in a thread beside the loop that counts, and should: with the most tenants that are kept apart it takes
-    about half a second.
-    """
+    are left out, and tenants are summed. May run in a thread beside the loop that counts, and should: with the most
+    tenants that are kept apart it takes about half a second."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Everything(partial(_families, metrics, gauges, only_models)))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -1,8 +1,5 @@
-"""The last hour in figures: a sample of what was counted and of what is held, every ten seconds.
-
-Owns the samples. Rates are the differences between them. Nothing is done per request: a sample sums up what the metrics
-count anyway.
-"""
+"""The last hour in figures: a sample of what was counted and of what is held, every ten seconds. Owns the samples.
+Rates are the differences between them. Nothing is done per request: a sample sums up what the metrics count anyway."""
 
 from __future__ import annotations
 
@@ -101,10 +98,8 @@ class History:
         self._samples.append(sample)
 
     def since(self, at: float) -> list[Sample]:
-        """Samples after this time, the oldest first, and the one before them: rates need it.
-
-        All of them if the newest is older than this time, which was read before the clock was set back.
-        """
+        """Samples after this time, the oldest first, and the one before them: rates need it. All of them if the newest
+        is older than this time, which was read before the clock was set back."""
         samples = list(self._samples)
         if samples and samples[-1].at < at:
             return samples

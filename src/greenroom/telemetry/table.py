@@ -1,7 +1,5 @@
-"""The table of metrics: every name, its meaning, its labels and its buckets, in one place.
-
-Owns the names. `metrics.py` counts, `exposition.py` turns the counts into Prometheus's text.
-"""
+"""The table of metrics: every name, its meaning, its labels and its buckets, in one place. Owns the names. `metrics.py`
+counts, `exposition.py` turns the counts into Prometheus's text."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Needs only the standard library, so that any training program can import it.
 """
 
 from greenroom.trainer.following import Patience
-from greenroom.trainer.replica import ReplicaAway, ReplicaError, ReplicaStatus, Sign
-from greenroom.trainer.report import Answer, Outcome, Report, Result
+from greenroom.trainer.replica import Answer, Outcome, ReplicaAway, ReplicaError, ReplicaStatus, Report, Result, Sign
 from greenroom.trainer.trainer import Trainer
 
 __all__ = [

@@ -1,7 +1,5 @@
-"""The way of one replica to a version: asked for by its API, or taken from the file of the desired state.
-
-Owns how long a replica may be silent or idle, and what a restart in the middle means. Depends on no other replica.
-"""
+"""The way of one replica to a version: asked for by its API, or taken from the file of the desired state. Owns how long
+a replica may be silent or idle, and what a restart in the middle means. Depends on no other replica."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from greenroom.trainer.replica import Replica, ReplicaAway, ReplicaError, ReplicaStatus, UpdateTask
-from greenroom.trainer.report import Outcome, Result
+from greenroom.trainer.replica import Outcome, Replica, ReplicaAway, ReplicaError, ReplicaStatus, Result, UpdateTask
 
 # An update is asked for again if its replica ends meanwhile, so often.
 RESTARTS_MAX: Final = 3
@@ -49,10 +46,8 @@ _OTHER: Final = ReplicaError("differs", "its update is completed, and it serves 
 
 
 def followed(replica: Replica, following: Following, serves: Serves, patience: Patience) -> Result:
-    """Take steps until its update has ended, has failed, or the replica is lost. Blocks.
-
-    What it serves then is compared with what is wanted: that an update is said to be completed proves nothing.
-    """
+    """Take steps until its update has ended, has failed, or the replica is lost. Blocks. What it serves then is
+    compared with what is wanted: that an update is said to be completed proves nothing."""
     began = heard = time.monotonic()
     while True:
         try:

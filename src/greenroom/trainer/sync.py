@@ -1,7 +1,5 @@
-"""The two ways in which replicas learn what to serve: each is asked by its API, or all follow one file.
-
-Owns how an update and the way back are asked for, and what became of each replica.
-"""
+"""The two ways in which replicas learn what to serve: each is asked by its API, or all follow one file. Owns how an
+update and the way back are asked for, and what became of each replica."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from typing import Final, Protocol, TypeVar
 
 from greenroom.features.versions.desired import NUMBER_MAX, DesiredState, read_state, write_state
 from greenroom.trainer.following import OrderedUpdate, Patience, Serves, WatchedUpdate, followed, look
-from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, UpdateTask, WantedVersion
-from greenroom.trainer.report import Outcome, Result
+from greenroom.trainer.replica import Outcome, Replica, ReplicaError, ReplicaStatus, Result, UpdateTask, WantedVersion
 
 Thing = TypeVar("Thing")
 Made = TypeVar("Made")

@@ -13,8 +13,18 @@ from dataclasses import replace
 from typing import Final
 
 from greenroom.trainer.following import PATIENCE, Patience, look
-from greenroom.trainer.replica import Replica, ReplicaError, ReplicaStatus, Sign, WantedVersion
-from greenroom.trainer.report import Answer, Outcome, Report, Result, same_weights
+from greenroom.trainer.replica import (
+    Answer,
+    Outcome,
+    Replica,
+    ReplicaError,
+    ReplicaStatus,
+    Report,
+    Result,
+    Sign,
+    WantedVersion,
+    same_weights,
+)
 from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
 
 # A commit, or as much of it as is commonly written. What is shorter is a tag.
@@ -81,10 +91,8 @@ class Trainer:
     def update(
         self, repo_id: str, revision: str | None = None, *, allow_gap: bool = False, all_or_nothing: bool = True
     ) -> Report:
-        """Let all replicas serve these weights, and compare what they serve then.
-
-        With `all_or_nothing`, replicas that took them go back if one replica did not.
-        """
+        """Let all replicas serve these weights, and compare what they serve then. With `all_or_nothing`, replicas that
+        took them go back if one replica did not."""
         replicas = self._replicas()
         looked = at_once(look, replicas)
         if all_or_nothing and any(isinstance(one, ReplicaError) for one in looked):
@@ -106,11 +114,9 @@ class Trainer:
         return Report(False, tuple(after), f"{words}{back}.")
 
     def reconcile(self, repo_id: str, revision: str | None = None) -> Report:
-        """Update only replicas that do not serve these weights. Replicas that were away catch up by this.
-
-        What the newest version of a replica serves decides which commit a branch means, until it is updated anew. One
-        that is being updated to this repository already, as when it fetches its first version, is left to that.
-        """
+        """Update only replicas that do not serve these weights. Replicas that were away catch up by this. What the
+        newest version of a replica serves decides which commit a branch means, until it is updated anew. One that is
+        being updated to this repository already, as when it fetches its first version, is left to that."""
         replicas = self._replicas()
         looked = at_once(look, replicas)
         leader = _newest(one for one in looked if isinstance(one, ReplicaStatus) and self._is(one, repo_id, revision))

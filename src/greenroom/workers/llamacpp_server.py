@@ -52,10 +52,8 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class ServerOption:
-    """One option of llama-server: its spellings, the parameters it sets, and how its value is read.
-
-    A switch takes no value: it has `always`.
-    """
+    """One option of llama-server: its spellings, the parameters it sets, and how its value is read. A switch takes no
+    value: it has `always`."""
 
     names: tuple[str, ...]
     targets: tuple[str, ...]

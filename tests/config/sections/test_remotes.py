@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from greenroom.config.diff import diff
 from greenroom.config.loader import load
-from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Config, Model, Remote
+from greenroom.config.sections.remotes import read_remote_key
 from greenroom.errors import ConfigError
 
 SECRET = "sk-123-very-secret"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from greenroom.config.schema import Model
 from greenroom.engines.builtin.command import estimate_command, files_of_command, folder_options
+from greenroom.engines.builtin.llamacpp import of_model
 from greenroom.engines.estimates.hf_folder import FolderOptions
-from greenroom.engines.estimates.llama_model import of_model
 from greenroom.engines.estimates.llama_options import ALL, LlamaOptions, read
 from greenroom.engines.identity import arguments_identity, embedded_identity
 from greenroom.engines.registry import engine_for

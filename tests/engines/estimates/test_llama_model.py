@@ -12,9 +12,8 @@ import pytest
 from greenroom.config import loader
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import CacheFigures, LaunchPlace
-from greenroom.engines.builtin.llamacpp import LlamaCppEngine
+from greenroom.engines.builtin.llamacpp import LlamaCppEngine, abilities_of, files_in, of_model
 from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, read_header
-from greenroom.engines.estimates.llama_model import abilities_of, files_in, of_model
 from greenroom.errors import LoadFailed
 from tests.models import tiny, tiny_embedding, tiny_lora, tiny_projector, tiny_reranker
 from tests.samples import tiny_llm

@@ -26,7 +26,7 @@ from greenroom.core.events import (
     Timer,
     TimerKind,
 )
-from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, OpId, Outcome, RequestId, SlotId
+from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, OpId, RequestId, SlotId
 from greenroom.runtime.record.recording import (
     ActivityRecorder,
     EventRecorder,
@@ -219,31 +219,6 @@ def ended(number: int, **changed: Any) -> Record:
     return record
 
 
-OLDER = "t,model,prompt_len,output_len,tenant,priority\n"
-
-
-async def test_a_file_of_an_earlier_version_is_set_aside(tmp_path: Path) -> None:
-    path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
-    path.write_text(f"{OLDER}1,a,1,1,,1\n")
-    recorder = ActivityRecorder(path)
-    recorder.open()
-    recorder.add(ended(1))
-    await recorder.close()
-    assert kept.read_text() == f"{OLDER}1,a,1,1,,1\n"
-    assert path.read_text().startswith("t,model,prompt_len,output_len,tenant,priority,wait_s,total_s\n17")
-
-
-async def test_a_kept_file_of_an_earlier_version_is_replaced_when_the_new_one_is_full(tmp_path: Path) -> None:
-    path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
-    kept.write_text(OLDER)
-    recorder = ActivityRecorder(path, bytes_max=100)
-    recorder.open()
-    for number in range(3):
-        recorder.add(ended(number))
-    await recorder.close()
-    assert kept.read_text().count("\n") == 4, "the head and all rows"
-
-
 async def test_an_empty_file_does_not_replace_the_one_kept(tmp_path: Path) -> None:
     path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
     kept.write_text("keep me")
@@ -341,15 +316,3 @@ def test_effects_come_back_with_their_reasons() -> None:
 def test_what_is_no_record_is_refused(said: Any) -> None:
     with pytest.raises(ValueError):
         decode(said)
-
-
-def test_a_field_that_is_gone_is_passed_over_in_an_old_recording() -> None:
-    old = '{"_":"MoveDone","now":1.0,"move":"m1","outcome":{"_":"Outcome","is":"done"},"seen":null,"concurrency":4}'
-    assert decode(json.loads(old)) == events.MoveDone(1.0, MoveId("m1"), Outcome.DONE)
-
-
-def test_limits_that_are_gone_are_passed_over_in_an_old_recording() -> None:
-    old = json.loads(encode(events.Limits(lift_s=30.0)))
-    del old["away_share"]
-    old |= {"overtakes_max": 4, "residency_swaps": 1.0, "batch_swaps": 2.0}
-    assert decode(old) == events.Limits(lift_s=30.0)

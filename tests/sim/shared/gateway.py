@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from greenroom.core.effects import OpOutcome, Reason, RejectCode, Rejection
 from greenroom.core.events import (
@@ -47,6 +47,7 @@ from greenroom.errors import StoreDown
 from greenroom.features.leases.sharing import Sharing
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.memory.readings import Reading
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import Grants, NoGrant
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
@@ -97,7 +98,7 @@ class Gateway:
         self.sharing = Sharing(
             Membership(world.new_store(lambda: self.is_dead or self.is_cut_off), name, world.ttl_s, holder=None),
             self._events,
-            self,
+            cast(MemoryWatch, self),
             Hub(),
         )
         self.grants = grants or self.sharing.slots

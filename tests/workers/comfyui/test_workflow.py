@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.workers.comfyui import client, websocket
+from greenroom.workers.comfyui import client
 from greenroom.workers.comfyui.api import WorkflowRun
 from greenroom.workers.comfyui.client import Comfy, ComfyGone
 from greenroom.workers.comfyui.main import is_ours, listeners
@@ -160,7 +160,7 @@ async def serving(said: bytes, heard: bytearray | None = None) -> AsyncIterator[
 
 async def heard_of(said: bytes) -> list[str]:
     async with serving(said) as port, asyncio.timeout(30):
-        return [text async for text in websocket.texts(port, "/ws")]
+        return [text async for text in client.texts(port, "/ws")]
 
 
 async def test_texts_are_heard_whole_and_pictures_are_skipped() -> None:
@@ -171,7 +171,7 @@ async def test_texts_are_heard_whole_and_pictures_are_skipped() -> None:
 async def test_pings_are_answered_with_what_they_held() -> None:
     heard = bytearray()
     async with serving(HEAD + frame(9, b"ping"), heard) as port:
-        assert [text async for text in websocket.texts(port, "/ws")] == []
+        assert [text async for text in client.texts(port, "/ws")] == []
     assert heard[:2] == bytes((0x8A, 0x84))
     assert bytes(byte ^ heard[2 + at % 4] for at, byte in enumerate(heard[6:])) == b"ping"
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.whisper.formats import srt, text_of, vtt
+from greenroom.workers.whisper.api import srt, text_of, vtt
 from greenroom.workers.whisper.sound import LENGTH_MAX_S, RATE, SampleReader, length_s, pieces
 from greenroom.workers.whisper.transcribing import Segment, Transcriber, Wanted
 from tests.models import tiny_ears

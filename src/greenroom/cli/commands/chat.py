@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from greenroom.cli import address, screen
-from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands import Subcommand, from_0
 from greenroom.cli.failures import CommandFailed, ExitStatus, GatewayRefused, NotAStream, WrongUsage
-from greenroom.cli.numbers import from_0
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client, ServerEvent

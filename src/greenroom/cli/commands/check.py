@@ -10,10 +10,12 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from greenroom.cli import keys_shown, screen, tasks_shown
+from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands.key import TITLES as KEY_TITLES
+from greenroom.cli.commands.key import all_keys, key_row
 from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from greenroom.core.model import Device, Need
     from greenroom.runtime.memory.needs import Needs
     from greenroom.runtime.memory.readings import Reading
+    from greenroom.serving.tasks import CandidateFacts
+
 
 ENV_TITLES = ("variable", "key", "from", "value")
 TITLES = ("model", "engine", "memory MiB", "note")
@@ -40,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.schema:
-        from greenroom.config.generate.reference import json_schema
+        from greenroom.config.generate import json_schema
 
         screen.say_json(json_schema())
         return ExitStatus.OK
@@ -63,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Subcommand(
-    "check",
-    "List every mistake in a configuration file, and show what it would serve.",
-    add_options,
-    run,
+    "check", "List every mistake in a configuration file, and show what it would serve.", add_options, run
 )
 
 
@@ -83,12 +84,12 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
     needs.usable_mib = {device.id: device.usable_mib for device in there if device.kind is DeviceKind.GPU}
     models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
     governance = report(loaded.config.governance)
-    keys, wrong_keys = keys_shown.all_keys(loaded.config.server)
+    keys, wrong_keys = all_keys(loaded.config.server)
     warnings = [
         *loaded.warnings,
         *blind,
         *_unusable_files(loaded),
-        *_earlier_activity(loaded.config),
+        *_foreign_recording(loaded.config),
         *_too_large(loaded.config, there, needs),
         *_unusable_stores(loaded.config),
         *_no_packages(loaded.config),
@@ -98,7 +99,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
         *_shared_prompts(loaded.config, keys),
         *wrong_keys,
     ]
-    tasks, wrong_tasks = tasks_shown.all_tasks(loaded.config, warnings)
+    tasks, wrong_tasks = all_tasks(loaded.config, warnings)
     return {
         "ok": True,
         "file": str(loaded.path),
@@ -144,22 +145,19 @@ def _is_told(loaded: LoadedConfig, name: str, *keys: str) -> bool:
     return any(text.startswith(tuple(f"models.{name}: {key}:" for key in keys)) for text in loaded.warnings)
 
 
-def _earlier_activity(config: Config) -> list[str]:
-    """A warning if the start would rename the file of `record_activity`, or fail at it."""
+def _foreign_recording(config: Config) -> list[str]:
+    """A warning if the start would fail at the file of `record_activity`."""
     from greenroom.runtime.record.recording import ActivityRecorder
 
     path = config.server.record_activity
     if path is None or not os.path.isfile(path):
         return []
     try:
-        if not ActivityRecorder(Path(path)).will_set_aside():
-            return []
+        ActivityRecorder(Path(path)).check()
     except OSError as error:
         where = error.filename or path
         return [f"server.record_activity: {where}: {error.strerror}; the gateway does not start with it"]
-    kept = f"{path}.1"
-    instead = ", which replaces the one there" if os.path.exists(kept) else ""
-    return [f"server.record_activity: {path} is of an earlier version; the start renames it to {kept}{instead}"]
+    return []
 
 
 def _too_large(config: Config, there: Sequence[Device], needs: Needs) -> list[str]:
@@ -317,9 +315,9 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
     screen.say(f"budget: {budget}")
     if result["tasks"]:
-        screen.say_table(tasks_shown.TITLES, [tasks_shown.row(task) for task in result["tasks"]])
+        screen.say_table(TASK_TITLES, [task_row(task) for task in result["tasks"]])
     if result["keys"]:
-        screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in result["keys"]])
+        screen.say_table(KEY_TITLES, [key_row(key) for key in result["keys"]])
     if result["governance"] is not None:
         from greenroom.features.governance.keyset import GovernanceReport
 
@@ -360,3 +358,71 @@ def _row(model: Mapping[str, Any]) -> Sequence[str]:
     notes += [_ISOLATION_NOTES[model["isolation"]]] if model["isolation"] in _ISOLATION_NOTES else []
     memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
     return (model["id"], model["engine"], memory, ", ".join(notes) or "-")
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+TASK_TITLES: Final = ("task", "candidates", "note")
+
+
+def all_tasks(config: Config, warnings: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The tasks, and warnings for candidates that can never serve them. `warnings` are those of models and remotes."""
+    from greenroom.serving.tasks import Tasks
+
+    ids = {name: name for name in config.models}
+    ids |= {alias: name for name, model in config.models.items() for alias in model.aliases}
+    tasks = Tasks(lambda name: _facts(ids[name], config))
+    tasks.configure(config)
+    found, wrong = [], []
+    for name, task in config.tasks.items():
+        route = tasks.find(name)
+        assert route is not None
+        never = tasks.never(route)
+        candidates = []
+        for said in task.candidates:
+            model = config.models[ids[said]]
+            places = tuple(f"{place}: " for place in (f"models.{ids[said]}", f"remotes.{model.remote}"))
+            problems = [text for text in warnings if text.startswith(places)]
+            problems += [f"it can never serve: {never[said]}"] if said in never else []
+            candidates.append(
+                {"name": said, "model": ids[said], "remote": model.engine == "remote", "problems": problems}
+            )
+        if len(never) == len(task.candidates):
+            reasons = "; ".join(f"{one}: {why}" for one, why in never.items())
+            wrong.append(f"tasks.{name}: no candidate can ever serve it, so requests get 400 no_candidate. {reasons}")
+        else:
+            wrong += [f"tasks.{name}: {one} can never serve it: {why}" for one, why in never.items()]
+        found.append(
+            {
+                "name": name,
+                "candidates": candidates,
+                "pin_primary": task.pin_primary,
+                "budget_s": task.budget_s,
+                "unlisted": task.unlisted,
+            }
+        )
+    return found, wrong
+
+
+def task_row(task: Mapping[str, Any]) -> Sequence[str]:
+    notes = [word for word in ("pin_primary", "unlisted") if task[word]]
+    notes += [] if task["budget_s"] is None else [f"budget_s {task['budget_s']:g}"]
+    return (task["name"], ", ".join(map(_candidate, task["candidates"])), ", ".join(notes) or "-")
+
+
+def _candidate(one: Mapping[str, Any]) -> str:
+    marks = [*(["remote"] if one["remote"] else []), *(["see below"] if one["problems"] else [])]
+    return f"{one['name']} ({', '.join(marks)})" if marks else one["name"]
+
+
+def _facts(id: str, config: Config) -> CandidateFacts:
+    from greenroom.core.model import ModelId
+    from greenroom.engines.registry import engine_for, facts_of
+    from greenroom.serving.tasks import CandidateFacts
+
+    model = config.models[id]
+    engine, facts = engine_for(model), facts_of(model)
+    return CandidateFacts.of(
+        ModelId(id), model, engine.name, facts.abilities, keeps_json=engine.keeps_json, is_remote=facts.is_remote
+    )

@@ -1,8 +1,5 @@
-"""`greenroom demo`: two real, small models under a budget that holds one of them at a time.
-
-Owns the demo's configuration, which exists in memory only, and the greeting for newcomers. `demo_models.py` makes the
-models.
-"""
+"""`greenroom demo`: two real, small models under a budget that holds one of them at a time. Owns the demo's
+configuration, which exists in memory only, and the greeting for newcomers. `demo_models.py` makes the models."""
 
 from __future__ import annotations
 

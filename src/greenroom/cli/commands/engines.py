@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,19 +40,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     config, why_empty = _config(args.config)
     found = looked_at(config)
     if args.json:
         screen.say_json({"engines": found})
-        return ExitStatus.OK
+        return
     screen.say_table(TITLES, [_shown(row) for row in found])
     for row in found:
         for line in _advice(row):
             screen.say(line)
     if why_empty is not None:
         screen.note(why_empty)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(

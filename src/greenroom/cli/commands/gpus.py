@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, NoGateway
+from greenroom.cli.failures import NoGateway
 
 TITLES: Final = ("gpu", "used MiB", "total MiB", "free MiB", "busy", "temp", "name", "who")
-WATCH_EVERY_S: Final = 1.0
 
 Seen = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {WATCH_EVERY_S:g} s")
+    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {screen.WATCH_EVERY_S:g} s")
     parser.add_argument("--local", action="store_true", help="look at this machine's GPUs directly, without a gateway")
     parser.add_argument("-c", "--config", metavar="FILE", help="with --local: the configuration whose probe is used")
     address.add_options(parser, json_help="print everything that is known as JSON (one line each with --watch)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     look = _local(args.config) if args.local else _remote(args)
-    if not args.watch:
-        _show(look(), args.json)
-        return ExitStatus.OK
-    if sys.stdout.isatty() and not args.json:
-        _watch_live(look)
-    while True:
-        if args.json:
-            screen.say_json(look(), on_one_line=True)
-        else:
-            _show_again(look())
-        time.sleep(WATCH_EVERY_S)
+    if args.watch:
+        screen.watch(look, TITLES, rows, trouble, summary, as_json=args.json)
+    _show(look(), args.json)
 
 
 COMMAND = Subcommand(
@@ -58,12 +47,6 @@ def _show(seen: Seen, as_json: bool) -> None:
         screen.note(line)
     for line in summary(seen):
         screen.hint(line)
-
-
-def _show_again(seen: Seen) -> None:
-    screen.say(screen.plain_table(TITLES, rows(seen)) + "\n")
-    for line in trouble(seen):
-        screen.note(line)
 
 
 # --- where figures come from ----------------------------------------------------------------------------------------
@@ -164,20 +147,3 @@ def summary(seen: Seen) -> list[str]:
     if not seen["probe"]["pids_visible"]:
         lines.append("processes cannot be seen here: use beyond all claims counts as foreign")
     return lines
-
-
-def _watch_live(look: Callable[[], Seen]) -> None:
-    """Until interrupted."""
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    def drawn() -> Group:
-        seen = look()
-        said = Text(screen.harmless("\n".join([*trouble(seen), *summary(seen)])), style="dim")
-        return Group(screen.drawn_table(TITLES, rows(seen)), said)
-
-    with Live(drawn(), auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_EVERY_S)
-            live.update(drawn(), refresh=True)

@@ -1,7 +1,5 @@
-"""`greenroom import`: make a configuration of what llama-swap or Ollama was configured with. Starts nothing.
-
-What is made is checked as `greenroom check` does before anything is written, and no file is ever overwritten.
-"""
+"""`greenroom import`: make a configuration of what llama-swap or Ollama was configured with. Starts nothing. What is
+made is checked as `greenroom check` does before anything is written, and no file is ever overwritten."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import CommandFailed, ExitStatus
+from greenroom.cli.failures import CommandFailed
 
 if TYPE_CHECKING:
     from greenroom.config.reader import Problem
@@ -42,7 +40,7 @@ def _sub(commands: Any, name: str, about: str, made: Made) -> argparse.ArgumentP
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     from greenroom.importing.result import as_yaml
 
     imported, title = args.made(args)
@@ -58,7 +56,6 @@ def _run(args: argparse.Namespace) -> int:
         screen.hint(f"check it: greenroom check {args.write}")
     if unset:
         screen.note(f"set before `greenroom serve`: {', '.join(unset)}")
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand("import", "Make a configuration of llama-swap's or Ollama's.", _add_options, _run)

@@ -9,20 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.access.budgets import LIMITS
-from greenroom.cli import keys_shown, screen
+from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, WrongUsage
+from greenroom.cli.failures import WrongUsage
+from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from greenroom.access.key_file import FileKey
     from greenroom.config.schema import Server
+    from greenroom.config.sections.keys import ApiKey
+
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
 VERBS: Final = ("read", "load", "flush", "download", "delete", "reload", "remote")
@@ -36,7 +40,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         add(commands)
 
 
-def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     parser.set_defaults(run_key=run)
     parser.add_argument("-f", "--file", metavar="FILE", help="the key file (default: server.key_file)")
@@ -45,9 +49,8 @@ def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    status: int = args.run_key(args)
-    return status
+def _run(args: argparse.Namespace) -> None:
+    args.run_key(args)
 
 
 COMMAND = Subcommand("key", "API keys: make one, list them, revoke one.", _add_options, _run)
@@ -72,8 +75,8 @@ def _add_new(commands: Any) -> None:
     parser.add_argument("--expires", metavar="WHEN", help="a date, as 2027-01-31, or how long from now, as 90d or 12h")
 
 
-def _new(args: argparse.Namespace) -> int:
-    from greenroom.access.key_changes import add_key
+def _new(args: argparse.Namespace) -> None:
+    from greenroom.access.key_file import add_key
     from greenroom.access.keys import new_key
 
     secret, sha256 = new_key()
@@ -81,18 +84,17 @@ def _new(args: argparse.Namespace) -> int:
     key, path = _made(args, sha256), args.file or (None if server is None else server.key_file)
     if path is None:
         _say_lines(secret, key, as_json=args.json)
-        return ExitStatus.OK
+        return
     if server is not None and any(key.name == other.name for other in server.api_keys):
         raise WrongUsage(f"server.api_keys has a key {key.name} already; choose another name")
     add_key(path, key)
     if args.json:
-        screen.say_json({"key": secret, **keys_shown.shown(key)})
-        return ExitStatus.OK
+        screen.say_json({"key": secret, **shown(key)})
+        return
     screen.say(f"key: {secret}")
     screen.hint(
         f"keep it now, it cannot be shown again: export {KEY_NAME}=…; a running gateway takes it within seconds"
     )
-    return ExitStatus.OK
 
 
 def _made(args: argparse.Namespace, sha256: str) -> FileKey:
@@ -155,19 +157,18 @@ def _add_list(commands: Any) -> None:
     _sub(commands, "list", "Show the keys of the key file, without the keys themselves.", _list)
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> None:
     from greenroom.access.key_file import read_keys
 
     path = _path(args)
     try:
-        keys = [keys_shown.shown(key) for key in read_keys(path)]
+        keys = [shown(key) for key in read_keys(path)]
     except FileNotFoundError:
         raise WrongUsage(f"there is no {path} yet; `greenroom key new` makes it") from None
     if args.json:
         screen.say_json(keys)
     else:
-        screen.say_table(keys_shown.TITLES, [keys_shown.row(key) for key in keys])
-    return ExitStatus.OK
+        screen.say_table(TITLES, [key_row(key) for key in keys])
 
 
 def _add_revoke(commands: Any) -> None:
@@ -175,17 +176,16 @@ def _add_revoke(commands: Any) -> None:
     parser.add_argument("name", help="the key's name, as `greenroom key list` shows it")
 
 
-def _revoke(args: argparse.Namespace) -> int:
+def _revoke(args: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
-    from greenroom.access.key_changes import revoke_key
+    from greenroom.access.key_file import revoke_key
 
-    key = keys_shown.shown(revoke_key(_path(args), args.name, datetime.now(UTC).replace(microsecond=0)))
+    key = shown(revoke_key(_path(args), args.name, datetime.now(UTC).replace(microsecond=0)))
     if args.json:
         screen.say_json(key)
     else:
         screen.say(f"{key['name']} is revoked since {key['revoked']}; a running gateway refuses it within seconds")
-    return ExitStatus.OK
 
 
 def _path(args: argparse.Namespace) -> str:
@@ -203,3 +203,82 @@ def _server(args: argparse.Namespace) -> Server | None:
 
     found = loader.find_any(args.config)
     return None if found is None else loader.load(found).config.server
+
+
+# --- how keys are shown -----------------------------------------------------------------------------------------------
+
+
+TITLES: Final = ("key", "tenant", "from", "state", "expires", "may")
+
+
+def shown(key: ApiKey) -> dict[str, Any]:
+    """All of a key but its hash."""
+    from greenroom.access.key_file import FileKey
+
+    of_file = key if isinstance(key, FileKey) else None
+    return {
+        "name": key.name,
+        "tenant": key.tenant or key.name,
+        "from": "configuration" if of_file is None else "file",
+        "state": _state(key),
+        "priority_max": key.priority_max,
+        "models": None if key.models is None else list(key.models),
+        "routes": None if key.routes is None else list(key.routes),
+        "verbs": [verb.value for verb in key.verbs],
+        "admin": key.admin,
+        "leases": key.admin or key.leases,
+        "limits": None if key.limits is None else key.limits.model_dump(exclude_none=True),
+        "expires": _moment(key.expires),
+        "created": None if of_file is None else _moment(of_file.created),
+        "revoked": None if of_file is None else _moment(of_file.revoked),
+    }
+
+
+def all_keys(server: Server) -> tuple[list[dict[str, Any]], list[str]]:
+    """The keys of configuration and key file, without the keys themselves, and what is wrong with the file."""
+    from greenroom.access.key_file import joined, read_keys
+
+    found: tuple[FileKey, ...] = ()
+    wrong: list[str] = []
+    if server.key_file is not None:
+        try:
+            found = read_keys(server.key_file)
+        except FileNotFoundError:
+            wrong.append(f"server.key_file: there is no {server.key_file}; `greenroom key new` makes it")
+        except ConfigError as error:
+            wrong.append(f"server.key_file: {error.message}")
+    keys, left_out = joined(server.api_keys, found)
+    told = [shown(key) for key in keys]
+    if server.key_file is not None and not any(key["admin"] and key["state"] == "valid" for key in told):
+        wrong.append("server.key_file: no valid key, of the configuration or of the file, has admin: true")
+    return told, [*wrong, *(f"server.key_file: {text}" for text in left_out)]
+
+
+def key_row(key: Mapping[str, Any]) -> tuple[str, ...]:
+    return (key["name"], key["tenant"], key["from"], key["state"], key["expires"] or "never", _may(key))
+
+
+def _state(key: ApiKey) -> str:
+    from greenroom.access.keys import is_revoked
+
+    if is_revoked(key):
+        return "revoked"
+    return "expired" if key.expires is not None and key.expires.timestamp() <= time.time() else "valid"
+
+
+def _moment(moment: datetime | None) -> str | None:
+    return None if moment is None else f"{moment.replace(tzinfo=None).isoformat(timespec='seconds')}Z"
+
+
+def _may(key: Mapping[str, Any]) -> str:
+    """`models llama-*; verbs load; requests_per_minute 60`."""
+    limits: Mapping[str, int] = key["limits"] or {}
+    words = [
+        "admin" if key["admin"] else "",
+        "leases" if key["leases"] and not key["admin"] else "",
+        *(f"{what} {', '.join(key[what]) or 'none'}" for what in ("models", "routes") if key[what] is not None),
+        f"verbs {', '.join(key['verbs'])}" if key["verbs"] else "",
+        f"priority {key['priority_max']}" if key["priority_max"] != "high" else "",
+        *(f"{limit} {count}" for limit, count in limits.items()),
+    ]
+    return "; ".join(word for word in words if word) or "ask models"

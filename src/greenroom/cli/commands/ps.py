@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
 
-if TYPE_CHECKING:
-    from greenroom.cli.client import Client
-
+STATUS: Final = "/api/v1/status"
 TITLES: Final = ("model", "tier", "place", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
-WATCH_EVERY_S: Final = 1.0
 MOVING: Final = {
     "load": "loading",
     "wake": "waking",
@@ -38,34 +32,29 @@ Status = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {WATCH_EVERY_S:g} s")
+    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {screen.WATCH_EVERY_S:g} s")
     address.add_options(parser, json_help="print the gateway's whole status as JSON (one line each with --watch)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     client = Client(address.address_of(args))
     if args.watch:
-        _watch(client, args.json)
-        return ExitStatus.OK
-    status = client.get("/api/v1/status")
+        screen.watch(lambda: client.get(STATUS), TITLES, rows, lambda status: (), summary, as_json=args.json)
+    status = client.get(STATUS)
     if args.json:
         screen.say_json(status)
-        return ExitStatus.OK
+        return
     screen.say_table(TITLES, rows(status))
     for problem in status.get("key_problems", ()):
         screen.note(f"warning: {problem}")
     for line in summary(status):
         screen.hint(line)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(
-    "ps",
-    "Show every model: where it is, its memory, and its running and waiting requests.",
-    add_options,
-    run,
+    "ps", "Show every model: where it is, its memory, and its running and waiting requests.", add_options, run
 )
 
 
@@ -175,38 +164,3 @@ def _held(status: Status, models: Sequence[Status]) -> list[str]:
             total[kinds.get(device, "gpu")] += mib
     said = {"gpu": "GPU", "host": "host"}
     return [f"{said[kind]} {mib:,} MiB" for kind, mib in total.items() if mib]
-
-
-# --- watching -------------------------------------------------------------------------------------------------------
-
-
-def _watch(client: Client, as_json: bool) -> None:
-    """Until interrupted."""
-    if as_json:
-        _every(lambda: screen.say_json(client.get("/api/v1/status"), on_one_line=True))
-    elif not sys.stdout.isatty():
-        _every(lambda: screen.say(screen.plain_table(TITLES, rows(client.get("/api/v1/status"))) + "\n"))
-    else:
-        _watch_live(client)
-
-
-def _watch_live(client: Client) -> None:
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    def drawn() -> Group:
-        status = client.get("/api/v1/status")
-        return Group(
-            screen.drawn_table(TITLES, rows(status)), Text(screen.harmless("\n".join(summary(status))), style="dim")
-        )
-
-    with Live(drawn(), auto_refresh=False) as live:
-        time.sleep(WATCH_EVERY_S)
-        _every(lambda: live.update(drawn(), refresh=True))
-
-
-def _every(show: Callable[[], None]) -> None:
-    while True:
-        show()
-        time.sleep(WATCH_EVERY_S)

@@ -1,7 +1,5 @@
-"""`greenroom serve`: serve the models of a configuration file or of folders, in the foreground.
-
-Owns the options that override the file (`Overrides`), which `greenroom demo` has too.
-"""
+"""`greenroom serve`: serve the models of a configuration file or of folders, in the foreground. Owns the options that
+override the file (`Overrides`), which `greenroom demo` has too."""
 
 from __future__ import annotations
 

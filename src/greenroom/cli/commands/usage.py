@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
 
 USAGE: Final = "/api/v1/usage"
 # The column's title, and the figure in it.
@@ -39,7 +38,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client, query_of
 
     client = Client(address.address_of(args))
@@ -47,13 +46,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.csv:
         for piece in client.download(f"{USAGE}?{query_of(query | {'format': 'csv'})}"):
             screen.write(piece)
-        return ExitStatus.OK
+        return
     answer = client.get(USAGE, query)
     if args.json:
         screen.say_json(answer)
     else:
         show(answer)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand("usage", "Show what keys, tenants and models used: requests, tokens, time.", _add_options, _run)

@@ -1,8 +1,5 @@
-"""Checks `scheduler.company` and translates it into the rules of the core.
-
-Owns the checks of the section against itself and against the configured models. Never decides which model is evicted:
-the core does.
-"""
+"""Checks `scheduler.company` and translates it into the rules of the core. Owns the checks of the section against
+itself and against the configured models. Never decides which model is evicted: the core does."""
 
 from __future__ import annotations
 

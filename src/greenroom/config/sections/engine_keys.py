@@ -1,7 +1,5 @@
-"""Which engine a model has that names none, and what is wrong with keys of other engines.
-
-Looks at the names of installed engines and at nothing else of the machine.
-"""
+"""Which engine a model has that names none, and what is wrong with keys of other engines. Looks at the names of
+installed engines and at nothing else of the machine."""
 
 from __future__ import annotations
 

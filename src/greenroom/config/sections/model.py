@@ -1,7 +1,5 @@
-"""What an operator can say about one model, and the rules between its keys.
-
-Owns the keys; each is marked with the engines that have it. Looks at nothing of the machine: see `problems.py`.
-"""
+"""What an operator can say about one model, and the rules between its keys. Owns the keys; each is marked with the
+engines that have it. Looks at nothing of the machine: see `problems.py`."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -33,8 +31,8 @@ from greenroom.config.sections.engine_keys import (
     keys_of_other_engines,
     unknown_engine,
 )
+from greenroom.config.sections.keys import RateLimits
 from greenroom.config.sections.shared_caches import sharing_problems
-from greenroom.config.sections.tenants import RateLimits
 from greenroom.config.sections.versions import ModelVersions
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]

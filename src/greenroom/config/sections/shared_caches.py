@@ -7,10 +7,45 @@ another tenant's prompt or answer left: docs/adr/0021. All others are the operat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from greenroom.config.reader import Problem
-from greenroom.config.sections.engine_arguments import WORDS_MAX, argument_name, is_abbreviating, written
+
+Known = TypeVar("Known")
+
+WORDS_MAX: Final = 1_024
+# These are Python programs, whose parsers take the beginning of a name for the whole.
+_ABBREVIATING: Final = frozenset({"vllm", "sglang"})
+
+
+def written(engine: str, args: Sequence[str], known: Mapping[str, Known]) -> Iterator[tuple[int, str, str, Known]]:
+    """Those of the `known` arguments that are there: the position, the name as it stands, its value, what is known."""
+    for position, word in enumerate(args[:WORDS_MAX]):
+        said, is_joined, value = word.partition("=")
+        whole = _whole(engine, argument_name(said), known)
+        if whole is None:
+            continue
+        if not is_joined:
+            value = args[position + 1] if position + 1 < len(args) else ""
+        yield position, said, value, known[whole]
+
+
+def is_abbreviating(engine: str) -> bool:
+    return engine in _ABBREVIATING
+
+
+def argument_name(said: str) -> str:
+    name = said.partition(".")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _whole(engine: str, name: str, known: Mapping[str, Known]) -> str | None:
+    if name in known:
+        return name
+    if not is_abbreviating(engine) or not name.startswith("-") or name in ("-", "--"):
+        return None
+    return next((whole for whole in known if whole.startswith(name)), None)
+
 
 # True if the value shares.
 Shares = Callable[[str], bool]

@@ -1,7 +1,5 @@
-"""Tasks: names for purposes that callers ask for instead of a model, each with a list of models that can do it.
-
-Owns these keys and the rules between them. Resolves nothing: `serving/tasks.py` does.
-"""
+"""Tasks: names for purposes that callers ask for instead of a model, each with a list of models that can do it. Owns
+these keys and the rules between them. Resolves nothing: `serving/tasks.py` does."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Final, Literal

@@ -78,9 +78,7 @@ class CommandEngine(ProcessEngine):
 
 def _split(model: Model) -> Split | None:
     """How it can be spread, by the placeholders in `cmd` and `env`: without any it cannot be told to use several GPUs.
-
-    One that is told how many GPUs it has, but not how much of each, takes the same of all.
-    """
+    One that is told how many GPUs it has, but not how much of each, takes the same of all."""
     texts = (*words(model.cmd or ()), *model.env.values())
     holes = {hole for hole in GPU_HOLES for text in texts if f"${{{hole}}}" in text}
     if not holes:

@@ -93,9 +93,7 @@ class DiffusersEngine(TorchEngine):
 
 def device_map(parts: Mapping[str, int], shares: Sequence[int]) -> dict[str, int]:
     """Which GPU holds each component, by its place among these shares (MiB), such that none holds more than its share.
-
-    Where shares are smaller than planned, components are balanced.
-    """
+    Where shares are smaller than planned, components are balanced."""
     sizes = list(parts.values())
     # Each share is what its components need and the same rest.
     rest_mib = max(0, (sum(shares) - sum(sizes)) // len(shares))

@@ -79,10 +79,8 @@ class SglangEngine(FolderServer):
         return argv if share is None else [*argv, "--mem-fraction-static", f"{share:.4f}"]
 
     def static_share(self, model: Model, place: LaunchPlace) -> float | None:
-        """Weights and KV cache as a share of what is free when it starts, which is how SGLang counts.
-
-        None where nothing was claimed. Never more than the claim.
-        """
+        """Weights and KV cache as a share of what is free when it starts, which is how SGLang counts. None where
+        nothing was claimed. Never more than the claim."""
         claimed = [place.claim.get(gpu, 0) for gpu in place.gpus or ()]
         if not claimed or not all(claimed) or not place.free_mib or not all(place.free_mib):
             return None

@@ -1,7 +1,5 @@
-"""Transformers: folders with config.json and safetensors. They write text, or make embeddings.
-
-Owns which of the two a folder does, its abilities and its sizes. `torch_engine.py` says how its workers start.
-"""
+"""Transformers: folders with config.json and safetensors. They write text, or make embeddings. Owns which of the two a
+folder does, its abilities and its sizes. `torch_engine.py` says how its workers start."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Model
-from greenroom.config.sections.engine_arguments import written
+from greenroom.config.sections.shared_caches import written
 from greenroom.engines.base import VLLM_PATHS, CallEngine, Launch, LaunchPlace, Listens, environment
 from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,

@@ -56,10 +56,8 @@ SPLIT_MAX: Final = 1_000
 
 
 def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Estimate | None:
-    """The parts; by the file's size if its headers are not readable; None if there is no file.
-
-    `logits_all`: room is kept for the logits of a whole batch (as older llama-servers do), not only of sampled tokens.
-    """
+    """The parts; by the file's size if its headers are not readable; None if there is no file. `logits_all`: room is
+    kept for the logits of a whole batch (as older llama-servers do), not only of sampled tokens."""
     path = Path(options.model or "")
     try:
         model = _Model.of(path)

@@ -119,11 +119,9 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> GgufHeader:
-    """Read the header. Raises BadModelFile for everything that is not a complete GGUF file.
-
-    Reads as little as it can and at most HEADER_MAX_BYTES: 2 ms for a small model, a tenth of a second for a large
-    vocabulary. Blocks while it reads.
-    """
+    """Read the header. Raises BadModelFile for everything that is not a complete GGUF file. Reads as little as it can
+    and at most HEADER_MAX_BYTES: 2 ms for a small model, a tenth of a second for a large vocabulary. Blocks while it
+    reads."""
     path = Path(path)
     try:
         with open_plain(path) as file:

@@ -45,10 +45,8 @@ NCCL_MIB: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class PagedOptions:
-    """How it is run. `context` None: the model's own; `cache_tokens` None: a context for each sequence.
-
-    `host_copy`: the weights lie on the host, too, also while it is ready.
-    """
+    """How it is run. `context` None: the model's own; `cache_tokens` None: a context for each sequence. `host_copy`:
+    the weights lie on the host, too, also while it is ready."""
 
     context: int | None = None
     sequences: int = 1

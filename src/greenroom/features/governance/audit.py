@@ -166,10 +166,8 @@ class Verified:
 
 
 def verify(path: Path, expected_head: str | None = None) -> Verified:
-    """Check the chain, and that it holds the last line that is kept beside it, or elsewhere. Raises OSError.
-
-    Lines that were taken from the end are missed only where every kept hash is older than they are.
-    """
+    """Check the chain, and that it holds the last line that is kept beside it, or elsewhere. Raises OSError. Lines that
+    were taken from the end are missed only where every kept hash is older than they are."""
     kept = read_head(path)
     chain = _read_chain(path, _hash_of(kept), expected_head)
     found = chain.problem(kept)
@@ -192,10 +190,8 @@ def read_head(path: Path) -> LastLine | None:
 
 
 class _Chain:
-    """The lines of a log, one after another. Goes on after a bad line, whose number and problem it keeps.
-
-    `wanted` are hashes whose lines are noted; a log may have more lines than memory should hold.
-    """
+    """The lines of a log, one after another. Goes on after a bad line, whose number and problem it keeps. `wanted` are
+    hashes whose lines are noted; a log may have more lines than memory should hold."""
 
     def __init__(self, wanted: frozenset[str | None]) -> None:
         self._wanted = wanted

@@ -63,10 +63,8 @@ class GovernedRoutes:
     def _read(
         self, scope: Scope, route: DeclaredRoute, routed: Scope, signed: Signing, data: bytes
     ) -> tuple[GovernedCall | None, dict[str, Any]]:
-        """The call, or None if it needs no token, and its body without the token. Raises GreenroomError.
-
-        Once it is judged, the handler finds in the scope what it may fetch.
-        """
+        """The call, or None if it needs no token, and its body without the token. Raises GreenroomError. Once it is
+        judged, the handler finds in the scope what it may fetch."""
         body, token = _without_token(scope, data)
         fields = {**body, **_query(scope, body, {one.alias for one in route.dependant.query_params})}
         needed = signed(SignedCall(fields, routed))
@@ -127,10 +125,8 @@ def _without_token(scope: Scope, data: bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _query(scope: Scope, body: Mapping[str, Any], read_there: Set[str]) -> dict[str, str]:
-    """The parameters of the query, which are signed as fields of the body.
-
-    Raises BadRequest if a field is there twice, or where the handler does not read it.
-    """
+    """The parameters of the query, which are signed as fields of the body. Raises BadRequest if a field is there twice,
+    or where the handler does not read it."""
     pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     found = dict(pairs)
     if len(found) != len(pairs) or not found.keys().isdisjoint(body):

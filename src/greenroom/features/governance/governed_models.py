@@ -27,8 +27,8 @@ from greenroom.features.governance.gate import Done
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.versions.updates import Updates
 from greenroom.library.library import Library
+from greenroom.library.naming import choose
 from greenroom.library.orders import DownloadOrder, place_of, read_order
-from greenroom.library.quantization import choose
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry

@@ -73,10 +73,8 @@ def before_start(after: float) -> TokenBeforeStart:
 
 
 class NonceJournal:
-    """A file of this gateway alone. `skew_s` is how far clocks may differ.
-
-    With `is_first` its folder was made by this start, so that no journal was lost there.
-    """
+    """A file of this gateway alone. `skew_s` is how far clocks may differ. With `is_first` its folder was made by this
+    start, so that no journal was lost there."""
 
     def __init__(self, path: Path, skew_s: float, run: Run = run_detached, *, is_first: bool = False) -> None:
         self._path = path

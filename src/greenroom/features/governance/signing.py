@@ -1,7 +1,5 @@
-"""Makes tokens: new keys, signatures by the shared key or a signer's own, and further signatures on a token.
-
-Owns the files of private keys. Used by `greenroom token`, never by the gateway, which holds no private key.
-"""
+"""Makes tokens: new keys, signatures by the shared key or a signer's own, and further signatures on a token. Owns the
+files of private keys. Used by `greenroom token`, never by the gateway, which holds no private key."""
 
 from __future__ import annotations
 
@@ -67,10 +65,8 @@ def is_private_key(path: str) -> bool:
 
 
 def signer(path: str, name: str) -> Callable[[str, str | None, Mapping[str, Any]], str]:
-    """Signs one call after the other, as this signer, with the key in this file: their own or the shared one.
-
-    Takes the operation, its model and the fields of body and query; gives the token for the header. Raises ConfigError.
-    """
+    """Signs one call after the other, as this signer, with the key in this file: their own or the shared one. Takes the
+    operation, its model and the fields of body and query; gives the token for the header. Raises ConfigError."""
     own, shared = (read_private_key(path), b"") if is_private_key(path) else (None, read_shared_key(path))
 
     def sign(operation: str, model: str | None, fields: Mapping[str, Any]) -> str:

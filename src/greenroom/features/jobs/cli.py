@@ -38,7 +38,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int | None:
     from greenroom.cli.client import Client
 
     if (args.job is None) == (args.action in ACTIONS):
@@ -66,8 +66,8 @@ def _list(args: argparse.Namespace, client: Client) -> int:
     return ExitStatus.OK
 
 
-def _show(args: argparse.Namespace, client: Client) -> int:
-    return _say(args, client.get(_path(args)))
+def _show(args: argparse.Namespace, client: Client) -> None:
+    _say(args, client.get(_path(args)))
 
 
 def _wait(args: argparse.Namespace, client: Client) -> int:
@@ -76,11 +76,11 @@ def _wait(args: argparse.Namespace, client: Client) -> int:
     return ExitStatus.OK if job["status"] == "done" else ExitStatus.FAILED
 
 
-def _cancel(args: argparse.Namespace, client: Client) -> int:
-    return _say(args, client.delete(_path(args)))
+def _cancel(args: argparse.Namespace, client: Client) -> None:
+    _say(args, client.delete(_path(args)))
 
 
-def _result(args: argparse.Namespace, client: Client) -> int:
+def _result(args: argparse.Namespace, client: Client) -> None:
     if args.wait:
         _waited(client, _path(args))
     pieces = client.download(f"{_path(args)}/result")
@@ -91,7 +91,6 @@ def _result(args: argparse.Namespace, client: Client) -> int:
             screen.write(piece)
     else:
         screen.note(f"{_written(Path(args.output), pieces):,} bytes in {args.output}")
-    return ExitStatus.OK
 
 
 def _written(file: Path, pieces: Iterator[bytes]) -> int:
@@ -110,7 +109,7 @@ def _written(file: Path, pieces: Iterator[bytes]) -> int:
     return size
 
 
-ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace, Client], int]]] = {
+ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace, Client], int | None]]] = {
     "show": _show,
     "wait": _wait,
     "cancel": _cancel,
@@ -142,14 +141,13 @@ def _waited(client: Client, path: str) -> Mapping[str, Any]:
 # --- how they look ----------------------------------------------------------------------------------------------------
 
 
-def _say(args: argparse.Namespace, job: Mapping[str, Any]) -> int:
+def _say(args: argparse.Namespace, job: Mapping[str, Any]) -> None:
     if args.json:
         screen.say_json(job)
     else:
         screen.say_table(TITLES, [row(job, time.time())])
         if job["status"] == "done":
             screen.hint(f"its answer: greenroom jobs result {job['id']} -o FILE")
-    return ExitStatus.OK
 
 
 def row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:

@@ -56,10 +56,8 @@ class StoredAnswer:
 
 
 class AnswerFile:
-    """The connection of a job's exchange: writes the answer to the job's result.
-
-    The exchange is in HTTP/1.0, in which a body is not framed: what follows the head is the body itself.
-    """
+    """The connection of a job's exchange: writes the answer to the job's result. The exchange is in HTTP/1.0, in which
+    a body is not framed: what follows the head is the body itself."""
 
     def __init__(self, open_result: Callable[[], ResultPart], on_failure: Callable[[], None]) -> None:
         """`on_failure` is called when the disk does not take the answer."""

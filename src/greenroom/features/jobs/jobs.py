@@ -158,10 +158,8 @@ class Jobs:
     async def submit(
         self, head: Head, route: Route, body: Body, caller: Caller, *, retry: bool | None = None
     ) -> Operation:
-        """Keep this request; it is run when its turn comes. `retry` None: as X-Job-Retry says.
-
-        Raises what the request itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull.
-        """
+        """Keep this request; it is run when its turn comes. `retry` None: as X-Job-Retry says. Raises what the request
+        itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull."""
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
         reading = Exchange(unwritten(), self._edge, kept.head, body)
         ask: Ask | None = None
@@ -202,10 +200,8 @@ class Jobs:
         return self._inference.long_body(body)
 
     async def cancel(self, id: str) -> Operation:
-        """End it now, and free its engine. One that has ended stays as it is. Returns the row as it is then.
-
-        Raises NotFound if it has made room for others meanwhile.
-        """
+        """End it now, and free its engine. One that has ended stays as it is. Returns the row as it is then. Raises
+        NotFound if it has made room for others meanwhile."""
         job = self._live.get(id)
         if job is None:
             return await self._table.end(id, OperationStatus.CANCELLED)

@@ -22,7 +22,7 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, body_of, caller_of
 from greenroom.api.declared import NEVER, Routes, delete, get, post
 from greenroom.base.detached import run_detached
-from greenroom.config.described import Described
+from greenroom.config.marks import Described
 from greenroom.errors import (
     BadRequest,
     GreenroomError,

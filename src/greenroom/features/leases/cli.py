@@ -1,8 +1,5 @@
-"""`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased.
-
-The lease belongs to this process, so that the memory comes back at once however it ends. `cli_program.py` runs the
-program.
-"""
+"""`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased. The lease
+belongs to this process, so that the memory comes back at once however it ends. `cli_program.py` runs the program."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus, NoGateway, WrongUsage
+from greenroom.cli.failures import NoGateway, WrongUsage
 from greenroom.errors import BadRequest, StoreDown
 
 
@@ -105,7 +102,7 @@ def _add_leases_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def _leases(args: argparse.Namespace) -> int:
+def _leases(args: argparse.Namespace) -> None:
     from greenroom.leases.client import store_url
 
     args.url = store_url(args.url)
@@ -113,18 +110,14 @@ def _leases(args: argparse.Namespace) -> int:
     answer = _at_gateway(args) if is_gateway else _in_redis(args.url)
     if args.json:
         screen.say_json(answer)
-        return ExitStatus.OK
+        return
     screen.say_table(TITLES, [row(lease) for lease in answer["leases"]])
     if not answer["leases"]:
         screen.hint("take one: greenroom lease --mib 8000 -- python train.py")
-    return ExitStatus.OK
 
 
 LEASES = Subcommand(
-    "leases",
-    "Show what holds GPU memory: programs with leases, and models.",
-    _add_leases_options,
-    _leases,
+    "leases", "Show what holds GPU memory: programs with leases, and models.", _add_leases_options, _leases
 )
 
 

@@ -62,10 +62,8 @@ class LeaseEntry:
         return self.slot is None
 
     def check_same(self, again: LeaseAsk) -> None:
-        """The same holder may ask again for the same. Raises LeaseTaken for any other request.
-
-        Two programs with one lease would use its memory twice.
-        """
+        """The same holder may ask again for the same. Raises LeaseTaken for any other request. Two programs with one
+        lease would use its memory twice."""
         first = self.ask
         if first.holder != again.holder:
             of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
@@ -185,10 +183,8 @@ def restart_grace_s(ttl_s: float) -> float:
 
 
 def lasts_s(kept: Kept, wall_s: float) -> float:
-    """Seconds from the start of this run until a lease of an earlier run expires without a renewal.
-
-    At most its TTL, so a clock that jumped cannot extend it.
-    """
+    """Seconds from the start of this run until a lease of an earlier run expires without a renewal. At most its TTL, so
+    a clock that jumped cannot extend it."""
     if kept.heard_at is None:
         return kept.ttl_s
     left_s = max(0.0, kept.heard_at + kept.ttl_s - wall_s)

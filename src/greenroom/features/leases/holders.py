@@ -103,10 +103,8 @@ class Recalled:
 
 
 class Recalls:
-    """Reports holders in a shared store that were asked to leave, and again if they stay too long.
-
-    The store recalls; the holder learns of it when it renews. It is never made to leave.
-    """
+    """Reports holders in a shared store that were asked to leave, and again if they stay too long. The store recalls;
+    the holder learns of it when it renews. It is never made to leave."""
 
     def __init__(
         self,

@@ -294,10 +294,8 @@ class JournalWriter:
         _tell([done for _, done in batch], None)
 
     def _still_to_write(self, changes: list[Change]) -> list[_Pending]:
-        """Ends to write again: one for each lease, and only for leases that are in the journal.
-
-        While a disk is full, leases that were never held end too; these must not pile up.
-        """
+        """Ends to write again: one for each lease, and only for leases that are in the journal. While a disk is full,
+        leases that were never held end too; these must not pile up."""
         ends = {change.id: change for change in changes if isinstance(change, Ended)}
         return [(change, None) for id, change in ends.items() if id in self._journal.live]
 

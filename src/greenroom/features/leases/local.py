@@ -85,10 +85,8 @@ class LocalLeasing:
     # --- what holders ask -------------------------------------------------------------------------------------------
 
     async def acquire(self, ask: LeaseAsk, asker: str = SEVERAL) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`. A call that is cancelled gives up.
-
-        `asker` names this call for `unheard`. Raises LeaseDenied, LeaseTaken or BadRequest.
-        """
+        """Ask for memory and wait for it up to `wait_s`. A call that is cancelled gives up. `asker` names this call for
+        `unheard`. Raises LeaseDenied, LeaseTaken or BadRequest."""
         ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.names))
         entry = self._entries.get(ask.id) or self._begin(ask)
         entry.check_same(ask)
@@ -318,10 +316,8 @@ class LocalLeasing:
         entry.watch = asyncio.get_running_loop().call_at(entry.expires_at, self._look, entry, entry.expires_at)
 
     def _look(self, entry: LeaseEntry, due: float) -> None:
-        """Lose it if it was not renewed in time. Timers round to milliseconds and may be early.
-
-        Time in which this process stood still does not count: renewals that came in it are not read yet.
-        """
+        """Lose it if it was not renewed in time. Timers round to milliseconds and may be early. Time in which this
+        process stood still does not count: renewals that came in it are not read yet."""
         now, stood_still_s = max(self._loop.clock(), due), self._standstill.total_s
         entry.expires_at += stood_still_s - entry.stood_still_s
         entry.stood_still_s = stood_still_s

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from greenroom.core.effects import Rejection
-from greenroom.core.events import Event, LeaseAsked, LeaseGone
+from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId, lease_name
 from greenroom.core.view import KeptOut, Movable, SlotFacts
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership
-from greenroom.runtime.memory.readings import Reading
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
@@ -44,30 +44,13 @@ class Room:
     is_made: bool = False
 
 
-class WatchedMemory(Protocol):
-    """The watch over this machine's memory."""
-
-    @property
-    def reading(self) -> Reading:
-        """What was seen last."""
-
-    async def look_now(self) -> object:
-        """Look again."""
-
-    def nudge(self) -> None:
-        """Look again soon."""
-
-    def post_and_look(self, event: Event) -> None:
-        """Give the scheduler this event, then look again."""
-
-
 class MakingRoom:
     """`on_made` is called when memory was freed, so that the store is told soon."""
 
     def __init__(
         self,
         loop: SchedulerLoop,
-        memory: WatchedMemory,
+        memory: MemoryWatch,
         on_made: Callable[[], None],
     ) -> None:
         self._loop = loop

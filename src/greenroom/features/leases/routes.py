@@ -239,10 +239,8 @@ class LeaseRoutes(Routes):
 
 
 def own_prefix(request: Request) -> str:
-    """The prefix of this caller's lease ids in the store, so that no tenant can name another tenant's lease.
-
-    Empty for an admin's key, which names every lease by its whole id.
-    """
+    """The prefix of this caller's lease ids in the store, so that no tenant can name another tenant's lease. Empty for
+    an admin's key, which names every lease by its whole id."""
     caller = caller_of(request)
     if caller.admin or caller.tenant is None:
         return ""

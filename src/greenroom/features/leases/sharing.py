@@ -23,10 +23,11 @@ from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.features.leases.entry import LeasableMemory, devices_meant
 from greenroom.features.leases.holders import DeadHolders, Recalls
-from greenroom.features.leases.making_room import MakingRoom, WaitingModels, WatchedMemory
+from greenroom.features.leases.making_room import MakingRoom, WaitingModels
 from greenroom.features.leases.shared_slots import Entered, SharedSlots
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership, PublishReply, SharedStore, SlotAsk
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
@@ -45,7 +46,7 @@ CLOSE_MAX_S: Final = 5.0
 
 
 class Sharing:
-    def __init__(self, member: Membership, loop: SchedulerLoop, memory: WatchedMemory, hub: Hub) -> None:
+    def __init__(self, member: Membership, loop: SchedulerLoop, memory: MemoryWatch, hub: Hub) -> None:
         self._store = member.store
         self._gateway = member.gateway
         self._loop = loop
@@ -146,11 +147,9 @@ class Sharing:
         return await self._store.publish(self._gateway, self._usable(), self.room.prices())
 
     def _usable(self) -> dict[str, int]:
-        """MiB to plan with on each device: without its margin and without what is used without a lease.
-
-        That is the use of strangers, and of our engines that leave because another holder was granted their memory. A
-        device that is gone offers 0.
-        """
+        """MiB to plan with on each device: without its margin and without what is used without a lease. That is the use
+        of strangers, and of our engines that leave because another holder was granted their memory. A device that is
+        gone offers 0."""
         seen = {DeviceId(gpu.uuid) for gpu in self._memory.reading.gpus}
         return {
             str(device.id): max(0, device.usable_mib - self._unleased_mib(device.id))
@@ -210,10 +209,8 @@ class Sharing:
             self._memory.post_and_look(MemoryChanged(self._loop.clock(), {}, taken=tuple(taken)))
 
     def _holders_instead(self, entered: Entered) -> list[str]:
-        """Who was granted what this slot uses. Empty if it only has to ask again.
-
-        By our own figures: another gateway may offer less, because it counts this very engine as a stranger's.
-        """
+        """Who was granted what this slot uses. Empty if it only has to ask again. By our own figures: another gateway
+        may offer less, because it counts this very engine as a stranger's."""
         ledger, over = self._state.ledger, set()
         for device, mib in _claim(entered.ask).items():
             granted_mib = sum(lease.claim.get(device, 0) for lease in self.leases)

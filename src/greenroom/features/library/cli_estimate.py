@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import CommandFailed, ExitStatus
+from greenroom.cli.failures import CommandFailed
 from greenroom.errors import ConfigError, ProbeFailed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from greenroom.runtime.memory.needs import Needs
 
     config = _config(args)
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if parts is None and not (account.need.gpu_mib or account.need.host_mib):
         raise CommandFailed(f"{args.model}: neither its files nor its name say what it needs; give memory_mib")
     _say(subject, account, parts, as_json=args.json)
-    return ExitStatus.OK
 
 
 COMMAND = Subcommand(

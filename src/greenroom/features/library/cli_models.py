@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import CommandFailed, ExitStatus, NoGateway
+from greenroom.cli.failures import CommandFailed, NoGateway
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -52,11 +52,11 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_models(args: argparse.Namespace) -> int:
+def run_models(args: argparse.Namespace) -> None:
     told = _place(args).inventory()
     if args.json:
         screen.say_json(told)
-        return ExitStatus.OK
+        return
     models, problems = told["data"], told["problems"]
     screen.say_table(TITLES, [row(model, time.time()) for model in models])
     if told.get("looking"):
@@ -67,10 +67,9 @@ def run_models(args: argparse.Namespace) -> int:
         screen.note(f"no model: {problem['path']}: {problem['why']}")
     if len(problems) > PROBLEMS_SHOWN_MAX:
         screen.note(f"and {len(problems) - PROBLEMS_SHOWN_MAX} more; --json shows them")
-    return ExitStatus.OK
 
 
-def run_rm(args: argparse.Namespace) -> int:
+def run_rm(args: argparse.Namespace) -> None:
     place = _place(args)
     model, name = _named(args.id, place.inventory()["data"])
     if not (args.yes or _agreed(model)):
@@ -80,7 +79,6 @@ def run_rm(args: argparse.Namespace) -> int:
         screen.say_json(answer)
     else:
         screen.say(f"{answer['id']} is deleted; {size(answer['bytes_freed'])} came free")
-    return ExitStatus.OK
 
 
 MODELS = Subcommand(

@@ -18,7 +18,7 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
 from greenroom.api.views import FromList, GovernedOrder
-from greenroom.config.described import Described
+from greenroom.config.marks import Described
 from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.features.library.downloads import ROUTE, DownloadFacts, Downloads
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order

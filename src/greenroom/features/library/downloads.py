@@ -179,10 +179,8 @@ class Downloads:
 
     async def submit(self, order: DownloadOrder, *, tenant: str, key: str, retry: bool = True) -> Operation:
         """Keep this order; it is carried out when its turn comes. Raises BadRequest if it has no place to go to.
-
         Without `retry` it does not go on after a restart; a later order does, with what it has fetched. Also raises
-        ShuttingDown, OperationsFull and OperationStoreFull.
-        """
+        ShuttingDown, OperationsFull and OperationStoreFull."""
         if self._gateway.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
         await self._place(order)
@@ -207,9 +205,7 @@ class Downloads:
 
     async def cancel(self, id: str) -> Operation:
         """End it now. What it has fetched stays, and a later order goes on with it. One that has ended stays as it is.
-
-        Raises NotFound if it has made room for others meanwhile.
-        """
+        Raises NotFound if it has made room for others meanwhile."""
         live = self._live.get(id)
         if live is not None:
             live.is_cancelled = True

@@ -274,10 +274,8 @@ class LibraryRoutes(Routes):
         return await self._users_of(self._record(name))
 
     def _record(self, name: str) -> LibraryRecord:
-        """The model with exactly this id or path: a name that several could be meant by deletes none of them.
-
-        The id of a configured model means that one, as in every request.
-        """
+        """The model with exactly this id or path: a name that several could be meant by deletes none of them. The id of
+        a configured model means that one, as in every request."""
         library, entry = self._library, self._shell.catalog.find(name)
         is_configured = entry is not None and not entry.is_adhoc
         record = library.find(name)
@@ -326,10 +324,8 @@ async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:
 
 
 def _sharing(record: LibraryRecord, others: Sequence[LibraryRecord], entries: Sequence[Entry]) -> list[Entry]:
-    """The models that need one of its files, or one that would go with them. Blocks.
-
-    What both only link to, as revisions of a repository do, is kept for the other anyway.
-    """
+    """The models that need one of its files, or one that would go with them. Blocks. What both only link to, as
+    revisions of a repository do, is kept for the other anyway."""
     mine = {link_steps(path)[0] for path in (*paths_of(record), *removed_paths(record, others), record.path)}
     return [entry for entry in entries if not mine.isdisjoint(chain.from_iterable(map(link_steps, files_of(entry))))]
 

@@ -24,9 +24,9 @@ from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, 
 from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import StatusWord
 from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
-from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.load_routes import Force
 from greenroom.features.operations.loads import Loads
+from greenroom.features.operations.moves import ComingVersions, expect_movable
 from greenroom.features.operations.routes import ForceOrder, NoHistory, is_forced
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry

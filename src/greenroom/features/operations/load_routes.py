@@ -22,12 +22,12 @@ from greenroom.api.models.listing import ModelPath, addressed, refuse_task
 from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name
-from greenroom.config.described import Described
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
+from greenroom.config.marks import Described
 from greenroom.core.model import ModelId
 from greenroom.errors import Unsupported
-from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts, Loads
+from greenroom.features.operations.moves import ComingVersions, expect_movable
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus

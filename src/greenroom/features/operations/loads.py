@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -31,6 +31,7 @@ from greenroom.errors import (
     Unloaded,
 )
 from greenroom.features.library.downloads import Downloads
+from greenroom.features.operations.moves import OperatorMoves
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
@@ -67,24 +68,6 @@ class LoadProgress:
     is_estimated: bool
 
 
-class MoveOrders(Protocol):
-    def expect_leavable(self, models: Iterable[ModelId]) -> None:
-        """Raises ModelPinned if one of these is in memory and pinned."""
-        ...
-
-    async def move(
-        self,
-        kind: MoveKind,
-        model: ModelId,
-        *,
-        evict: tuple[ModelId, ...] = (),
-        grace_s: float | None = None,
-        force: bool = False,
-    ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
-        ...
-
-
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 
@@ -94,7 +77,7 @@ class Loads:
         table: OperationTable,
         resolver: Resolver,
         downloads: Downloads,
-        moves: MoveOrders,
+        moves: OperatorMoves,
         gateway: GatewayState,
         loop: SchedulerLoop,
         slots: LiveSlots,
@@ -129,10 +112,8 @@ class Loads:
         tenant: str,
         key: str,
     ) -> Operation:
-        """Begin to load a model. Raises ModelNotFound, BadRequest, ModelPinned, or that the table has no room.
-
-        `fetch` is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched.
-        """
+        """Begin to load a model. Raises ModelNotFound, BadRequest, ModelPinned, or that the table has no room. `fetch`
+        is asked for the order to fetch it if it is not on disk; it raises why it may not be fetched."""
         resolver = self._resolver
         leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)

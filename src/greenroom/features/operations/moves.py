@@ -1,13 +1,12 @@
-"""Moves that operators ask for: load, unload, sleep, wake and prepare, answered when they are done.
-
-Owns the errors of such a move. The caller may leave; the move goes on, because it belongs to the model.
-"""
+"""Moves that operators ask for: load, unload, sleep, wake and prepare, answered when they are done. Owns the errors of
+such a move. The caller may leave; the move goes on, because it belongs to the model."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Iterable
+from typing import Protocol
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import MoveAsked
@@ -24,12 +23,26 @@ from greenroom.errors import (
     TooLarge,
     Unloaded,
     Unsupported,
+    UpdateInProgress,
 )
-from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.scheduler_loop import SchedulerLoop
+
+
+class ComingVersions(Protocol):
+    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
+        """The answer to orders for a version of this model that is on its way."""
+        ...
+
+
+def expect_movable(coming: ComingVersions, entry: Entry) -> None:
+    """Raises UpdateInProgress for a version that does not serve yet."""
+    if (name := entry.spec.version_of) is not None:
+        raise coming.moves_only(entry.id, name)
+
 
 # As for callers. The store itself is tried more often.
 RETRY_AFTER_S = 1.0
@@ -74,10 +87,8 @@ class OperatorMoves:
         grace_s: float | None = None,
         force: bool = False,
     ) -> None:
-        """Ask for a move and wait until it is done. Raises the error that says why it was not.
-
-        Only with `force` does it take away models that are pinned.
-        """
+        """Ask for a move and wait until it is done. Raises the error that says why it was not. Only with `force` does
+        it take away models that are pinned."""
         if not force:
             self.expect_leavable(evict if kind in ARRIVING else (model,))
         op = OpId(f"op-{next(self._numbers)}")

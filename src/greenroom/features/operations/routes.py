@@ -41,10 +41,9 @@ from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, SlotId, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
-from greenroom.features.operations.coming import ComingVersions, expect_movable
 from greenroom.features.operations.load_routes import LoadTaken, begin
 from greenroom.features.operations.loads import Loads
-from greenroom.features.operations.moves import OperatorMoves
+from greenroom.features.operations.moves import ComingVersions, OperatorMoves, expect_movable
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
@@ -332,10 +331,8 @@ def _flush(call: SignedCall) -> NeededOperation:
 
 class PrefixCaches(Protocol):
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed.
-
-        Raises EngineFault, in bounded time.
-        """
+        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed. Raises
+        EngineFault, in bounded time."""
 
 
 class Caches(Routes):

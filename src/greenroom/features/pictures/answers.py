@@ -99,10 +99,8 @@ class UrlAnswer:
         return Body(self._services.bodies)
 
     async def remade(self, status: int, headers: Headers, body: Body) -> tuple[int, Headers, bytes]:
-        """An engine's own error, and URLs of its own, are passed on as they are. Raises EngineFault for garbage.
-
-        Also raises ResultTooLarge and PictureStoreFull.
-        """
+        """An engine's own error, and URLs of its own, are passed on as they are. Raises EngineFault for garbage. Also
+        raises ResultTooLarge and PictureStoreFull."""
         try:
             await self._turn.acquire()
         except asyncio.CancelledError:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from greenroom.sim.truth import Delays
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from greenroom.config import loader
     from greenroom.config.limits import limits_of
     from greenroom.features.planning.cli_simulation import decides, prepare, sizeless, without_gpus
@@ -84,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         _write(args.out, html(results, prepared.assumed, prepared.wait_max_s))
     if not args.json:
         screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
-    return ExitStatus.OK
 
 
 def _say(results: Sequence[CaseResult], said: Advice) -> None:

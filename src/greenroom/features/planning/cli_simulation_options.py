@@ -1,7 +1,5 @@
-"""The options of `greenroom simulate` and how their values are written.
-
-Owns the bounds of each value: what no machine has is refused here, before anything is read.
-"""
+"""The options of `greenroom simulate` and how their values are written. Owns the bounds of each value: what no machine
+has is refused here, before anything is read."""
 
 from __future__ import annotations
 

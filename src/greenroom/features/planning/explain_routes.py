@@ -1,7 +1,5 @@
-"""What would happen if a request came now. The scheduler itself makes the plan; nothing changes.
-
-Owns how the plan is shown. The question has the same waiting time and budget as a real request.
-"""
+"""What would happen if a request came now. The scheduler itself makes the plan; nothing changes. Owns how the plan is
+shown. The question has the same waiting time and budget as a real request."""
 
 from __future__ import annotations
 

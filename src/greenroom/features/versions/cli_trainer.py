@@ -1,7 +1,5 @@
-"""`greenroom trainer`: update all replicas of a model, compare what they serve, and send them prompts.
-
-Owns the options and how reports are printed. What is done is `greenroom.trainer`'s.
-"""
+"""`greenroom trainer`: update all replicas of a model, compare what they serve, and send them prompts. Owns the options
+and how reports are printed. What is done is `greenroom.trainer`'s."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
 from greenroom.cli.address import KEY_NAME
-from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands import Subcommand, seconds_above_0
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
-from greenroom.cli.numbers import seconds_above_0
 
 if TYPE_CHECKING:
     from greenroom.trainer import Report, Sign, Trainer

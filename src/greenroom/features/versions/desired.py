@@ -23,10 +23,8 @@ NUMBER_MAX: Final = 2**53
 @dataclass(frozen=True, slots=True)
 class DesiredState:
     """`number` grows with each state: older and equal ones change nothing. It is also the least number of the version.
-
     `model` is None where only one model is under version control, or one is the default. With `rollback`, weights that
-    a replica keeps of this repository and commit (`revision`) are served again instead of fetched.
-    """
+    a replica keeps of this repository and commit (`revision`) are served again instead of fetched."""
 
     number: int
     repo_id: str

@@ -1,7 +1,5 @@
-"""`/update-model`, `/status`, `/api/v1/models/{id}/update`, `/rollback`, `/versions`: what a name serves.
-
-Owns the shapes of requests and answers, and which model a call means that names none.
-"""
+"""`/update-model`, `/status`, `/api/v1/models/{id}/update`, `/rollback`, `/versions`: what a name serves. Owns the
+shapes of requests and answers, and which model a call means that names none."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, name_in_path, post
 from greenroom.api.shell import Shell
 from greenroom.api.views import GovernedOrder
-from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.config.marks import Described
 from greenroom.errors import BadRequest
 from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
 from greenroom.features.versions.weights import WeightsRef

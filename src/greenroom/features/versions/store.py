@@ -25,11 +25,9 @@ FILE_NAME: Final = "versions.json"
 
 
 class NamedVersions(msgspec.Struct, frozen=True):
-    """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded.
-
-    `state` is the number of the newest desired state that was taken. `leaving` are paths that updates fetched and no
-    version needs: they are deleted next, also by the next start.
-    """
+    """All versions of one model. `kept` are earlier ones, the newest first; `prepared` is being loaded. `state` is the
+    number of the newest desired state that was taken. `leaving` are paths that updates fetched and no version needs:
+    they are deleted next, also by the next start."""
 
     current: Version | None = None
     kept: tuple[Version, ...] = ()

@@ -380,11 +380,9 @@ class Updates:
         return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
 
     async def _remove(self, model: str) -> None:
-        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed.
-
-        While another model is updated, perhaps to the same files, they are left to the next update of this one. A disk
-        that hangs does not keep the update from ending.
-        """
+        """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed. While
+        another model is updated, perhaps to the same files, they are left to the next update of this one. A disk that
+        hangs does not keep the update from ending."""
         is_idle = self._using is None or self._using.done()
         if is_idle and not any(other != model for other in self._running):
             deleting = self._delete_unused(model)

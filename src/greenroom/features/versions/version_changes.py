@@ -20,7 +20,7 @@ from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, VersionPromoted
 from greenroom.core.model import ModelId, ModelSpec, MoveKind
 from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
-from greenroom.features.operations.loads import MoveOrders
+from greenroom.features.operations.moves import OperatorMoves
 from greenroom.features.versions.store import NamedVersions, VersionStore
 from greenroom.features.versions.warm_up import WarmUp
 from greenroom.features.versions.weights import VersionWeights
@@ -41,7 +41,7 @@ class UpdateServices:
     catalog: Catalog
     store: VersionStore
     weights: VersionWeights
-    moves: MoveOrders
+    moves: OperatorMoves
     warm_up: WarmUp
     slots: LiveSlots
     hosted_slots: HostedSlots
@@ -59,10 +59,8 @@ class VersionChanges:
     async def serve(
         self, name: str, model: Model, version: Version, told: Callable[[str], None], *, allow_gap: bool
     ) -> None:
-        """Let the name mean this version. `told` hears of each step.
-
-        Raises what went wrong; the old version serves then.
-        """
+        """Let the name mean this version. `told` hears of each step. Raises what went wrong; the old version serves
+        then."""
         assert model.versions is not None
         coming = await self._checked(name, model, version)
         await self.write(name, msgspec.structs.replace(self._services.store.of(name), prepared=version))

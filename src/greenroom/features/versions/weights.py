@@ -61,10 +61,8 @@ class VersionWeights:
         self._marks = DownloadLocks(lambda: library.roots)
 
     async def found(self, model: Model, order: WeightsRef, fetched: set[str]) -> FoundWeights:
-        """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails.
-
-        Raises PathNotFound, BadRequest, UnusableModel or FetchFailed.
-        """
+        """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails. Raises
+        PathNotFound, BadRequest, UnusableModel or FetchFailed."""
         name = order.repo_id
         path = await run_detached(lambda: self._located(name), "look for weights")
         if path is not None:
@@ -188,9 +186,7 @@ class VersionWeights:
 
     async def remove_unused(self, paths: Iterable[str], in_use: Sequence[str], entries: Sequence[Entry]) -> list[str]:
         """Delete what lies at these paths, unless it is in use by any name, by these models or by another gateway.
-
-        Returns those that could not be deleted because a gateway fetches: they are to be deleted later.
-        """
+        Returns those that could not be deleted because a gateway fetches: they are to be deleted later."""
         later: list[str] = []
         used = await run_detached(lambda: {*in_use, *chain.from_iterable(map(files_of, entries))}, "look at models")
         for path in await run_detached(lambda: _unused(paths, used), "compare versions"):
@@ -273,9 +269,7 @@ def _expect_kind(record: LibraryRecord, model: Model) -> None:
 
 def _is_needed(record: LibraryRecord, others: Collection[LibraryRecord], used: Iterable[str]) -> bool:
     """Whether a file that would go with this is used: a projector or an adapter by a model of another folder. Blocks.
-
-    What both only link to, as revisions of a repository do, is kept for the other anyway.
-    """
+    What both only link to, as revisions of a repository do, is kept for the other anyway."""
     gone = {link_steps(path)[0] for path in removed_paths(record, others)}
     return any(step in gone for path in used for step in link_steps(path))
 

@@ -39,25 +39,18 @@ class SlotAsk:
 class SharedStore(LeaseStore, Protocol):
     async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
         """Heartbeat: this gateway lives, offers so many MiB on each device, and asks these prices for freeing memory.
-
         Called at least once a second. A device that is gone is published with 0; one on which nothing can be freed has
-        no price.
-        """
+        no price."""
         ...
 
     async def pend(self, ask: SlotAsk, victims: Sequence[str], *, gateway: str, pending_s: float) -> None:
-        """Enter a swap as pending.
-
-        Raises LeaseDenied if free memory and that of the victims would not be enough, LeaseTaken if the id is not that
-        of a slot of this gateway.
-        """
+        """Enter a swap as pending. Raises LeaseDenied if free memory and that of the victims would not be enough,
+        LeaseTaken if the id is not that of a slot of this gateway."""
         ...
 
     async def hold(self, ask: SlotAsk, *, gateway: str, into: str | None = None) -> Lease:
-        """Hold a claim that was pending, has a new size, or fits.
-
-        Raises LeaseDenied with the numbers, LeaseTaken if the id is not that of a slot of this gateway.
-        """
+        """Hold a claim that was pending, has a new size, or fits. Raises LeaseDenied with the numbers, LeaseTaken if
+        the id is not that of a slot of this gateway."""
         ...
 
     async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
@@ -66,16 +59,12 @@ class SharedStore(LeaseStore, Protocol):
 
     async def unheard(self, id: str, asker: str) -> None:
         """The caller of this `acquire` left before its answer. Releases the lease, unless another call still has it.
-
-        Raises StoreDown.
-        """
+        Raises StoreDown."""
         ...
 
     async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
-        """Release it. In the same step its memory goes to `into`, or to the swap that named it a victim.
-
-        A lease of another kind is left alone.
-        """
+        """Release it. In the same step its memory goes to `into`, or to the swap that named it a victim. A lease of
+        another kind is left alone."""
         ...
 
     async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:

@@ -1,8 +1,5 @@
-"""Translates leases to and from the JSON of the Lua scripts.
-
-Owns this JSON. Two limits of Lua's JSON shape it: an empty list and an empty map look the same, so replies contain no
-lists; numbers keep 14 digits, so tokens are text.
-"""
+"""Translates leases to and from the JSON of the Lua scripts. Owns this JSON. Two limits of Lua's JSON shape it: an
+empty list and an empty map look the same, so replies contain no lists; numbers keep 14 digits, so tokens are text."""
 
 from __future__ import annotations
 

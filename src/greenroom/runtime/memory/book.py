@@ -49,10 +49,8 @@ class BookKey:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The most that a model was seen to take; 0 or None where that could not be seen.
-
-    `raised` is the least to plan with after loads ran out of memory, and `raises` counts them.
-    """
+    """The most that a model was seen to take; 0 or None where that could not be seen. `raised` is the least to plan
+    with after loads ran out of memory, and `raises` counts them."""
 
     gpu_mib: int = 0
     host_mib: int | None = None

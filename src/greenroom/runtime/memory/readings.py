@@ -67,10 +67,8 @@ class Probe(Protocol):
         """Read everything now. Blocks, so it is called in a thread. Raises ProbeFailed."""
 
     def glance(self, uuid: str) -> GpuReading | None:
-        """The memory of one GPU now, as quickly as possible; None if there is no such GPU.
-
-        Blocks and raises as `look` does, and may run at the same time.
-        """
+        """The memory of one GPU now, as quickly as possible; None if there is no such GPU. Blocks and raises as `look`
+        does, and may run at the same time."""
 
     def close(self) -> None:
         """Release what it holds. It is not used again."""

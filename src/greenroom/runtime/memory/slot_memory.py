@@ -228,10 +228,8 @@ class HostedMemory:
         self._watch = watch
 
     def gpus_for(self, entry: Entry, slot: SlotId) -> tuple[DeviceId, ...] | None:
-        """The GPUs on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with.
-
-        A slot that is being prepared has a place on GPUs, but no memory there yet.
-        """
+        """The GPUs on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with. A slot
+        that is being prepared has a place on GPUs, but no memory there yet."""
         claim, devices = self.claim_of(slot), self._state.ledger.devices
         gpus = visible_gpus(entry, claim, devices.values())
         is_spread = gpus is not None and all(gpu in claim for gpu in gpus)

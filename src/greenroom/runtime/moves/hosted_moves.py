@@ -89,10 +89,8 @@ class HostedMoves:
         return SeenMove(slot.told)
 
     async def wake(self, move: Move) -> SeenMove:
-        """Wake a sleeping slot, in another worker if its own has ended. A wake that fails leaves it asleep.
-
-        Raises LoadFailed, NoGrant or StoreDown.
-        """
+        """Wake a sleeping slot, in another worker if its own has ended. A wake that fails leaves it asleep. Raises
+        LoadFailed, NoGrant or StoreDown."""
         slot = self.table.there[move.slot]
         await self._cleanup.finished(move.claim)
         async with self._admission.granted(move):
@@ -130,10 +128,8 @@ class HostedMoves:
             self._cleanup.start(self._forget(stray), stray.on_gpus, f"forget {slot}")
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Forget cached prefixes; a sleeping slot has none. Returns tokens removed and bytes freed.
-
-        Raises EngineFault if the worker cannot.
-        """
+        """Forget cached prefixes; a sleeping slot has none. Returns tokens removed and bytes freed. Raises EngineFault
+        if the worker cannot."""
         there = self.table.there.get(slot)
         if there is None or there.worker is None or not there.is_ready:
             return 0, 0

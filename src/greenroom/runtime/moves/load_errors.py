@@ -96,10 +96,8 @@ _KILLED_CODE: Final = 128 + signal.SIGKILL
 def evidence_of_no_memory(
     child: Child, lines: Sequence[str], kills_before: int, kills: Callable[[], int] = oom_kills
 ) -> str | None:
-    """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none.
-
-    `kills` counts the processes that the kernel has ended for memory; `kills_before` is its count before the start.
-    """
+    """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none. `kills`
+    counts the processes that the kernel has ended for memory; `kills_before` is its count before the start."""
     if complaint := memory_complaint(lines):
         return complaint
     if child.exit is not None and _was_killed(child.exit) and kills() > kills_before:

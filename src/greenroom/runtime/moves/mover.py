@@ -16,8 +16,8 @@ import greenroom
 from greenroom.base.detached import run_detached
 from greenroom.config.live import GatewayState
 from greenroom.config.problems import is_empty_folder
-from greenroom.config.remote_key import read_remote_key
 from greenroom.config.schema import Remote
+from greenroom.config.sections.remotes import read_remote_key
 from greenroom.core.events import MoveDone
 from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId
 from greenroom.engines.base import ConnectedEngine

@@ -45,10 +45,8 @@ class SlotOpener:
         self._roots = roots
 
     async def open(self, move: Move, slot: HostedSlot) -> None:
-        """Open this slot in a worker, where it is asleep then. A filled arena is taken over as it is.
-
-        Raises LoadFailed, or WorkerLost.
-        """
+        """Open this slot in a worker, where it is asleep then. A filled arena is taken over as it is. Raises
+        LoadFailed, or WorkerLost."""
         limit_s, clock = slot.entry.config.load_timeout_s, asyncio.get_running_loop().time
         ends_at = clock() + limit_s
         try:
@@ -119,11 +117,9 @@ class SlotOpener:
         self._pool.want_spare(slot.engine, slot.key)
 
     async def shut(self, slot: HostedSlot, *, opens_for_s: float = 0.0) -> None:
-        """Close this slot in its worker. A worker that cannot is ended; its other slots go on elsewhere.
-
-        A slot that is still being opened may be in a read by Transformers, which cannot be interrupted: it has
-        `opens_for_s`, what is left of the time for opening.
-        """
+        """Close this slot in its worker. A worker that cannot is ended; its other slots go on elsewhere. A slot that is
+        still being opened may be in a read by Transformers, which cannot be interrupted: it has `opens_for_s`, what is
+        left of the time for opening."""
         worker = slot.worker
         if worker is not None:
             if slot.pool is not None:

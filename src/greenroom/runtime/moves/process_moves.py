@@ -76,10 +76,8 @@ class ProcessMoves:
     # --- load -----------------------------------------------------------------------------------------------------
 
     async def load(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
-        """Start the engine and wait until it answers. Returns what it was seen to use, where that is known.
-
-        Raises LoadFailed, NoGrant or StoreDown, and leaves nothing behind.
-        """
+        """Start the engine and wait until it answers. Returns what it was seen to use, where that is known. Raises
+        LoadFailed, NoGrant or StoreDown, and leaves nothing behind."""
         await self._roots.check(entry)
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self._admission.cleanup.finished(move.claim)
@@ -154,10 +152,8 @@ class ProcessMoves:
         return LaunchPlace(move.claim, port, None, gpus, *self._memory.sizes_of(gpus or ()))
 
     async def _until_ready(self, child: Child, launch: Launch, place: LaunchPlace, entry: Entry) -> None:
-        """Wait until the engine answers. Its process is watched too: a dying engine may still answer.
-
-        Raises LoadFailed or PortTaken.
-        """
+        """Wait until the engine answers. Its process is watched too: a dying engine may still answer. Raises LoadFailed
+        or PortTaken."""
         ended = asyncio.ensure_future(child.wait())
         ready = asyncio.ensure_future(self._answers(launch, place))
         try:
@@ -218,10 +214,8 @@ class ProcessMoves:
         return await self._memory.look(live.id)
 
     async def wake(self, move: Move) -> Claim | None:
-        """Have the engine take its memory back and answer. Raises LoadFailed, NoGrant or StoreDown.
-
-        What is half awake holds memory that no claim covers: if it does not wake, its process is ended.
-        """
+        """Have the engine take its memory back and answer. Raises LoadFailed, NoGrant or StoreDown. What is half awake
+        holds memory that no claim covers: if it does not wake, its process is ended."""
         await self._admission.cleanup.finished(move.claim)
         async with self._admission.granted(move):
             await self._admission.check_room(move)
@@ -324,10 +318,8 @@ ANSWER_MAX_BYTES: Final = 1024 * 1024
 
 
 class EngineCall:
-    """Calls to one address. HTTP/1.0: the answer is not chunked and ends with the connection.
-
-    Raises OSError or ValueError.
-    """
+    """Calls to one address. HTTP/1.0: the answer is not chunked and ends with the connection. Raises OSError or
+    ValueError."""
 
     def __init__(self, address: EngineAddress) -> None:
         self._address = address

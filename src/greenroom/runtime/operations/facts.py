@@ -1,7 +1,5 @@
-"""What is kept of an operation beside its row when it has ended: one record, as its result.
-
-For operations whose answer is no file: downloads and loads.
-"""
+"""What is kept of an operation beside its row when it has ended: one record, as its result. For operations whose answer
+is no file: downloads and loads."""
 
 from __future__ import annotations
 

@@ -181,10 +181,8 @@ class OperationTable:
         return said, files.chunks(file)
 
     def read_result(self, id: str, about: type[About]) -> tuple[About, Iterator[bytes]] | None:
-        """None if there is no result. Blocks. What is read stays readable when the operation is removed.
-
-        Raises OperationStoreFull if it cannot be read now.
-        """
+        """None if there is no result. Blocks. What is read stays readable when the operation is removed. Raises
+        OperationStoreFull if it cannot be read now."""
         try:
             said, file = self._files.read(id, files.RESULT, about)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -227,10 +225,8 @@ class OperationTable:
         return row
 
     async def start(self, id: str, request_id: str | None = None) -> None:
-        """It runs from now on, as this request.
-
-        Raises OperationStoreFull if the disk does not take that: then it must not run; NotFound for one that has ended.
-        """
+        """It runs from now on, as this request. Raises OperationStoreFull if the disk does not take that: then it must
+        not run; NotFound for one that has ended."""
         await self._whole(self._start(id, request_id))
 
     async def _start(self, id: str, request_id: str | None) -> None:
@@ -254,10 +250,8 @@ class OperationTable:
         result: ResultPart | None = None,
         request_id: str | None = None,
     ) -> Operation:
-        """The first end counts; a later one changes nothing. A result that the disk does not take is a failure.
-
-        Raises NotFound for one that has ended and is no longer kept.
-        """
+        """The first end counts; a later one changes nothing. A result that the disk does not take is a failure. Raises
+        NotFound for one that has ended and is no longer kept."""
         return await self._whole(self._end(id, status, error, result, request_id))
 
     async def _end(
@@ -419,9 +413,7 @@ class OperationTable:
 
     def _victim(self, tenant: str | None, kind: OperationKind) -> Operation | None:
         """The oldest that has ended, of the tenant that holds most: none pushes out the results of one that holds less.
-
-        What has not ended is held too, but never dropped. Without a tenant all may be dropped.
-        """
+        What has not ended is held too, but never dropped. Without a tenant all may be dropped."""
         held: Counter[str] = Counter()
         alike = [row for row in self._rows.values() if _is_alike(row.kind, kind)]
         for row in alike:

@@ -39,11 +39,9 @@ Line = TypeVar("Line")
 
 
 class LineFile(Generic[Line]):
-    """`encode` makes the text of a line, without its end, in the thread. Every file begins with `head`.
-
-    A file that has reached `bytes_max` replaces `PATH.1`, and so does one that begins with an `older` head; one that
-    may not rotate takes no more lines. Nothing is touched before `open`; lines put earlier wait for it.
-    """
+    """`encode` makes the text of a line, without its end, in the thread. Every file begins with `head`. A file that has
+    reached `bytes_max` replaces `PATH.1`; one that may not rotate
+    takes no more lines. Nothing is touched before `open`; lines put earlier wait for it."""
 
     def __init__(
         self,
@@ -53,14 +51,12 @@ class LineFile(Generic[Line]):
         head: str,
         bytes_max: int,
         rotates: bool,
-        older: tuple[str, ...] = (),
         waiting_max: int = WAITING_MAX,
         close_max_s: float = CLOSE_MAX_S,
     ) -> None:
         self._path = path
         self._encode = encode
         self._head = head
-        self._older = older
         self._bytes_max = bytes_max
         self._rotates = rotates
         self._waiting_max = waiting_max
@@ -77,21 +73,13 @@ class LineFile(Generic[Line]):
 
     def open(self) -> None:
         """Continue the file or begin it. Raises OSError if it cannot be written or is not ours."""
-        if self.will_set_aside():
-            set_aside(self._path, self._head, *self._older)
         self._file = Appended(self._path, self._head)
         self._writing.start()
 
-    def will_set_aside(self) -> bool:
-        """True if `open` would rename an existing file to PATH.1. Changes nothing. Raises OSError as `open` would."""
-        try:
-            if _begins_with(self._path, (self._head,)):
-                return False
-        except FileNotFoundError:
-            return False
-        # The file itself is not of the current format; the one kept before it may be.
-        _refuse_to_set_aside(self._path, (self._head, *self._older))
-        return True
+    def check(self) -> None:
+        """Raises OSError if an existing file is not ours. Changes nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            first_bytes(self._path, self._head, 0)
 
     def put(self, line: Line, *, must: bool = False) -> bool:
         """Write this line soon. False if it is lost. A line that `must` be written may exceed the limits."""
@@ -152,7 +140,7 @@ class LineFile(Generic[Line]):
     def _rotated(self, file: Appended) -> Appended:
         """A new file, or the same one if rotation fails. The old one is closed last."""
         try:
-            set_aside(self._path, self._head, *self._older)
+            set_aside(self._path, self._head)
             new = Appended(self._path, self._head)
         except OSError as error:
             self._warn_once(error)
@@ -213,28 +201,13 @@ class Appended:
             os.close(fd)
 
 
-def set_aside(path: Path, *heads: str) -> None:
+def set_aside(path: Path, head: str) -> None:
     """Rename this file to PATH.1, replacing that; nothing if there is none. Raises OSError unless both are ours."""
-    _refuse_to_set_aside(path, heads)
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(path, f"{path}.1")
-
-
-def _refuse_to_set_aside(path: Path, heads: tuple[str, ...]) -> None:
-    """Raises OSError unless this file and PATH.1 are ours or not there."""
     for file in (path, Path(f"{path}.1")):
         with contextlib.suppress(FileNotFoundError):
-            if not _begins_with(file, heads):
-                raise OSError(errno.EEXIST, NOT_OURS, str(file))
-
-
-def _begins_with(path: Path, heads: tuple[str, ...]) -> bool:
-    """True if the file is empty or begins with one of these heads. Raises OSError if it is no file or not there."""
-    fd = _opened(path, os.O_RDONLY)
-    try:
-        return any(_is_head(fd, head) for head in heads)
-    finally:
-        os.close(fd)
+            first_bytes(file, head, 0)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, f"{path}.1")
 
 
 def first_bytes(path: Path, head: str, count: int) -> bytes:

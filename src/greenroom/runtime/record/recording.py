@@ -32,8 +32,6 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("recording")
 
 ACTIVITY_COLUMNS = ("t", "model", "prompt_len", "output_len", "tenant", "priority", "wait_s", "total_s")
-# Files of earlier versions have only the first of them. Such a file is kept as PATH.1.
-ACTIVITY_ONCE = 6
 # About a million requests; the file before it is kept as PATH.1.
 ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
 # About three million events. Later ones cannot be played without the first, so there is no rotation.
@@ -55,18 +53,15 @@ WHOLE = "whole"
 class ActivityRecorder:
     def __init__(self, path: Path, *, bytes_max: int = ACTIVITY_BYTES_MAX) -> None:
         head = ",".join(ACTIVITY_COLUMNS)
-        older = ",".join(ACTIVITY_COLUMNS[:ACTIVITY_ONCE])
-        self._file: LineFile[Record] = LineFile(
-            path, _row, head=head, bytes_max=bytes_max, rotates=True, older=(older,)
-        )
+        self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
 
     def open(self) -> None:
         """Open the file; rows are added to an existing one. Raises OSError if it cannot be written."""
         self._file.open()
 
-    def will_set_aside(self) -> bool:
-        """True if `open` would keep a file of an earlier version as PATH.1. Raises OSError as `open` would."""
-        return self._file.will_set_aside()
+    def check(self) -> None:
+        """Raises OSError as `open` would. Changes nothing."""
+        self._file.check()
 
     def add(self, record: Record) -> None:
         """Record a request that has ended. Requests without an answer are left out."""
@@ -116,10 +111,8 @@ class EventRecorder:
         self._written = 0
 
     def open(self) -> None:
-        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError.
-
-        An earlier one without events is deleted, so that repeated failed starts do not push out the last real one.
-        """
+        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError. An earlier one without events is
+        deleted, so that repeated failed starts do not push out the last real one."""
         with contextlib.suppress(FileNotFoundError):
             if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
                 set_aside(self._path, _HEAD)
@@ -260,13 +253,6 @@ def _named(module: object) -> dict[str, type[Any]]:
 _TYPES: Mapping[str, type[Any]] = {**_named(model), **_named(coresidency), **_named(effects), **_named(events)}
 
 
-# Fields that older recordings have and records no longer do.
-_GONE: Mapping[str, frozenset[str]] = {
-    "MoveDone": frozenset({"concurrency"}),
-    "Limits": frozenset({"overtakes_max", "residency_swaps", "batch_swaps"}),
-}
-
-
 def encode(value: object) -> str:
     """One line of JSON."""
     return json.dumps(_plain(value), separators=(",", ":"))
@@ -305,7 +291,7 @@ def _made(said: Any) -> Any:
         return {_made(key): _made(one) for key, one in said["of"]}
     if kind == _SET:
         return frozenset(_made(one) for one in said["of"])
-    made, gone = _TYPES[kind], _GONE.get(kind, frozenset())
+    made = _TYPES[kind]
     if issubclass(made, Enum):
         return made(said["is"])
-    return made(**{name: _made(one) for name, one in said.items() if name not in gone})
+    return made(**{name: _made(one) for name, one in said.items()})

@@ -75,10 +75,8 @@ class CloudFallback:
         return _WORDS.get(said, True)
 
     async def set(self, is_allowed: bool) -> None:
-        """Set it for the requests that come from now on, here and at gateways that share a store.
-
-        Raises ConfigNotKept, and then nothing has changed here.
-        """
+        """Set it for the requests that come from now on, here and at gateways that share a store. Raises ConfigNotKept,
+        and then nothing has changed here."""
         async with self._setting:
             if self.set_shared is not None and not await self.set_shared(is_allowed):
                 raise ConfigNotKept("The store that this gateway shares with others does not answer. Try again.")

@@ -6,8 +6,7 @@ scheduler. They take no memory, so they cost nothing but their names; those that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from greenroom.config.kinds import id_problem
 from greenroom.config.live import GatewayState
@@ -18,25 +17,14 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.known_models import KnownModels
 from greenroom.telemetry.logs import get_logger
 
+if TYPE_CHECKING:
+    from greenroom.runtime.resolver import Asker
+
 _log = get_logger("models")
 
 # Callers make names up; a provider has some dozens.
 NAMES_MAX: Final = 256
 RETRY_AFTER_S: Final = 5.0
-
-
-class RemoteAsker(Protocol):
-    @property
-    def may_ask_remote(self) -> bool:
-        """True if it may ask a provider for models that no configuration names, which costs money."""
-
-    def sees(self, model: str) -> bool: ...
-
-
-@dataclass(slots=True)
-class _NamedRemote:
-    remote: Remote
-    used: int = 0
 
 
 class RemoteNames:
@@ -51,14 +39,12 @@ class RemoteNames:
         self._gateway = gateway
         self._models = models
         self._max = names_max
-        self._known: dict[ModelId, _NamedRemote] = {}
-        self._uses = 0
+        # The one used last is at the end.
+        self._known: dict[ModelId, Remote] = {}
 
-    def find(self, name: str, asker: RemoteAsker) -> Entry | None:
-        """The model of this name; None if its prefix is no provider's, or the asker does not see it.
-
-        Raises NotAllowed, BadRequest for what cannot be a name, and TooManyModels.
-        """
+    def find(self, name: str, asker: Asker) -> Entry | None:
+        """The model of this name; None if its prefix is no provider's, or the asker does not see it. Raises NotAllowed,
+        BadRequest for what cannot be a name, and TooManyModels."""
         prefix, colon, rest = name.partition(":")
         remote = self._gateway.config.remotes.get(prefix) if colon else None
         if remote is None or not asker.sees(name):
@@ -72,11 +58,10 @@ class RemoteNames:
         if (why := id_problem(name)) is not None:
             raise BadRequest(f"There is no such model: {why}.", param="model")
         model_id = ModelId(name)
-        known, entry = self._known.get(model_id), self._catalog.find(name)
+        known, entry = self._known.pop(model_id, None), self._catalog.find(name)
         if known is None or entry is None:
-            known, entry = self._added(model_id, prefix, rest, remote)
-        self._uses += 1
-        known.used = self._uses
+            return self._added(model_id, prefix, rest, remote)
+        self._known[model_id] = known
         return entry
 
     def reloaded(self) -> None:
@@ -86,10 +71,10 @@ class RemoteNames:
             entry = self._catalog.find(model)
             if entry is None or not entry.is_adhoc:
                 del self._known[model]
-            elif remotes.get(model.partition(":")[0]) != known.remote:
+            elif remotes.get(model.partition(":")[0]) != known:
                 self._forget(model)
 
-    def _added(self, model_id: ModelId, prefix: str, rest: str, remote: Remote) -> tuple[_NamedRemote, Entry]:
+    def _added(self, model_id: ModelId, prefix: str, rest: str, remote: Remote) -> Entry:
         self._expect_room()
         model = Model(
             engine="remote",
@@ -101,19 +86,19 @@ class RemoteNames:
             strip_params=("top_k",),
         )
         entry = self._catalog.adhoc_entry(model_id, model, model_id)
-        self._known[model_id] = known = _NamedRemote(remote)
+        self._known[model_id] = remote
         self._models.add(entry)
         _log.info("remote model named", model=model_id, name_there=model.use_model_name)
-        return known, entry
+        return entry
 
     def _expect_room(self) -> None:
         while len(self._known) >= self._max:
-            idle = [(known.used, model) for model, known in self._known.items() if not self._models.is_busy(model)]
-            if not idle:
+            idle = next((model for model in self._known if not self._models.is_busy(model)), None)
+            if idle is None:
                 raise TooManyModels(
                     f"{self._max:,} remote models may be asked for by name at once.", retry_after_s=RETRY_AFTER_S
                 )
-            self._forget(min(idle)[1])
+            self._forget(idle)
 
     def _forget(self, model: ModelId) -> None:
         del self._known[model]

@@ -60,10 +60,8 @@ class SharedRemote:
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        """The store is not asked while there are no remote models.
-
-        Raises ConfigError for an address with unknown options.
-        """
+        """The store is not asked while there are no remote models. Raises ConfigError for an address with unknown
+        options."""
         self._gateway = gateway
         self._spending = spending
         self._fallback = fallback

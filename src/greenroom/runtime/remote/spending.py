@@ -141,10 +141,8 @@ class Spending:
         return None if cost is None else SpendingMeter(self, name, cost, remote.budget_per_day)
 
     def spent(self, name: str) -> float:
-        """What was spent at this provider today, with what requests that are under way may cost.
-
-        By all gateways that share a store, as far as it is known.
-        """
+        """What was spent at this provider today, with what requests that are under way may cost. By all gateways that
+        share a store, as far as it is known."""
         return self._own(name) + self._others(name)
 
     def _own(self, name: str) -> float:
@@ -182,11 +180,8 @@ class Spending:
         return own_then + share - self._own(name)
 
     def begin(self, bill: Bill, budget: float | None) -> None:
-        """Enter a request.
-
-        Raises RemoteBudgetSpent if it might cost more than is left of today's budget, RemoteSpendingUnknown if that is
-        not known.
-        """
+        """Enter a request. Raises RemoteBudgetSpent if it might cost more than is left of today's budget,
+        RemoteSpendingUnknown if that is not known."""
         if budget is not None and self.problem is not None:
             raise RemoteSpendingUnknown(
                 f"What was spent at remotes.{bill.name} today is not known, and it has a budget: {self.problem}. Mend "
@@ -329,11 +324,8 @@ class Bill:
             self._end(self._cost.of(self._prompt if prompt is None else prompt, answer, cached))
 
     def settle_part(self, answer: int, received: int) -> None:
-        """It has ended, tells no tokens, and has at least so many: one for each event of a stream.
-
-        An event may have more. By its length in bytes, which is much more than its text's, it counts up to what was
-        expected.
-        """
+        """It has ended, tells no tokens, and has at least so many: one for each event of a stream. An event may have
+        more. By its length in bytes, which is much more than its text's, it counts up to what was expected."""
         self._end(self._cost.of(self._prompt, max(answer, min(received // BYTES_PER_TOKEN, self._answer))))
 
     def drop(self) -> None:

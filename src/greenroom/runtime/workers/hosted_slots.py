@@ -130,10 +130,8 @@ class Arena:
         return 0 if self.fd < 0 else os.fstat(self.fd).st_size
 
     def empty(self) -> None:
-        """Drop what a worker that ended in the middle has written. Raises OSError if no descriptor is left.
-
-        The next worker gets another file: a leftover process of the last one may still write to the old one.
-        """
+        """Drop what a worker that ended in the middle has written. Raises OSError if no descriptor is left. The next
+        worker gets another file: a leftover process of the last one may still write to the old one."""
         self.is_filled = False
         fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)
         os.ftruncate(self.fd, 0)

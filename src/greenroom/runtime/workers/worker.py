@@ -98,11 +98,9 @@ class Worker:
         return await self._link.ask(op, fds=() if fd is None else (fd,), on_progress=on_progress, **said)
 
     async def let_go_of(self, slot: SlotId, op: str, *, alone_s: float, shared_s: float) -> Answer:
-        """Ask it to free what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError if it is stuck.
-
-        The slot may be in a foreign call that cannot be stopped. While other slots stay here, it has `shared_s`: they
-        are served meanwhile, and ending the worker would end them too. Else it has `alone_s`.
-        """
+        """Ask it to free what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError if it is stuck. The slot
+        may be in a foreign call that cannot be stopped. While other slots stay here, it has `shared_s`: they are served
+        meanwhile, and ending the worker would end them too. Else it has `alone_s`."""
         self._going.add(slot)
         asking = asyncio.ensure_future(self.ask(op, slot=slot))
         waited_s = 0.0
@@ -151,10 +149,8 @@ class Worker:
 async def start_worker(
     engine: HostedEngine, key: HostKey, number: int, state_dir: StateDir, log: LogRing, timeouts: WorkerTimeouts
 ) -> Worker:
-    """Start a worker and wait until it can take slots. Raises LoadFailed, and leaves nothing behind.
-
-    `log` is the log of the model for which it starts; it gets the lines of the start.
-    """
+    """Start a worker and wait until it can take slots. Raises LoadFailed, and leaves nothing behind. `log` is the log
+    of the model for which it starts; it gets the lines of the start."""
     id, socket = f"worker{number}", str(state_dir.run_dir / f"w{number}.sock")
     shared = SharedLog()
     shared.listeners = [log]

@@ -1,7 +1,5 @@
-"""What requests wait for in a case, what may help against it, and which models are not served at all.
-
-Owns the causes and their remedies. A remedy that another case has tried in vain is not named.
-"""
+"""What requests wait for in a case, what may help against it, and which models are not served at all. Owns the causes
+and their remedies. A remedy that another case has tried in vain is not named."""
 
 from __future__ import annotations
 

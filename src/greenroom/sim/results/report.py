@@ -67,10 +67,8 @@ details { margin: 0.5rem 0; } summary { cursor: pointer; }
 
 
 def html(results: Sequence[CaseResult], assumed: Sequence[str], wait_max_s: float | None = None) -> str:
-    """The whole page. `assumed` are sentences about where the numbers come from; the first names the requests.
-
-    Callers that do not stream are refused after `wait_max_s`, if that is given.
-    """
+    """The whole page. `assumed` are sentences about where the numbers come from; the first names the requests. Callers
+    that do not stream are refused after `wait_max_s`, if that is given."""
     said = advice(results, wait_max_s)
     return "\n".join(
         [

@@ -49,11 +49,9 @@ def _capital(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to say at the end, and a sentence for each change that was tried.
-
-    `best` names the best change, if one helps; it begins a sentence of the bottom line. `chosen` are the cases worth a
-    closer look: the first, that of the best change, the best of all; or all if they are few.
-    """
+    """What to say at the end, and a sentence for each change that was tried. `best` names the best change, if one
+    helps; it begins a sentence of the bottom line. `chosen` are the cases worth a closer look: the first, that of the
+    best change, the best of all; or all if they are few."""
 
     bottom_line: list[str]
     changes: list[str]

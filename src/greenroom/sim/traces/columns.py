@@ -1,8 +1,5 @@
-"""What a trace file has: its format, which column is what, and its rows as text.
-
-Owns the titles of columns (`TITLES`) and the formats: CSV, lines of JSON, a recording of events. A row is not
-interpreted here; `traces.py` reads it.
-"""
+"""What a trace file has: its format, which column is what, and its rows as text. Owns the titles of columns (`TITLES`)
+and the formats: CSV, lines of JSON, a recording of events. A row is not interpreted here; `traces.py` reads it."""
 
 from __future__ import annotations
 

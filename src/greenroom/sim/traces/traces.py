@@ -62,10 +62,8 @@ def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> l
 
 
 def trace_of(path: str | Path, known: Known | None = None, seed: int = 0, time_unit: str | None = None) -> Trace:
-    """The rows in order of time, with what was understood and remarks on rows left out and completed.
-
-    `time_unit` is one of `UNITS_S`, for times that are numbers; without it the unit is found from the titles and times.
-    """
+    """The rows in order of time, with what was understood and remarks on rows left out and completed. `time_unit` is
+    one of `UNITS_S`, for times that are numbers; without it the unit is found from the titles and times."""
     try:
         with open(path, "rb") as raw:
             refuse_packed(str(path), raw.peek(MARK_BYTES))

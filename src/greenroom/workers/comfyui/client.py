@@ -1,23 +1,22 @@
-"""Calls to a ComfyUI on this machine: run a workflow, watch it, fetch its pictures, stop it, free its memory.
-
-Owns the shapes of ComfyUI's answers. What it says is checked before it is used; what cannot be understood raises
-`ComfyGone`.
-"""
+"""Calls to a ComfyUI on this machine: run a workflow, watch it, fetch its pictures, stop it, free its memory. Owns the
+shapes of ComfyUI's answers. What it says is checked before it is used; what cannot be understood raises `ComfyGone`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import os
 import re
-from collections.abc import Awaitable, Callable
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import urlencode
 
 import h11
 
 from ..serving.errors import ApiError, failed
-from . import websocket
 from .workflow import Workflow
 
 # It answers small calls at once, if it does; while it loads a model, after seconds.
@@ -139,7 +138,7 @@ class Comfy:
         """Hand over its events for ever. They are hints only: a connection that breaks is made again."""
         while True:
             with contextlib.suppress(OSError, ValueError):
-                async for text in websocket.texts(self._port, f"/ws?clientId={self._client_id}"):
+                async for text in texts(self._port, f"/ws?clientId={self._client_id}"):
                     with contextlib.suppress(ValueError, RecursionError):
                         if isinstance(event := json.loads(text), dict):
                             hear(event)
@@ -242,3 +241,81 @@ def _failure(state: dict[str, Any]) -> str:
         if isinstance(message, list) and message[:1] == ["execution_interrupted"]:
             return "ComfyUI was interrupted."
     return "ComfyUI failed."
+
+
+# --- the stream of what it does ---------------------------------------------------------------------------------------
+
+
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
+
+
+async def texts(port: int, target: str) -> AsyncIterator[str]:
+    """Every text message until the connection ends. Raises OSError or ValueError."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        key = base64.b64encode(os.urandom(16)).decode()
+        writer.write(
+            f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
+        head = await _until_head_ends(reader)
+        if not head.startswith(b"HTTP/1.1 101 "):
+            raise ValueError("it opened no WebSocket")
+        async for kind, message in _messages(reader, writer):
+            if kind == _TEXT:
+                yield message.decode("utf-8", "replace")
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _until_head_ends(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        raise ValueError("it did not answer like an HTTP server") from error
+
+
+async def _messages(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[tuple[int, bytes]]:
+    kind, parts, size = 0, list[bytes](), 0
+    while (frame := await _frame(reader)) is not None:
+        is_last, code, payload = frame
+        if code == _CLOSE:
+            return
+        if code == _PING:
+            writer.write(_masked(_PONG, payload[:125]))
+            continue
+        if code == _PONG:
+            continue
+        kind = code or kind
+        size += len(payload)
+        if size > MESSAGE_BYTES_MAX:
+            raise ValueError(f"it sent a message of more than {MESSAGE_BYTES_MAX:,} bytes")
+        parts.append(payload)
+        if is_last:
+            yield kind, b"".join(parts)
+            kind, parts, size = 0, [], 0
+
+
+async def _frame(reader: asyncio.StreamReader) -> tuple[bool, int, bytes] | None:
+    """Whether it is the last of its message, its kind (0: as before) and its payload; None at the end."""
+    try:
+        first, second = await reader.readexactly(2)
+        length = second & 0x7F
+        if length == 126:
+            (length,) = struct.unpack(">H", await reader.readexactly(2))
+        elif length == 127:
+            (length,) = struct.unpack(">Q", await reader.readexactly(8))
+        if second & 0x80 or length > MESSAGE_BYTES_MAX:
+            raise ValueError("it sent a frame that a server does not send")
+        return bool(first & 0x80), first & 0x0F, await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return None
+
+
+def _masked(code: int, payload: bytes) -> bytes:
+    """A frame as clients send it."""
+    mask = os.urandom(4)
+    return bytes((0x80 | code, 0x80 | len(payload))) + mask + bytes(b ^ mask[i % 4] for i, b in enumerate(payload))

@@ -1,7 +1,5 @@
-"""The writes of a download: each may fail, and each is one call that a test can make fail.
-
-Owns how files survive a crash: bytes are synced before a file gets its name, and the folder after.
-"""
+"""The writes of a download: each may fail, and each is one call that a test can make fail. Owns how files survive a
+crash: bytes are synced before a file gets its name, and the folder after."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def explained(doing: str) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of this file, as huggingface_hub's own processes do. `wait` is called while another holds it.
-
-    Raises OSError, or what `wait` raises.
-    """
+    Raises OSError, or what `wait` raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)

@@ -1,7 +1,5 @@
-"""What a download can fail with: each failure has a code that programs read and words for people.
-
-Owns the codes. Never holds a token.
-"""
+"""What a download can fail with: each failure has a code that programs read and words for people. Owns the codes. Never
+holds a token."""
 
 from __future__ import annotations
 

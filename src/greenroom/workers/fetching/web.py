@@ -185,10 +185,8 @@ class Web:
 
     @contextlib.contextmanager
     def get(self, url: str, start: int = 0, etag: str | None = None) -> Iterator[HubAnswer]:
-        """The bytes from `start` on, or all if the server cannot do that or has another file than `etag`.
-
-        Raises FetchError.
-        """
+        """The bytes from `start` on, or all if the server cannot do that or has another file than `etag`. Raises
+        FetchError."""
         deadline = Deadline(self._stall_s)
         ranges = {"Range": f"bytes={start}-", **({} if etag is None else {"If-Range": etag})} if start else {}
         with contextlib.ExitStack() as opened:
@@ -197,9 +195,7 @@ class Web:
 
     def whole(self, url: str, bytes_max: int) -> tuple[int, http.client.HTTPMessage, bytes]:
         """Status, headers and body of what the hub itself answers. It all must come in the time that silence is borne.
-
-        Raises FetchError, also for an answer that is larger or encoded.
-        """
+        Raises FetchError, also for an answer that is larger or encoded."""
         deadline = Deadline(self._stall_s)
         with contextlib.ExitStack() as opened, explained():
             _, response = self._followed(opened, url, {}, deadline, stays=True)

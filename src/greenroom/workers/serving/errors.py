@@ -1,7 +1,5 @@
-"""The errors of this API, as OpenAI's clients expect them.
-
-Owns the shape of an error body. The worker cannot use the gateway's error tree: it imports nothing of greenroom.
-"""
+"""The errors of this API, as OpenAI's clients expect them. Owns the shape of an error body. The worker cannot use the
+gateway's error tree: it imports nothing of greenroom."""
 
 from __future__ import annotations
 

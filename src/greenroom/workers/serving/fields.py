@@ -1,7 +1,5 @@
-"""Reads fields of a JSON body: each is absent, or of the right type and in its range, or refused by name.
-
-Owns the error messages for wrong input. A null field counts as absent, as in the OpenAI API. Depends on no endpoint.
-"""
+"""Reads fields of a JSON body: each is absent, or of the right type and in its range, or refused by name. Owns the
+error messages for wrong input. A null field counts as absent, as in the OpenAI API. Depends on no endpoint."""
 
 from __future__ import annotations
 

@@ -29,10 +29,8 @@ Samples = Any
 
 
 def length_s(sound: memoryview, has_left: Callable[[], bool] = lambda: False) -> float:
-    """How long it is. Decodes all of it and keeps nothing. Raises ApiError for what is no sound, or too long.
-
-    Once `has_left` says so it ends early, and its answer means nothing.
-    """
+    """How long it is. Decodes all of it and keeps nothing. Raises ApiError for what is no sound, or too long. Once
+    `has_left` says so it ends early, and its answer means nothing."""
     length_s = 0.0
     for frame in _frames(sound):
         if has_left():

@@ -12,7 +12,7 @@ from greenroom.cli.main import main
 from greenroom.config.sections.governance import Operation
 from greenroom.features.governance.audit import AuditLog
 from greenroom.features.governance.canonical_json import sha256_of
-from greenroom.features.governance.cli_token import OPERATIONS
+from greenroom.features.governance.cli import OPERATIONS
 from greenroom.features.governance.tokens import BySigners, read_token
 from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer

@@ -252,8 +252,6 @@ def test_no_python_is_asked_for_packages_of_engines_that_no_model_uses(
     assert (tmp_path / "asked").read_text().split() == ["asked"]
 
 
-OLDER_ACTIVITY = "t,model,prompt_len,output_len,tenant,priority\n1,a,1,1,,1\n"
-SET_ASIDE = "{path} is of an earlier version; the start renames it to {path}.1"
 IN_THE_WAY = "holds something else; move it away or record to another file; "
 
 
@@ -263,13 +261,10 @@ IN_THE_WAY = "holds something else; move it away or record to another file; "
         (None, None, None),
         ("", "anything", None),
         (f"{','.join(ACTIVITY_COLUMNS)}\n", "anything", None),
-        (OLDER_ACTIVITY, None, SET_ASIDE),
-        (OLDER_ACTIVITY, OLDER_ACTIVITY, f"{SET_ASIDE}, which replaces the one there"),
-        (OLDER_ACTIVITY, "my notes", f"{{path}}.1: {IN_THE_WAY}"),
         ("my notes", None, f"{{path}}: {IN_THE_WAY}"),
     ],
 )
-def test_what_the_start_would_do_with_an_earlier_recording_is_told(
+def test_a_recording_with_which_the_start_would_fail_is_told(
     content: str | None, kept: str | None, told: str | None, check: Check
 ) -> None:
     path = check.file.parent / "activity.csv"

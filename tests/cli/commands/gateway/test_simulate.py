@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.failures import ExitStatus
-from greenroom.features.planning import cli_explain as explain
+from greenroom.features.planning import cli as explain
 from greenroom.sim.cases import Case
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.command import Cli, Said

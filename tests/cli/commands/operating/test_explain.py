@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.features.planning.cli_explain import words
+from greenroom.features.planning.cli import words
 from tests.cli.command import Cli
 from tests.cli.fake_gateway import FakeGateway, answer
 

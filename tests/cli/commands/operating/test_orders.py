@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
-from greenroom.features.operations import cli_moves as moves
+from greenroom.features.operations import cli as moves
 from tests.cli.command import Cli, in_terminal
 from tests.cli.commands.operating.test_ps import LOADING, model, status
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events

@@ -18,10 +18,10 @@ import pytest
 import torch
 from PIL import Image
 
-from greenroom.workers.torch_host.control.device_context import DeviceContext
+from greenroom.workers.torch_host.control.resources import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import OutOfMemory
-from greenroom.workers.torch_host.images import hops
+from greenroom.workers.torch_host.images import preparing
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
 from greenroom.workers.torch_host.weights.device_weights import CopyRate
@@ -138,12 +138,12 @@ def test_all_on_one_device_needs_no_hop(folders: Path, descriptor: int, devices:
 
 def test_what_a_caller_gave_is_not_changed_and_records_come_back_whole(devices: StandInDevices) -> None:
     given = {"a": [torch.ones(2, device=ONE)], "b": (1, "two", None)}
-    there = hops.moved(given, OTHER)
+    there = preparing.moved(given, OTHER)
     assert there["a"][0].device == OTHER and given["a"][0].device == ONE and there["b"] == (1, "two", None)
     record = diffusers.models.modeling_outputs.AutoencoderKLOutput(
         latent_dist=diffusers.models.autoencoders.vae.DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2, device=ONE))
     )
-    back = hops.brought((record, [torch.ones(1, device=ONE)]), OTHER)
+    back = preparing.brought((record, [torch.ones(1, device=ONE)]), OTHER)
     assert back[0].latent_dist.mean.device == back[0]["latent_dist"].std.device == back[1][0].device == OTHER
 
 

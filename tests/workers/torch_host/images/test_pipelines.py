@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from greenroom.workers.torch_host.control.device_context import DeviceContext
+from greenroom.workers.torch_host.control.resources import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.images import image_engine

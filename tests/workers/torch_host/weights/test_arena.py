@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.control import device_context
-from greenroom.workers.torch_host.control.device_context import numbers_in, processors_near, settle_near
+from greenroom.workers.torch_host.control import resources
+from greenroom.workers.torch_host.control.resources import numbers_in, processors_near, settle_near
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, Layout, TensorPlace, lay_out, view_of
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
@@ -191,7 +191,7 @@ def test_where_all_memory_is_equally_near_cuda_is_not_asked(tmp_path: Path, monk
     """Asking makes the device's context, for which the first read would wait."""
     asked: list[torch.device] = []
     (tmp_path / "node0").mkdir()
-    monkeypatch.setattr(device_context, "NODES", tmp_path)
+    monkeypatch.setattr(resources, "NODES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked.append)
     assert processors_near(torch.device("cuda", 0)) == set()
     assert asked == []

@@ -34,8 +34,7 @@ from greenroom.workers.torch_host.weights.fold.fold import (
 )
 from greenroom.workers.torch_host.weights.fold.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
 from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.loading import LoadContext
-from greenroom.workers.torch_host.weights.text_model import TextModel
+from greenroom.workers.torch_host.weights.loading import LoadContext, TextModel
 from tests.waiting import until_now
 from tests.workers.torch_host.samples import tiny
 

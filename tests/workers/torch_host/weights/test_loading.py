@@ -20,9 +20,8 @@ from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCan
 from greenroom.workers.torch_host.weights import building, loading
 from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
-from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModule, load
+from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModule, TextModel, load
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from greenroom.workers.torch_host.weights.text_model import TextModel
 from tests.workers.torch_host.samples import tiny
 
 CPU = torch.device("cpu")

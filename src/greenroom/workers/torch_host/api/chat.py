@@ -1,7 +1,5 @@
-"""`/v1/chat/completions`: a conversation in, the next message out.
-
-Owns how such a request becomes sequences, and how the answer is written.
-"""
+"""`/v1/chat/completions`: a conversation in, the next message out. Owns how such a request becomes sequences, and how
+the answer is written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`/v1/completions`: text or tokens in, their continuation out. The older endpoint, with its own shapes.
-
-Owns how such a request becomes sequences, and how the answer is written.
-"""
+"""`/v1/completions`: text or tokens in, their continuation out. The older endpoint, with its own shapes. Owns how such
+a request becomes sequences, and how the answer is written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`/v1/embeddings`: texts in, vectors out, as numbers or as base64 of little-endian floats.
-
-Owns this endpoint, and which prompt goes before a text. Pooling and normalising are done by the engine.
-"""
+"""`/v1/embeddings`: texts in, vectors out, as numbers or as base64 of little-endian floats. Owns this endpoint, and
+which prompt goes before a text. Pooling and normalising are done by the engine."""
 
 from __future__ import annotations
 

@@ -155,10 +155,8 @@ def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
 async def read_inputs(
     model: ModelContext, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
 ) -> list[list[int]]:
-    """The tokens of each input, in order; `before` is put in front of texts. Raises ApiError.
-
-    With `truncates`, inputs that are too long are cut.
-    """
+    """The tokens of each input, in order; `before` is put in front of texts. Raises ApiError. With `truncates`, inputs
+    that are too long are cut."""
     found = []
     for one in inputs:
         found.append(await _tokens(model, one, name, before, truncates))

@@ -1,8 +1,5 @@
-"""One model's OpenAI API on a Unix socket.
-
-Owns the routes and what they need. `serve_text` opens the socket. It stays open while the model sleeps; the gateway
-sends no requests then.
-"""
+"""One model's OpenAI API on a Unix socket. Owns the routes and what they need. `serve_text` opens the socket. It stays
+open while the model sleeps; the gateway sends no requests then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The sampling parameters of a request: how tokens are chosen, where to stop, how many answers there are.
-
-Owns the ranges of these fields, for chat and completions alike. Unknown fields are ignored.
-"""
+"""The sampling parameters of a request: how tokens are chosen, where to stop, how many answers there are. Owns the
+ranges of these fields, for chat and completions alike. Unknown fields are ignored."""
 
 from __future__ import annotations
 

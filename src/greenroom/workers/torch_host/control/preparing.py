@@ -27,11 +27,9 @@ from ..weights.arena import HostArena
 from ..weights.building import BuildOptions, call_foreign, gguf_in
 from ..weights.device_memory import driver
 from ..weights.device_weights import DeviceWeights
-from ..weights.loading import LoadContext, load
+from ..weights.loading import LoadContext, TextModel, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
-from ..weights.text_model import TextModel
-from .device_context import DeviceContext, settle_near
-from .resources import WorkerResources
+from .resources import DeviceContext, WorkerResources, settle_near
 from .slot_options import CACHE_CONTEXTS, SlotOptions
 
 # The context where neither the configuration nor the model states one.

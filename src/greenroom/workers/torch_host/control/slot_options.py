@@ -1,8 +1,5 @@
-"""The options with which the gateway opens a slot, checked.
-
-Owns their names and types. The gateway may have another version: a missing option has its default, an unknown one is
-ignored, and the error for a wrong one names it.
-"""
+"""The options with which the gateway opens a slot, checked. Owns their names and types. The gateway may have another
+version: a missing option has its default, an unknown one is ignored, and the error for a wrong one names it."""
 
 from __future__ import annotations
 

@@ -314,10 +314,8 @@ class BatchScheduler:
         return True
 
     def _requeue_outgrown(self, batch: DecodeBatch) -> bool:
-        """Requeue sequences that would pass one of `rope_switches`: they are computed again with other factors.
-
-        True if there were any: then the batch has changed.
-        """
+        """Requeue sequences that would pass one of `rope_switches`: they are computed again with other factors. True if
+        there were any: then the batch has changed."""
         switches = self._runner.rope_switches
         if not any(length in batch.positions for length in switches):
             return False

@@ -74,11 +74,9 @@ class EngineLoop(ModelThread):
         name: str = "model",
         switch_timeout_s: float = SWITCH_TIMEOUT_S,
     ) -> None:
-        """Raises BadModel for a model that cannot be decoded from paged KV memory.
-
-        With `sentence` it makes embeddings and generates no text. The first wake runs `check`, and fails if that fails.
-        `on_fatal` ends the process soon.
-        """
+        """Raises BadModel for a model that cannot be decoded from paged KV memory. With `sentence` it makes embeddings
+        and generates no text. The first wake runs `check`, and fails if that fails. `on_fatal` ends the process
+        soon."""
         super().__init__((model.device,), on_fatal, name, switch_timeout_s)
         self._model = model
         self._runner: ModelRunner | None = None

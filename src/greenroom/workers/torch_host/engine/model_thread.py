@@ -42,10 +42,8 @@ class ModelThread(ABC):
     # --- what the hosted slot calls ---------------------------------------------------------------------------------
 
     def on_wake(self) -> None:
-        """Start computing: memory is mapped and weights are being copied. Returns when the thread has started.
-
-        Raises what keeps the model from computing; then nothing touches the device any more.
-        """
+        """Start computing: memory is mapped and weights are being copied. Returns when the thread has started. Raises
+        what keeps the model from computing; then nothing touches the device any more."""
         self._set_awake(awake=True)
 
     def on_sleep(self) -> None:

@@ -78,11 +78,9 @@ class PrefixCache:
     def keep(
         self, owner: Owner, tokens: Sequence[int], held: Sequence[CachedBlock], blocks: Sequence[int]
     ) -> list[CachedBlock]:
-        """Cache full blocks of these tokens after those in `held`, and return the new ones, which are in use.
-
-        `blocks` are the sequence's own blocks after `held`. Stops where the same tokens are cached already: the
-        sequence goes on with its own copy.
-        """
+        """Cache full blocks of these tokens after those in `held`, and return the new ones, which are in use. `blocks`
+        are the sequence's own blocks after `held`. Stops where the same tokens are cached already: the sequence goes on
+        with its own copy."""
         added: list[CachedBlock] = []
         parent = held[-1] if held else None
         if parent is not None and not parent.is_reachable:

@@ -1,8 +1,5 @@
-"""Generation requests and their results: the seam between the API and the engine.
-
-Owns the records and protocols that both sides use. Never imports torch: the API side of the worker is tested without
-it. Read `InferenceEngine` first.
-"""
+"""Generation requests and their results: the seam between the API and the engine. Owns the records and protocols that
+both sides use. Never imports torch: the API side of the worker is tested without it. Read `InferenceEngine` first."""
 
 from __future__ import annotations
 
@@ -50,10 +47,8 @@ class Constraint(Protocol):
     """Which tokens may come next in one sequence. Has state; used by the model's thread only."""
 
     def fill(self, row: torch.Tensor) -> None:
-        """Write one bit per token, set if it may come next: bit `i % 32` of word `i // 32` is token `i`.
-
-        `row` is one-dimensional int32 in CPU memory, contiguous, ceil(vocabulary / 32) long. All of it is written.
-        """
+        """Write one bit per token, set if it may come next: bit `i % 32` of word `i // 32` is token `i`. `row` is
+        one-dimensional int32 in CPU memory, contiguous, ceil(vocabulary / 32) long. All of it is written."""
 
     def accept(self, token: int) -> None:
         """This token was sampled. Call once for each token, stop tokens included."""
@@ -123,9 +118,7 @@ class InferenceEngine(Protocol):
 
     def submit(self, *requests: GenerationRequest) -> None:
         """Queue these requests. As many as fit join the batch before any of them generates; the rest wait in order.
-
-        Raises PromptTooLong if one can never fit, and UnknownToken; then none is queued.
-        """
+        Raises PromptTooLong if one can never fit, and UnknownToken; then none is queued."""
 
     def embed(
         self,
@@ -133,10 +126,8 @@ class InferenceEngine(Protocol):
         done: Callable[[Vectors | Exception], None],
         skipped: Sequence[int] | None = None,
     ) -> None:
-        """One vector per input. `done` is called exactly once, from any thread.
-
-        `skipped`: how many tokens at the beginning of each input are computed but not pooled.
-        """
+        """One vector per input. `done` is called exactly once, from any thread. `skipped`: how many tokens at the
+        beginning of each input are computed but not pooled."""
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Drop cached prefixes of this tenant and tag; None means any. Returns tokens removed and bytes freed."""

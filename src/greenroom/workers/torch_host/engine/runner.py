@@ -102,10 +102,8 @@ class Graphs:
         return self._captured[rows, width]
 
     def _capturing_stream(self) -> Any:
-        """The current stream, or a side stream if that is the default one, which cannot capture.
-
-        Always the same side stream: libraries keep a workspace for every stream they have seen.
-        """
+        """The current stream, or a side stream if that is the default one, which cannot capture. Always the same side
+        stream: libraries keep a workspace for every stream they have seen."""
         current = torch.cuda.current_stream()
         if current != torch.cuda.default_stream():
             return current
@@ -302,10 +300,8 @@ class DecodeRow:
 
 
 class DecodeInputs:
-    """The inputs of a decode step: each row's token, position and block table, as tensors that never move.
-
-    Captured graphs read them at fixed addresses. Unused rows keep position zero and write to the scratch block.
-    """
+    """The inputs of a decode step: each row's token, position and block table, as tensors that never move. Captured
+    graphs read them at fixed addresses. Unused rows keep position zero and write to the scratch block."""
 
     def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
         self._device = device

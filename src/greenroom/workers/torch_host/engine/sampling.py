@@ -128,10 +128,8 @@ class BatchSampler:
         return any(one.constraint is not None for one in self._samplers)
 
     def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> SamplerOutput:
-        """Sample the next token of each row. Gives the same result again until `record` is called.
-
-        `places`: the position of the token; `masks`: one bitmask of allowed tokens per row.
-        """
+        """Sample the next token of each row. Gives the same result again until `record` is called. `places`: the
+        position of the token; `masks`: one bitmask of allowed tokens per row."""
         if self._is_simple:
             return SamplerOutput(logits.argmax(dim=-1))
         scores = logits.float()

@@ -1,7 +1,5 @@
-"""What a request for pictures says: fields of OpenAI's images API, and those that pipelines have beside them.
-
-Owns names, ranges and meanings of the fields, and the sizes that a pipeline can make. Uses nothing of HTTP.
-"""
+"""What a request for pictures says: fields of OpenAI's images API, and those that pipelines have beside them. Owns
+names, ranges and meanings of the fields, and the sizes that a pipeline can make. Uses nothing of HTTP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One pipeline's images API on a Unix socket: generations, edits, and how far a request is.
-
-Owns the routes and the shape of answers. A client that leaves cancels what is made for it.
-"""
+"""One pipeline's images API on a Unix socket: generations, edits, and how far a request is. Owns the routes and the
+shape of answers. A client that leaves cancels what is made for it."""
 
 from __future__ import annotations
 

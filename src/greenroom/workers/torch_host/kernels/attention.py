@@ -159,10 +159,8 @@ def _refuse_own_mask(module: torch.nn.Module, mask: torch.Tensor | None, is_caus
 def attend_plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`[batch, heads, tokens, dim]` against keys with fewer heads; scores get `bias`, `[batch, 1, tokens, keys]`.
-
-    Query heads that share keys are treated as further tokens of one head, so keys are not repeated in memory.
-    """
+    """`[batch, heads, tokens, dim]` against keys with fewer heads; scores get `bias`, `[batch, 1, tokens, keys]`. Query
+    heads that share keys are treated as further tokens of one head, so keys are not repeated in memory."""
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     shared = heads // kv_heads

@@ -33,11 +33,9 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def rope_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
-    """Choose rotary factors for each sequence by its own length. Outside of steps the model is unchanged.
-
-    Returns the lengths beyond which a sequence takes other factors, so its computed keys are void. Raises BadModel if
-    factors depend on the length in code that is not Transformers' own.
-    """
+    """Choose rotary factors for each sequence by its own length. Outside of steps the model is unchanged. Returns the
+    lengths beyond which a sequence takes other factors, so its computed keys are void. Raises BadModel if factors
+    depend on the length in code that is not Transformers' own."""
     embeddings = [module for module in model.modules() if hasattr(module, "rope_type")]
     if not embeddings and (kinds := rope_kinds(config) & {LONGROPE, DYNAMIC}):
         raise BadModel(

@@ -1,8 +1,5 @@
-"""Runs foreign code in a thread that can be ended from outside.
-
-Owns such threads. Python cannot stop a thread, but it can raise an exception in it, at its next instruction. That is
-enough for a loop of Python instructions.
-"""
+"""Runs foreign code in a thread that can be ended from outside. Owns such threads. Python cannot stop a thread, but it
+can raise an exception in it, at its next instruction. That is enough for a loop of Python instructions."""
 
 from __future__ import annotations
 

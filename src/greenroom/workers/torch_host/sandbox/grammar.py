@@ -112,10 +112,8 @@ class Grammars:
         self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
 
     async def constraint(self, schema: Mapping[str, Any], strict: bool, param: str) -> JsonConstraint:
-        """A constraint to this schema. Raises ApiError for one that is wrong, too complex or not supported.
-
-        If not strict, keywords that cannot be enforced are ignored.
-        """
+        """A constraint to this schema. Raises ApiError for one that is wrong, too complex or not supported. If not
+        strict, keywords that cannot be enforced are ignored."""
         written = json.dumps(schema)
         if len(written) > SCHEMA_BYTES_MAX:
             raise ApiError(f"{param}: a schema may have at most {SCHEMA_BYTES_MAX} bytes.", param=param)

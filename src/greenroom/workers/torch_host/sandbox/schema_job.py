@@ -36,11 +36,8 @@ class StepTooSlow(Exception):
 
 
 def answer(raw: bytes) -> tuple[bytes, bytes]:
-    """The verdict on an order's schema.
-
-    The words: `fits`; `nope` and why the library refuses it; `slow` if its steps take too long; `much` if the library
-    gave up or memory ran out; `fail` and why nothing can be said about it.
-    """
+    """The verdict on an order's schema. The words: `fits`; `nope` and why the library refuses it; `slow` if its steps
+    take too long; `much` if the library gave up or memory ran out; `fail` and why nothing can be said about it."""
     try:
         import llguidance  # noqa: F401
     except ImportError as error:

@@ -100,10 +100,8 @@ class SchemaChecker:
         self._waiting = _SharedTasks()
 
     async def check(self, order: bytes, param: str) -> None:
-        """Return if the worker may compile the schema of this order. Raises ApiError.
-
-        However many callers ask about one schema, it is tried once; the trial ends when the last of them leaves.
-        """
+        """Return if the worker may compile the schema of this order. Raises ApiError. However many callers ask about
+        one schema, it is tried once; the trial ends when the last of them leaves."""
         key = hashlib.sha256(order).digest()
         verdict = self._trials.known(key)
         if verdict is None:

@@ -27,11 +27,8 @@ Order = Mapping[str, Any]
 
 
 def answer(raw: bytes) -> tuple[bytes, bytes]:
-    """The prompt of an order, whatever its template does. Raises MemoryError.
-
-    The words: `text` and the prompt, `fail` and what the template complained about, `long` and how many characters the
-    prompt would have had.
-    """
+    """The prompt of an order, whatever its template does. Raises MemoryError. The words: `text` and the prompt, `fail`
+    and what the template complained about, `long` and how many characters the prompt would have had."""
     try:
         order = json.loads(raw)
         text = render(order)

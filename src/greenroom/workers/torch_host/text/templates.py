@@ -55,10 +55,8 @@ class TemplateRunner:
         self._turns = pool.model_turns()
 
     async def render(self, order: Order, chars_max: int, deadline_s: float) -> str:
-        """The prompt of an order: `template`, `messages`, `tools`, and other `names` that the template sees.
-
-        Raises SandboxError. The deadline counts from when a process begins; waiting for one is bounded too.
-        """
+        """The prompt of an order: `template`, `messages`, `tools`, and other `names` that the template sees. Raises
+        SandboxError. The deadline counts from when a process begins; waiting for one is bounded too."""
         written = json.dumps({**order, "chars_max": chars_max}, ensure_ascii=False, separators=(",", ":"))
         raw = written.encode(errors="surrogatepass")
         bytes_max = CHAR_BYTES_MAX * chars_max + COMPLAINT_BYTES_MAX
@@ -147,10 +145,8 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, switches: Mapping[str, Any], context: int
     ) -> str:
-        """The prompt of this conversation. Raises ApiError if there is no template, or if it fails or does not end.
-
-        A prompt that is certain to have more than `context` tokens is refused too.
-        """
+        """The prompt of this conversation. Raises ApiError if there is no template, or if it fails or does not end. A
+        prompt that is certain to have more than `context` tokens is refused too."""
         if not self.source:
             raise ApiError(
                 f"{self._folder.name} has no chat template. Use /v1/completions, or add chat_template.jinja to it.",
@@ -246,10 +242,8 @@ MESSAGES_MAX = 65_536
 
 
 def read_messages(body: Body, knows_developer: bool, thinks: bool = False) -> list[dict[str, Any]]:
-    """The messages of a body. Raises ApiError. Unknown fields of a message stay: a template may know them.
-
-    `thinks`: the template is for Harmony, which calls earlier reasoning `thinking`.
-    """
+    """The messages of a body. Raises ApiError. Unknown fields of a message stay: a template may know them. `thinks`:
+    the template is for Harmony, which calls earlier reasoning `thinking`."""
     said = body.get("messages")
     if not isinstance(said, list) or not said:
         raise ApiError("messages must be a list of at least one message.", param="messages")

@@ -45,10 +45,8 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> TextCodec:
-        """Read the tokenizer of a model's folder, or of a GGUF file in it.
-
-        Takes about a second; raises what Transformers raises.
-        """
+        """Read the tokenizer of a model's folder, or of a GGUF file in it. Takes about a second; raises what
+        Transformers raises."""
         from transformers import AutoTokenizer
 
         inside = {"gguf_file": gguf_file} if gguf_file else {}
@@ -91,10 +89,8 @@ class TextCodec:
     async def encode(
         self, text: str, adds_special: bool, context: int, param: str, *, truncates: bool = False
     ) -> list[int]:
-        """The tokens of this text, cut to `context` with `truncates`.
-
-        Raises ApiError if it is so long that no encoding of it fits into `context`.
-        """
+        """The tokens of this text, cut to `context` with `truncates`. Raises ApiError if it is so long that no encoding
+        of it fits into `context`."""
         if len(text) > self.chars_max(context) and not truncates:
             raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
         encode = partial(self._encode_cut, text, context) if truncates else partial(self.tokens_of, text, adds_special)

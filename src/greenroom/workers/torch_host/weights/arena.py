@@ -92,9 +92,7 @@ class HostArena:
         cls, descriptor: int, layout: Layout, identity: str, max_bytes: int | None, free_bytes: int | None = None
     ) -> HostArena:
         """An empty arena for this layout. Raises OutOfMemory if it is larger than allowed or than free memory.
-
-        `free_bytes`: as measured by the gateway, which reads cgroup limits; None: read from the system.
-        """
+        `free_bytes`: as measured by the gateway, which reads cgroup limits; None: read from the system."""
         if max_bytes is not None and layout.bytes > max_bytes:
             raise OutOfMemory(
                 f"the weights take {layout.bytes:,} bytes of host memory and {max_bytes:,} are allowed."
@@ -111,10 +109,8 @@ class HostArena:
 
     @classmethod
     def adopt(cls, descriptor: int, identity: str, *, unfolds: bool) -> HostArena | None:
-        """The arena that another worker filled from the same files, else None.
-
-        None as well if it is folded and nothing `unfolds` it: a CPU computes with the arena itself.
-        """
+        """The arena that another worker filled from the same files, else None. None as well if it is folded and nothing
+        `unfolds` it: a CPU computes with the arena itself."""
         manifest = _manifest(descriptor)
         if manifest is None or manifest.get("identity") != identity:
             return None

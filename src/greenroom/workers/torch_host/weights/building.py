@@ -144,9 +144,7 @@ def fits(module: torch.nn.Module, layout: Layout) -> bool:
 
 def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout, prefix: str = "") -> None:
     """Make parameters and persistent buffers views of their places in `flat`; move other buffers to its device.
-
-    `prefix` is the name of this module in the layout; empty: it is all of it.
-    """
+    `prefix` is the name of this module in the layout; empty: it is all of it."""
     views: dict[tuple[object, int, int], torch.Tensor] = {}
     for path, owner in module.named_modules(prefix=prefix):
         for table, make in ((owner._parameters, _parameter), (owner._buffers, _same)):
@@ -303,10 +301,8 @@ def attach_head(module: Any, sentence: SentenceConfig, dtype: torch.dtype, devic
 
 
 def stored_head_weights(sentence: SentenceConfig, allow_pickle: bool) -> dict[str, StoredTensor]:
-    """The head's tensors in its files, by their names in the module. Pickles are left out.
-
-    Raises BadModel for files that differ from the configuration, and for pickles that were not allowed.
-    """
+    """The head's tensors in its files, by their names in the module. Pickles are left out. Raises BadModel for files
+    that differ from the configuration, and for pickles that were not allowed."""
     found: dict[str, StoredTensor] = {}
     for number, projection in sentence.projections.items():
         if projection.weights_file.name != PICKLE_NAME:

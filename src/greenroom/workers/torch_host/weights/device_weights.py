@@ -54,10 +54,8 @@ class WakeResult:
 
 
 class DeviceWeights:
-    """One model. `module` is bound to its memory on one or several devices; usable only between `wake` and `sleep`.
-
-    May be created before the host arena is filled, unless it is spread: then call `on_filled` before `wake`.
-    """
+    """One model. `module` is bound to its memory on one or several devices; usable only between `wake` and `sleep`. May
+    be created before the host arena is filled, unless it is spread: then call `on_filled` before `wake`."""
 
     def __init__(
         self,
@@ -193,11 +191,9 @@ class DeviceWeights:
 
 
 class DevicePart:
-    """What one device holds of a model: all of it, or the children of the module with these names.
-
-    Offsets are those of the host arena on every device, so a layout means the same everywhere. A device that holds a
-    part has memory only for the chunks of that part.
-    """
+    """What one device holds of a model: all of it, or the children of the module with these names. Offsets are those of
+    the host arena on every device, so a layout means the same everywhere. A device that holds a part has memory only
+    for the chunks of that part."""
 
     def __init__(self, device: torch.device, names: Sequence[str] | None, host: HostArena, copy_rate: CopyRate) -> None:
         self.device = device

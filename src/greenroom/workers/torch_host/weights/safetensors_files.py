@@ -63,10 +63,8 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path, whole: str = WHOLE_NAME, index: str = INDEX_NAME) -> dict[str, StoredTensor]:
-    """Every tensor of the model in this folder by name. Raises BadModel. Blocks.
-
-    `whole` and `index` name the one file with all tensors, and the file that names several.
-    """
+    """Every tensor of the model in this folder by name. Raises BadModel. Blocks. `whole` and `index` name the one file
+    with all tensors, and the file that names several."""
     placed = _index(folder / index) if (folder / index).exists() else None
     if placed is None:
         return {tensor.name: tensor for tensor in read_header(_inside(folder, whole))}

@@ -31,10 +31,8 @@ class WeightUpload:
         unfolder: Unfolder | None = None,
         wanted: Collection[int] | None = None,
     ) -> None:
-        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own.
-
-        `wanted` are the numbers of the chunks that this device needs; None: all of them.
-        """
+        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own. `wanted` are the numbers
+        of the chunks that this device needs; None: all of them."""
         self._driver, self._device, self._on_complete = driver, device, on_complete
         self._host, self._weights = host, weights
         self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
@@ -60,10 +58,8 @@ class WeightUpload:
         return sum(chunk.size for chunk in self._chunks)
 
     def begin(self, module: torch.nn.Module) -> None:
-        """Enqueue all copies, and hook the module's parts to wait for theirs. Returns before the copies are done.
-
-        If it raises, no copy is in flight: the memory may be unmapped.
-        """
+        """Enqueue all copies, and hook the module's parts to wait for theirs. Returns before the copies are done. If it
+        raises, no copy is in flight: the memory may be unmapped."""
         self.finish()
         if not self._chunks:
             self._chunks = [one for one in self._host.chunks if self._wanted is None or one.number in self._wanted]

@@ -102,12 +102,9 @@ class WeightFile:
 
 
 def _seems_cached(descriptor: int, offset: int, size: int) -> bool:
-    """True if a few random bytes of the range are in the page cache. Never waits for the disk.
-
-    Probing a missing byte makes the kernel fetch its page; probing a whole missing range would make it read megabytes
-    ahead, which are then also read past the cache. Offsets are random, so pages fetched by an earlier probe do not
-    mislead.
-    """
+    """True if a few random bytes of the range are in the page cache. Never waits for the disk. Probing a missing byte
+    makes the kernel fetch its page; probing a whole missing range would make it read megabytes ahead, which are then
+    also read past the cache. Offsets are random, so pages fetched by an earlier probe do not mislead."""
     byte = bytearray(1)
     try:
         return all(os.preadv(descriptor, [byte], offset + random.randrange(size), os.RWF_NOWAIT) for _ in range(PROBES))
@@ -156,11 +153,9 @@ def _scatter(source: int, targets: Sequence[memoryview], size: int) -> None:
 
 
 def _populate(address: int, size: int) -> None:
-    """Populate all pages of a range at once, which is cheaper than one page fault each.
-
-    Errors are ignored: an older kernel leaves the pages as they are, and any other problem shows when they are written.
-    Not used where the kernel itself copies to fresh pages: it gains nothing there.
-    """
+    """Populate all pages of a range at once, which is cheaper than one page fault each. Errors are ignored: an older
+    kernel leaves the pages as they are, and any other problem shows when they are written. Not used where the kernel
+    itself copies to fresh pages: it gains nothing there."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     _madvise(start, address + size - start, _MADV_POPULATE_WRITE)
 

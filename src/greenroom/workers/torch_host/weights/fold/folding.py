@@ -65,10 +65,8 @@ def fill_folded(
     settings: FoldSettings = FOLDING,
 ) -> tuple[int, ChunkTable]:
     """Fill an arena of `size` bytes and fold its chunks meanwhile. Returns the bytes read and the table of chunks.
-
     `fill` fills all of `ranges` (start, bytes) and reports each part that is filled. If folding fails, `refill` fills
-    all of it again and nothing is folded. Raises what these raise, and Failure if a process cannot be stopped.
-    """
+    all of it again and nothing is folded. Raises what these raise, and Failure if a process cannot be stopped."""
     folding = Folding(descriptor, size, ranges, settings)
     try:
         done = fill(folding.filled)

@@ -1,7 +1,5 @@
-"""Triton kernels that unfold weights: each byte is read once and written once.
-
-Imported only where there is a CUDA device and Triton; `unfolding.py` decides where they are used.
-"""
+"""Triton kernels that unfold weights: each byte is read once and written once. Imported only where there is a CUDA
+device and Triton; `unfolding.py` decides where they are used."""
 
 # Arguments of kernels are pointers and numbers on the device, which Python's types cannot express.
 # mypy: allow-untyped-defs, allow-incomplete-defs

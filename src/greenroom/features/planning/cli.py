@@ -1,15 +1,16 @@
-"""`greenroom explain`: what would happen if a request for a model came now. Changes nothing."""
+"""`greenroom explain`: what would happen to a request that came now; `greenroom decisions`: what was decided lately.
+What the words mean: docs/operating.md."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.commands import Subcommand
-from greenroom.cli.failures import ExitStatus
-from greenroom.cli.numbers import seconds_above_0
+from greenroom.cli.commands import Subcommand, seconds_above_0
+from greenroom.cli.failures import GatewayRefused
 
 # The scheduler's reasons to wait and to refuse, as sentences.
 WAITING: Final = {
@@ -49,7 +50,7 @@ VERDICTS: Final = {
 Explained = Mapping[str, Any]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id, an alias, or a task")
     parser.add_argument("--priority", help="high, normal, low or a number (default: that of the model or task)")
     parser.add_argument("--tenant", help="the tenant it would be for")
@@ -60,27 +61,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def _explain(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client, model_name
 
     model_name(args.model)
     explained = Client(address.address_of(args)).post("/api/v1/explain", _ask(args))
     if args.json:
         screen.say_json(explained)
-        return ExitStatus.OK
+        return
     for line in words(explained):
         screen.say(line)
     if args.budget_s is not None and explained["action"] == "serve":
         screen.say(f"  its answer would be cut after {screen.seconds(args.budget_s)}: its budget")
     screen.hint("nothing was changed; what was decided lately: greenroom decisions")
-    return ExitStatus.OK
 
 
-COMMAND = Subcommand(
+EXPLAIN = Subcommand(
     "explain",
     "Say what would happen if a request for a model came now, and why. Changes nothing.",
-    add_options,
-    run,
+    _add_explain_options,
+    _explain,
 )
 
 
@@ -191,3 +191,62 @@ def _time(explained: Explained) -> list[str]:
 
 def _list(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+SHOWN: Final = 20
+SHOWN_MAX: Final = 1_000
+TITLES: Final = ("at", "what", "model", "why")
+# Facts that the other columns have, or that only programs need.
+_ELSEWHERE: Final = frozenset(("seq", "at", "what", "model", "why", "slot", "move"))
+
+
+def _add_decisions_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="only of this model, and evictions for it (default: of all)")
+    parser.add_argument(
+        "-n", "--last", type=_count, default=SHOWN, metavar="N", help=f"so many, the newest last (default: {SHOWN})"
+    )
+    address.add_options(parser, json_help="print the gateway's answer as JSON")
+
+
+def _decisions(args: argparse.Namespace) -> None:
+    from greenroom.cli.client import Client, model_path
+
+    client = Client(address.address_of(args))
+    logs = None if args.model is None else model_path(args.model, "logs")
+    asked = {"limit": args.last} if args.model is None else {"limit": args.last, "model": args.model}
+    answer = client.get("/api/v1/decisions", asked)
+    if logs is not None and not answer["decisions"]:
+        try:
+            # The gateway refuses this for a model that does not exist. One that was removed may still have decisions.
+            client.get(logs, {"lines": 0})
+        except GatewayRefused as refused:
+            # A key may be allowed to see decisions and no logs.
+            if refused.status != 403:
+                raise
+        screen.note(f"nothing was decided about {args.model} lately")
+    if args.json:
+        screen.say_json(answer)
+        return
+    screen.say_table(TITLES, [_decision_row(one) for one in answer["decisions"]])
+    screen.hint("what would happen to a request that came now: greenroom explain MODEL")
+
+
+DECISIONS = Subcommand(
+    "decisions", "Show what was decided lately about models and requests, and why.", _add_decisions_options, _decisions
+)
+
+
+def _decision_row(decision: Mapping[str, Any]) -> tuple[str, ...]:
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(decision["at"]))
+    facts = [f"{name}={value}" for name, value in decision.items() if name not in _ELSEWHERE]
+    return at, decision["what"], decision.get("model") or "-", " ".join([decision["why"], *facts])
+
+
+def _count(text: str) -> int:
+    """Raises ArgumentTypeError, which argparse reports as wrong usage."""
+    if not text.isdecimal() or not 1 <= int(text) <= SHOWN_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {SHOWN_MAX:,}")
+    return int(text)

@@ -1,13 +1,12 @@
-"""`greenroom token`: make keys, sign tokens for operations, add signatures, and look whether a token would be accepted.
-
-Works without a gateway: keys stay where their holders are. What a command prints is the token as text, for `--token`.
-"""
+"""`greenroom token` makes keys, signs tokens for operations and checks them; `greenroom audit` checks the audit log.
+Both work without a gateway: keys stay where their holders are. `token` prints the token as text, for `--token`."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
@@ -17,6 +16,7 @@ from greenroom.errors import ConfigError, GreenroomError
 
 if TYPE_CHECKING:
     from greenroom.features.governance.tokens import Presented
+
 
 # Those of the configuration, whose schema is too slow to import for a list of commands.
 OPERATIONS: Final = (
@@ -30,23 +30,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         add(commands)
 
 
-def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     parser.set_defaults(run_token=run)
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
     try:
-        status: int = args.run_token(args)
+        args.run_token(args)
     except ConfigError:
         raise
     except GreenroomError as error:
         raise CommandFailed(error.message) from None
-    return status
 
 
-COMMAND = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
+TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def _add_keygen(commands: Any) -> None:
     parser.add_argument("--shared", action="store_true", help="a shared key for governance.key_path")
 
 
-def _keygen(args: argparse.Namespace) -> int:
+def _keygen(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing
     from greenroom.features.governance.keyset import key_id, read_shared_key
 
@@ -77,7 +76,6 @@ def _keygen(args: argparse.Namespace) -> int:
         screen.say(f"governance:\n  signers:\n    {args.signer}: {public}")
     screen.hint(f"\n{args.file} holds the secret; the lines above are for the configuration")
     screen.hint(f"its id is {id}; `greenroom check` shows it too")
-    return ExitStatus.OK
 
 
 # --- signing ----------------------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ def _add_key_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the token as JSON, for the field of a body")
 
 
-def _sign(args: argparse.Namespace) -> int:
+def _sign(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing, tokens
     from greenroom.features.governance.canonical_json import sha256_of
     from greenroom.features.governance.keyset import read_shared_key
@@ -115,8 +113,9 @@ def _sign(args: argparse.Namespace) -> int:
     if signing.is_private_key(args.key):
         if body is None or args.signer not in signers:
             raise WrongUsage("a signer's own key binds the body, and --signers names the signer too")
-        return _say(signing.by_signer(fields, args.signer, signing.read_private_key(args.key)), args.json)
-    return _say(signing.by_shared_key(fields, read_shared_key(args.key)), args.json)
+        _say(signing.by_signer(fields, args.signer, signing.read_private_key(args.key)), args.json)
+        return
+    _say(signing.by_shared_key(fields, read_shared_key(args.key)), args.json)
 
 
 def _add_cosign(commands: Any) -> None:
@@ -125,13 +124,13 @@ def _add_cosign(commands: Any) -> None:
     _add_key_options(parser)
 
 
-def _cosign(args: argparse.Namespace) -> int:
+def _cosign(args: argparse.Namespace) -> None:
     from greenroom.features.governance import signing
 
     value = _presented(args).value
     if not isinstance(value, Mapping):
         raise WrongUsage("a JWT has one signature")
-    return _say(signing.cosigned(value, args.signer, signing.read_private_key(args.key)), args.json)
+    _say(signing.cosigned(value, args.signer, signing.read_private_key(args.key)), args.json)
 
 
 def _body(text: str | None) -> dict[str, Any]:
@@ -148,14 +147,13 @@ def _body(text: str | None) -> dict[str, Any]:
     return value
 
 
-def _say(token: Mapping[str, Any], as_json: bool) -> int:
+def _say(token: Mapping[str, Any], as_json: bool) -> None:
     from greenroom.features.governance.tokens import as_text
 
     if as_json:
         screen.say_json(token)
     else:
         screen.say(as_text(token))
-    return ExitStatus.OK
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> None:
     from greenroom.config import loader
     from greenroom.features.governance.canonical_json import sha256_of
     from greenroom.features.governance.keyset import load_keys
@@ -183,10 +181,9 @@ def _verify(args: argparse.Namespace) -> int:
     left_s = round(token.issued_at + section.window_s - time.time())
     if args.json:
         screen.say_json({"operation": token.operation, "modelId": token.model, "signers": proven, "left_s": left_s})
-        return ExitStatus.OK
+        return
     screen.say(f"{token.operation} of {token.model or 'no model'}, proven by {', '.join(proven)}")
     screen.say(f"valid for {left_s} s, once" if left_s > 0 else "expired")
-    return ExitStatus.OK
 
 
 def _presented(args: argparse.Namespace) -> Presented:
@@ -198,3 +195,50 @@ def _presented(args: argparse.Namespace) -> Presented:
         return read_token(read(text.encode()) if text.startswith("{") else text)
     except NotCanonical as error:
         raise CommandFailed(f"the token cannot be read: {error}") from None
+
+
+# --- audit ------------------------------------------------------------------------------------------------------------
+
+
+def _add_audit_options(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    about = "Check the chain of hashes, and name the first bad line."
+    verify = commands.add_parser("verify", help=about, description=about, allow_abbrev=False)
+    verify.add_argument("file", nargs="?", metavar="FILE", help="the log (default: that of the configuration)")
+    verify.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
+    verify.add_argument(
+        "--head", metavar="HASH", help="a last line's hash that was kept elsewhere; must be in the chain"
+    )
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from greenroom.base.plain_file import why
+    from greenroom.features.governance.audit import verify
+
+    path = Path(args.file) if args.file else _configured(args.config)
+    try:
+        found = verify(path, args.head)
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"{path} cannot be read: {why(error)}") from None
+    if args.json:
+        told: dict[str, Any] = {"ok": found.problem is None, "lines": found.lines, "head": found.head}
+        screen.say_json({**told, "cut": list(found.cut), "bad_line": found.bad_line, "problem": found.problem})
+        return ExitStatus.OK if found.problem is None else ExitStatus.FAILED
+    if found.problem is not None:
+        raise CommandFailed(f"{path}: line {found.bad_line}: {found.problem}")
+    screen.say(f"{path}: {found.lines} lines, none changed; head {found.head}")
+    for line in found.cut:
+        screen.note(f"line {line} was cut by a crash; the line after it says so")
+    screen.hint("keep the head elsewhere: `greenroom audit verify --head HASH` then finds lines taken from the end")
+    return ExitStatus.OK
+
+
+def _configured(file: str | None) -> Path:
+    from greenroom.config import loader
+
+    config = loader.load(loader.find(file)).config
+    return Path(config.governance.audit_path or Path(config.state_dir) / "governance" / "audit.jsonl")
+
+
+AUDIT = Subcommand("audit", "Verify the audit log of signed operations.", _add_audit_options, _audit)
