@@ -303,8 +303,8 @@ class App:
         opened: list[Part] = []
         try:
             for part in self.parts:
-                opened.append(part)
                 await part.open()
+                opened.append(part)
         except BaseException:
             await self._close(opened)
             raise
@@ -404,7 +404,7 @@ async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None
 
 def make_management(gateway: App, streams: Streams | None = None) -> Management:
     """`streams` counts the streams of events and logs; by default its own."""
-    app = empty_app()
+    app, shell = empty_app(), gateway.shell
     began = gateway.clock()
 
     def uptime_s() -> float:
@@ -417,36 +417,50 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
     DownloadRoutes(gateway.downloads).add_to(app)
-    loads = LoadRoutes(gateway, gateway.loads)
+    loads = LoadRoutes(shell, gateway.resolver, gateway.tasks, gateway.loads)
     loads.add_to(app)
-    NativeRoutes(gateway, loads, look).add_to(app)
-    library = LibraryRoutes(gateway, gateway.library, gateway.loads, gateway.updates, look)
+    NativeRoutes(shell, gateway.tasks, loads, look).add_to(app)
+    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.updates, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
-    OllamaRoutes(gateway, gateway.library, gateway.downloads, library, gateway.started_at, look).add_to(app)
-    LlamaSwapRoutes(gateway, gateway.loads, gateway.updates, streams, look).add_to(app)
-    CapabilityRoutes(gateway, gateway.loads, look).add_to(app)
+    OllamaRoutes(
+        shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway.started_at, look
+    ).add_to(app)
+    LlamaSwapRoutes(shell, gateway.loads, gateway.updates, streams, look).add_to(app)
+    CapabilityRoutes(shell, gateway.resolver, gateway.memory_watch, gateway.loads, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
-    Operating(gateway, gateway.loads, gateway.operations, gateway.updates, gateway, streams, look).add_to(app)
+    Operating(
+        shell,
+        gateway.resolver,
+        gateway.tasks,
+        gateway.loads,
+        gateway.operations,
+        gateway.updates,
+        gateway,
+        streams,
+        look,
+    ).add_to(app)
     ConfigRoutes(gateway).add_to(app)
-    PinRoutes(gateway, gateway.models, gateway.updates).add_to(app)
-    VersionRoutes(gateway, gateway.updates).add_to(app)
-    QueueRoutes(gateway, gateway.tickets).add_to(app)
-    HistoryRoutes(gateway, gateway.history).add_to(app)
+    PinRoutes(shell, gateway.tasks, gateway.models, gateway.updates).add_to(app)
+    VersionRoutes(shell, gateway.updates).add_to(app)
+    QueueRoutes(shell, gateway.activity, gateway.tickets).add_to(app)
+    HistoryRoutes(shell, gateway.history).add_to(app)
     LimitRoutes(gateway.limiter).add_to(app)
-    Explaining(gateway, gateway.leasing).add_to(app)
-    Simulating(gateway).add_to(app)
+    Explaining(shell, gateway.resolver, gateway.tasks, gateway.memory_watch, gateway.leasing).add_to(app)
+    Simulating(shell, gateway.activity).add_to(app)
     UsageRoutes(gateway.usage).add_to(app)
-    ClientRoutes(gateway, gateway.serving.client_stats).add_to(app)
-    RemoteRoutes(gateway, gateway.spending, gateway.remote.fallback).add_to(app)
-    Gpus(gateway).add_to(app)
-    LeaseRoutes(gateway, gateway.leasing).add_to(app)
-    Caches(gateway, gateway.serving.salts, gateway.hosted_moves).add_to(app)
+    ClientRoutes(shell, gateway.serving.client_stats).add_to(app)
+    RemoteRoutes(shell, gateway.spending, gateway.remote.fallback).add_to(app)
+    Gpus(shell, gateway.memory_watch).add_to(app)
+    LeaseRoutes(shell, gateway.leasing).add_to(app)
+    Caches(shell, gateway.serving.salts, gateway.hosted_moves).add_to(app)
     JobRoutes(gateway.jobs, gateway.bodies).add_to(app)
     PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
-    Docs(app, gateway).add_to(app)
+    Docs(app, shell).add_to(app)
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
-    models = GovernedModels(gateway, gateway.library, gateway.downloads, gateway.updates, library.users_of)
+    models = GovernedModels(
+        shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library.users_of
+    )
     governed = GovernedRoutes(app, gateway.governance, models)
     return Management(governed, governed.routes)

@@ -281,8 +281,8 @@ class FakeGateway:
         self.keys = KeyRing(lambda: None)
         # Tests of their routes have a whole gateway.
         self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
-        # Parts of which routes ask one thing each, which is here.
-        self.serving = self.remote = self.models = self.hosted_moves = self
+        # Parts of which routes ask few things, which are all here.
+        self.shell = self.serving = self.remote = self.models = self.hosted_moves = self
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

@@ -12,7 +12,7 @@ from greenroom.api.asgi import AsgiBridge
 from greenroom.api.front import Door, HostRule, MetricsDoor
 from greenroom.config.diff import Changes
 from greenroom.config.part import Apply, Part
-from greenroom.config.schema import Config
+from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 from greenroom.http.body import BodyBudget
 from greenroom.http.edge import Edge
@@ -93,11 +93,17 @@ class Edges(Part):
     async def open(self) -> None:
         """Take the ports; connections wait until `accept`. Raises OSError, or ConfigError for `metrics_port`."""
         server = self._shell.config.server
-        await self.edge.bind(server.host, server.port)
-        if self.metrics_edge is None:
-            return
         try:
-            await self.metrics_edge.bind(server.host, server.metrics_port or 0)
+            await self.edge.bind(server.host, server.port)
+            if self.metrics_edge is not None:
+                await self._bind_metrics(self.metrics_edge, server)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _bind_metrics(self, edge: Edge, server: Server) -> None:
+        try:
+            await edge.bind(server.host, server.metrics_port or 0)
         except OSError as error:
             where, why = f"{server.host}:{server.metrics_port}", error.strerror or error
             raise ConfigError(f"server.metrics_port: cannot listen on {where}: {why}. Choose another port.") from error

@@ -36,6 +36,11 @@ class Shell:
         return self.live.config
 
     @property
+    def is_starting(self) -> bool:
+        """Until models can be asked for."""
+        return self.live.is_starting
+
+    @property
     def is_draining(self) -> bool:
         return self.live.is_draining
 
